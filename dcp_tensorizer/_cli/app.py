@@ -1,8 +1,8 @@
-"""``dcp-tensorizer``: look at checkpoints, verify, compare, convert and collect them, and make a report of them.
+"""``dcp-tensorizer``: lists, inspects, verifies, compares, converts and removes checkpoints, and makes reports of them.
 
-Each command reads its arguments, calls the public function that does the work, and shows the result. What needs torch
-is imported when a command runs: help, the version and completion take a tenth of the time that torch does. No command
-runs code from a checkpoint. `outcome` has the exit codes.
+Each command reads its arguments, calls the public function that does the work, and shows the result. Modules that need
+torch are imported when a command runs: help, the version and completion take a tenth of the time of importing torch. No
+command runs code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .arguments import (
 
 # --- exit codes and errors --------------------------------------------------------------------------------------------
 #
-#   0    fine; of ``diff``, the same
-#   1    damaged; of ``diff``, different
+#   0    fine; ``diff``: the same
+#   1    damaged; ``diff``: different
 #   2    not done: a mistake in the command, no checkpoint at the path, or a failed read or write
 #   3    of a format or version that this release does not read; it may be whole
 # 130    interrupted by Ctrl-C; 129 and 143: ended by SIGHUP, by SIGTERM
@@ -59,16 +59,13 @@ INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 CLOSED = 141  # 128 and the number of SIGPIPE
 
 usage_error = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
-"""A mistake in the command, of any kind. Releases of typer have it in different places."""
+"""A mistake in the command, of any kind. Its module depends on the release of typer."""
 
 
 def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> int:
-    """Tells why a command was not done, in one style; returns its exit code.
+    """Reports why a command failed, and returns its exit code, which is ``damaged`` if the checkpoint is damaged.
 
-    Args:
-        error: The reason.
-        as_json: As a JSON document on stdout, and not as a line on stderr.
-        damaged: The exit code where the checkpoint is damaged.
+    The message is a JSON document on stdout if ``as_json``; otherwise a line on stderr.
     """
     from .terminal import print_error, print_json
 
@@ -82,15 +79,15 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
 
 
 def flushed(code: int) -> int:
-    """An exit code, when all output has been written; raises `OSError` if it cannot be."""
-    if sys.stdout is not None:  # a daemon has closed it
+    """Returns the exit code after all output is written; raises `OSError` if it cannot be written."""
+    if sys.stdout is not None:  # None in a daemon that has closed it
         sys.stdout.flush()
     return code
 
 
 def unwritten(error: OSError) -> int:
     """Reports that the output could not be written, unless its pipe is closed; returns the exit code."""
-    # What is left in the buffer goes nowhere: else the interpreter fails with it at its end.
+    # The rest of the buffer goes to /dev/null, or else the interpreter would fail to write it at its exit.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError, AttributeError):  # the stream was replaced, or there is none
         os.dup2(nowhere, sys.stdout.fileno())
@@ -111,7 +108,7 @@ def _exit_code(error: BaseException, damaged: int) -> int:
 
 
 def _is_damage(error: CheckpointError) -> bool:
-    """Returns whether the checkpoint itself is the cause, and not a server, a key or permissions."""
+    """Returns whether the checkpoint itself is the cause, not a server, a key or permissions."""
     if isinstance(error, NotCommitted | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
@@ -119,7 +116,7 @@ def _is_damage(error: CheckpointError) -> bool:
 
 
 def _message(error: BaseException) -> tuple[str, str]:
-    """The message for an error, and where help is."""
+    """The message for an error, and a hint where help is."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", ""
     if isinstance(error, usage_error):
@@ -129,7 +126,7 @@ def _message(error: BaseException) -> tuple[str, str]:
 
 
 _app = typer.Typer(
-    rich_markup_mode=None,  # its tables show a type for each switch
+    rich_markup_mode=None,  # its help tables would show a type for each switch
     pretty_exceptions_enable=False,
     help="Look at checkpoints of dcp_tensorizer, verify, compare, convert and collect them.",
     epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted, "
@@ -138,7 +135,7 @@ _app = typer.Typer(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command, or shows what there is; returns the exit code."""
+    """Runs a command, or shows the list of commands; returns the exit code."""
     as_json = "--json" in arguments
     try:
         code = _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
@@ -150,10 +147,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
-    """A command that ends with the exit code it returns, and without a traceback for what users can fix.
+    """Registers a command, which ends with the exit code that its function returns.
 
-    Args:
-        damaged: The exit code where it fails because the checkpoint is damaged.
+    Errors that users can fix are shown without a traceback. ``damaged`` is the exit code if the checkpoint is damaged.
     """
 
     def add(function: Callable[..., int]) -> None:
@@ -168,7 +164,7 @@ def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
                 except (CheckpointError, KeyboardInterrupt) as error:
                     code = failed(error, as_json=kwargs["as_json"], damaged=damaged)
                 return flushed(code)
-            except OSError as error:  # what cannot be read is a CheckpointError
+            except OSError as error:  # of local files; errors of checkpoints are CheckpointErrors
                 return unwritten(error)
 
     return add

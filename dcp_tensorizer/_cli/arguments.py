@@ -1,4 +1,4 @@
-"""Arguments that the commands of the command line share, and how they are read."""
+"""Arguments that several commands share, and functions that read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PassphraseFile = Annotated[
 
 
 def _here_or_before(context: typer.Context, given: bool) -> bool:
-    """A switch that may also stand before the name of the command."""
+    """A switch that may also precede the name of the command."""
     return given or bool(context.parent and context.parent.params.get("as_json"))
 
 
@@ -58,7 +58,7 @@ StorageOptions = Annotated[
 
 
 def read_options(given: list[str] | None) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs; a value may be JSON."""
+    """Reads ``KEY=VALUE`` pairs, whose values may be JSON."""
     options = {}
     for option in given or []:
         key, equals, text = option.partition("=")
@@ -72,7 +72,7 @@ def read_options(given: list[str] | None) -> dict[str, Any]:
 
 
 def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """The key in a file; in an argument, other users of the machine would see it."""
+    """Reads the key from a file. An argument would show it to other users of the machine."""
     if key_file is None and passphrase_file is None:
         return None
     if key_file is not None and passphrase_file is not None:

@@ -20,12 +20,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-_PIPE_COLUMNS = 1 << 16  # nothing is broken where a program reads
+_PIPE_COLUMNS = 1 << 16  # wide enough that no line is broken for a program
 _MAX_NAMED_RANKS = 4
 
 
 class _Console(Console):
-    """rich's, which leaves it to the command to say what a closed pipe means."""
+    """rich's console, but the command decides what a closed pipe means."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -35,8 +35,8 @@ _console = functools.partial(_Console, highlight=False, markup=False, emoji=Fals
 
 
 def print_json(value: Any) -> None:
-    """One document: records as objects, times in ISO format, and null for a number that JSON cannot say."""
-    # In ASCII: names of files may be no text that can be encoded.
+    """Prints one document: records as objects, times in ISO format, and null for numbers that JSON does not have."""
+    # In ASCII, because names of files may have bytes that no encoding has.
     sys.stdout.write(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
@@ -55,7 +55,7 @@ def print_error(text: str, hint: str = "") -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """Prints a table, unless it has no rows; a column whose name begins with ``>`` is of numbers."""
+    """Prints a table, unless it has no rows. A column whose name begins with ``>`` has numbers."""
     console = _console()
     cells = [[_visible(_cell(value)) for value in row] for row in rows]
     if not cells:
@@ -70,9 +70,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 
 @contextmanager
 def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
-    """A bar, on a terminal; gives a function to be called with what is done and what there is to do.
+    """Shows a bar on a terminal; yields a function to call with the work done and the total.
 
-    Ctrl-C interrupts this thread at once, and every other when it calls the function.
+    Ctrl-C interrupts this thread at once, and other threads when they call the function.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -96,7 +96,7 @@ def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
             task = bar.add_task(doing, total=None)
             yield update
     except Exception as error:
-        if interrupted.is_set():  # what a library made of it
+        if interrupted.is_set():  # a library may have swallowed the KeyboardInterrupt
             raise KeyboardInterrupt from error
         raise
     finally:
@@ -104,7 +104,7 @@ def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
 
 
 def size(nbytes: int) -> str:
-    """Bytes, as disks are sold: ``1.5 GB``."""
+    """Bytes in decimal units: ``1.5 GB``."""
     if nbytes < 1000:
         return f"{nbytes} B"
     value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
@@ -126,7 +126,7 @@ def moment(time: datetime | None) -> str:
 
 
 def shape(extents: Sequence[int]) -> str:
-    """``4 x 3``; of a tensor without dimensions ``scalar``."""
+    """``4 x 3``; ``scalar`` for a tensor without dimensions."""
     return " x ".join(map(str, extents)) or "scalar"
 
 
@@ -149,7 +149,7 @@ def _folded(text: str, console: Console) -> str:
 
 
 def _cell(value: object) -> str:
-    """A count in full, a difference in three digits, which are enough to judge it by."""
+    """A count in full; a float with three digits."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 # --- tables that fit a terminal ---------------------------------------------------------------------------------------
 #
-# Names stay whole, and other cells are broken after a dot, a slash or a space.
+# Names are not broken. Other cells are broken after a dot, a slash or a space.
 
 _GAP = "  "
 _NAME = 12  # columns for the names in a table that is too wide
@@ -186,7 +186,7 @@ _PIECE = re.compile(r"[^\s./]*[\s./]*")  # of a key or a path
 
 
 def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
-    """The lines of a text that has so much room, broken between pieces; one that is too long stays whole."""
+    """Breaks a text between pieces into lines of ``room`` columns. A longer piece is not broken."""
     if cell_len(text) <= room:
         return [text]
     lines = [""]
@@ -198,14 +198,10 @@ def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
 
 
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """The lines of a table, its head first; they are as wide as they must be where no break helps.
+    """The lines of a table, the head first. They are wider than ``width`` only if no break helps.
 
-    The first cell of a row is its name, to be copied: one that is too long has a line of its own above the others.
-
-    Args:
-        columns: Their names; one that begins with ``>`` is of numbers, and stays in one piece.
-        rows: Their cells.
-        width: Of the terminal.
+    The first cell of a row is its name, which readers copy. A name that is too long has a line of its own above the
+    other cells. A column whose name begins with ``>`` has numbers, which are not broken.
     """
     heads = [name.lstrip(">") for name in columns]
     numeric = [name.startswith(">") for name in columns]
@@ -230,7 +226,7 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
 
 
 def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Takes from the widest column again and again, as long as the table is too wide and some column can give."""
+    """Narrows the widest column again and again, while the table is too wide and a column can be narrower."""
     narrowed = list(widths)
     while sum(narrowed) > room:
         able = [number for number, width in enumerate(narrowed) if width > least[number]]

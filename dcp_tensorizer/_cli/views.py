@@ -22,7 +22,7 @@ _TORCHS = "torch: written by torch's own FileSystemWriter, which convert, diff a
 
 
 def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: bool) -> None:
-    """Checkpoints below a directory."""
+    """Shows the checkpoints below a directory."""
     if as_json:
         print_json(checkpoints)
         return
@@ -51,7 +51,7 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
 
 
 def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> None:
-    """Shows the contents of a checkpoint; ``chunks``: a line for each chunk, and not for each tensor."""
+    """Shows the contents of a checkpoint, a line per tensor, or with ``chunks`` a line per chunk."""
     if as_json:
         print_json(inspected)
         return
@@ -122,7 +122,7 @@ def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -
 
 
 def show_difference(difference: Difference, *, as_json: bool) -> None:
-    """Shows the differences of two checkpoints."""
+    """Shows how two checkpoints differ."""
     if as_json:
         print_json(difference)
         return
@@ -172,7 +172,7 @@ def show_report(reported: Reported, *, as_json: bool) -> None:
 
 
 def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as_json: bool) -> None:
-    """Shows what was removed below a directory, or would be."""
+    """Shows what was removed below a directory, or would be with ``dry_run``."""
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
     if as_json:
@@ -198,16 +198,16 @@ def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as
 
 
 def _fields(record: Verified | Converted) -> dict[str, object]:
-    """A record's fields, where a JSON document has more than these."""
+    """A record's fields, for a JSON document that adds others."""
     return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _absolute(path: str) -> str:
-    """A path as the other records have it: absolute, and without credentials."""
+    """A path like those in the other records: absolute, and without credentials."""
     return redact(str(absolute_path(path)))
 
 
 def _below(found: str, path: str) -> str:
-    """A checkpoint as seen from the directory that was asked for."""
+    """A checkpoint's path relative to the directory of the command."""
     above = _absolute(path).rstrip("/")
     return found.removeprefix(above).lstrip("/") or found

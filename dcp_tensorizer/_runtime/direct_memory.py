@@ -1,4 +1,4 @@
-"""Memory for what is read and written past the page cache, with O_DIRECT."""
+"""Memory for reads and writes past the page cache, with O_DIRECT."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _HUGE_PAGE = 2 << 20
 
 
 def direct_memory(nbytes: int) -> memoryview:
-    """Fresh memory that begins on a page. From a huge page's size on it lies in huge pages, where the system has them.
+    """Fresh memory that begins on a page; in huge pages, if it is large enough for one and the system has them.
 
-    A request to a disk has few segments (254 for virtio), and each is a run of physical memory. With small pages it
-    carries 1 MiB, with huge ones all it may. Measured in turns, 8 MiB at once: 2.1-3.3 GB/s written with small pages
-    and 3.5-4.2 with huge ones; 1.2-1.6 GB/s read and 2.2-3.0. The kernel's part of the CPU time falls to a third.
+    A request to a disk has few segments (254 for virtio), each a run of physical memory. With small pages it carries 1
+    MiB, with huge pages more. Measured alternately, 8 MiB at once: 2.1-3.3 GB/s written with small pages and 3.5-4.2
+    with huge ones; 1.2-1.6 GB/s read and 2.2-3.0. The kernel's part of the CPU time falls to a third.
     """
     if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(_private(nbytes))
-    memory = _private(nbytes + _HUGE_PAGE)  # what is not touched of it takes no memory
+    memory = _private(nbytes + _HUGE_PAGE)  # untouched pages take no memory
     start = -np.frombuffer(memory, dtype=np.uint8).ctypes.data % _HUGE_PAGE
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
@@ -27,5 +27,5 @@ def direct_memory(nbytes: int) -> memoryview:
 
 
 def _private(nbytes: int) -> mmap.mmap:
-    """Maps memory that is not shared, unlike `mmap`'s default: shared memory has small pages on most systems."""
+    """Maps private memory. `mmap` maps shared memory by default, which has small pages on most systems."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

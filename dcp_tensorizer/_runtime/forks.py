@@ -1,13 +1,13 @@
-"""Keeps a forked child from having anything of its parent's.
+"""Keeps a forked child from using what belongs to its parent.
 
-A child has copies of its parent's objects, but not the threads, the processes and the memory that they stand for. To
-end one of those in the child would end it for the parent. Locks stay as they were at that moment, held by threads that
-are not there. So each object that stands for such a thing says here, when it is made, what becomes of it in a child:
+A child has copies of its parent's objects, but not the threads, processes and memory behind them. If it ended one of
+those, it would end it for the parent. Locks stay as they were at the fork, held by threads that the child does not
+have. So each object of that kind registers, when it is made, what becomes of it in a child:
 
 - a lock is free there (`free_in_child`),
-- what is to be ended with an object is not ended there (`Finalizer`),
-- anything else has a function of its own for that (`in_child`): a descriptor is closed, a writer starts again,
-- and an object that others ask may ask whether it is still in the process that made it (`Home`).
+- what an object ends at its own end is not ended there (`Finalizer`),
+- anything else has a function of its own (`in_child`): a descriptor is closed, a writer starts again,
+- and an object may ask whether it is still in the process that made it (`Home`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-# Not a WeakKeyDictionary, which calls Python code when an owner goes. What a signal's handler raises in the middle of
-# that, a SystemExit say, is dropped by the interpreter.
+# Not a WeakKeyDictionary, which calls Python code when an owner is freed. If a signal handler raised an exception
+# there, such as SystemExit, the interpreter would drop it.
 _owners: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
 _FEW = 64
-_most = _FEW  # so many may there be before those that are gone are looked for
+_most = _FEW  # entries before dead owners are removed
 
 
 def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
-    """Registers ``let_go(owner)`` for each child that this process forks, as long as the owner lives.
+    """Registers ``let_go(owner)`` for each child that this process forks while the owner lives.
 
-    It must not wait for a lock. An owner has one such function.
+    The function must not wait for a lock. An owner has at most one.
     """
     global _most
     if len(_owners) >= _most:
@@ -46,19 +46,19 @@ def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
 
 
 def free_in_child(lock: _T) -> _T:
-    """Returns a lock, or a condition, that only the forking thread can still hold in a forked child."""
+    """Returns a lock, or a condition, that is free in a forked child unless the forking thread holds it."""
     in_child(lock, _free)
     return lock
 
 
 def _free(lock: Any) -> None:
-    is_owned = getattr(lock, "_is_owned", None)  # the forking thread goes on in the child, and gives it back there
+    is_owned = getattr(lock, "_is_owned", None)  # the forking thread goes on in the child, and releases it there
     if is_owned is None or not is_owned():
         lock._at_fork_reinit()
 
 
 class Finalizer(weakref.finalize):  # type: ignore[type-arg]
-    """Does as `weakref.finalize` in this process alone: a forked child ends nothing that is its parent's."""
+    """A `weakref.finalize` that does nothing in forked children, so that they end nothing of their parent's."""
 
     __slots__ = ("__weakref__",)
 
@@ -80,15 +80,15 @@ class Home:
         return self._pid == os.getpid()
 
     def _leave(self) -> None:
-        self._pid = 0  # in another namespace the child may have its parent's number
+        self._pid = 0  # in a new namespace the child may have its parent's number
 
 
 def _let_go() -> None:
-    # All are kept until the last function has run: each may free other owners, whose finalizers would end things.
+    # All owners are kept alive until the last function has run: it may free others, whose finalizers would end things.
     owners = [(reference(), let_go) for reference, let_go in list(_owners.values())]
     for owner, let_go in owners:
         if owner is not None:
-            with suppress(Exception):  # the others have their turn
+            with suppress(Exception):  # the other functions must run
                 let_go(owner)
 
 
@@ -98,15 +98,15 @@ if hasattr(os, "register_at_fork"):
 
 # --- long-lived descriptors -------------------------------------------------------------------------------------------
 #
-# A daemon may close all descriptors (``os.closerange``). The next file that is opened then gets the same number, and to
-# use it would be to use a foreign file. So the file behind a number is checked before each use.
+# A daemon may close all descriptors (``os.closerange``). A file that is opened later may get the same number, and must
+# not be used by mistake. So the file behind a number is checked before each use.
 
 _LAST_STANDARD_STREAM = 2
-_OF_SAVE = 7  # at once, when the writer process is started: docs/failures.md counts them
+_OF_SAVE = 7  # descriptors that are open at once while the writer process starts; listed in docs/failures.md
 
 
 def identity(fd: int) -> tuple[int, int] | None:
-    """Tells one open file from another; None if the descriptor is closed."""
+    """Device and inode of an open file; None if the descriptor is closed."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -115,11 +115,7 @@ def identity(fd: int) -> tuple[int, int] | None:
 
 
 class Descriptor:
-    """A descriptor that is closed with this object, with `close`, and in forked children.
-
-    Args:
-        fd: An open one, which belongs to this object from now on.
-    """
+    """Takes over an open descriptor. It is closed with this object, by `close`, and in forked children."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -134,7 +130,7 @@ class Descriptor:
 
     @property
     def number(self) -> int:
-        """The number; raises `OSError` if it does not stand for the file any more."""
+        """The number; raises `OSError` if it no longer stands for the file."""
         if not self.is_ours:
             raise OSError(errno.EBADF, f"{os.strerror(errno.EBADF)}: this process has closed it (os.closerange?)")
         return self._fd
@@ -145,10 +141,9 @@ class Descriptor:
 
 
 def anonymous_file(name: str) -> int:
-    """A new file in memory, which needs no directory; elsewhere than on Linux, a temporary file.
+    """A new file in memory, without a name; a temporary file on systems other than Linux.
 
-    Raises:
-        OSError: it is refused, or there are no more descriptors; says what to do.
+    Raises `OSError`, which says what to do, if it is refused or there are no more descriptors.
     """
     if hasattr(os, "memfd_create"):
         try:
@@ -168,7 +163,7 @@ def anonymous_file(name: str) -> int:
 
 
 def too_large() -> str:
-    """Why the system has called a file too large, and what to do."""
+    """Says why the system called a file too large, and what to do."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "the file system does not allow a file of that size"
@@ -179,7 +174,7 @@ def too_large() -> str:
 
 
 def too_many(error: OSError) -> str | None:
-    """Explains an error where descriptors are short, with what to do; None where it is another one."""
+    """Explains a shortage of descriptors, and says what to do; None for other errors."""
     if error.errno == errno.EMFILE:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         allowed = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"
@@ -193,10 +188,10 @@ def too_many(error: OSError) -> str | None:
 
 
 def above_standard_streams(fd: int) -> int:
-    """Another number for an open file, whose own is closed, if that is one of 0 to 2.
+    """Moves an open file to a descriptor above 2, if it has one of 0 to 2; returns its number.
 
-    A daemon closes those. Whatever prints would then print into the file, and a child that is started has its own
-    streams there.
+    Those are the standard streams, which a daemon closes. Otherwise prints would go to the file, and a child process
+    would get it as a stream.
     """
     if fd > _LAST_STANDARD_STREAM:
         return fd

@@ -1,10 +1,10 @@
-"""Python's garbage collector, paused while only live objects are made.
+"""Pauses Python's garbage collector while objects are made that all stay alive.
 
-Without the pause, a save of 20,000 small tensors makes 4 full collections, and 3 with `SavePlanner`.
-One of them comes while training waits. With the pause and `SavePlanner` there are none.
+Without the pause, a save of 20,000 small tensors makes 4 full collections, and 3 with `SavePlanner`. One of them
+happens while training waits. With the pause and `SavePlanner` there are none.
 
-The collector is the whole process's, and so the trainer's. Its switch (``gc.disable``), its thresholds and what is
-frozen are left as the trainer has them, whichever thread changes them meanwhile.
+The collector belongs to the whole process, and so to the trainer. Its switch (``gc.disable``), its thresholds and its
+frozen objects stay as the trainer has set them, even if it changes them meanwhile.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from contextlib import contextmanager
 from .forks import free_in_child, in_child
 
 _AGEINGS = 96
-"""Without a full collection in between: some ten saves. Then one may come, for cycles that were aged and died."""
+"""Agings without a full collection in between: some ten saves. Then one may run, for cycles that were aged and died."""
 _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
-"""Python 3.12 begins with some 375 frozen objects, and nothing is lost if they thaw. A trainer freezes many more."""
+"""Python 3.12 begins with about 375 frozen objects, which may be unfrozen. A trainer freezes many more."""
 
 
 class _Collector:
-    """Pauses the collector as long as any thread uses the pause."""
+    """Pauses the collector while any thread uses the pause."""
 
     def __init__(self) -> None:
-        # Taken twice by one thread where the handler of a signal has interrupted it, and saves.
+        # Reentrant, because a signal handler that saves may interrupt its holder.
         self._lock = free_in_child(threading.RLock())
         self._users: set[object] = set()
         self._thresholds: tuple[int, int, int] | None = None  # the trainer's, while it is paused
@@ -36,14 +36,14 @@ class _Collector:
         in_child(self, _Collector._let_go)
 
     def _let_go(self) -> None:
-        """Lets go in a forked child: none of the threads that use the pause is there."""
+        """Forgets the users in a forked child, which does not have their threads."""
         self._users.clear()
         thresholds, self._thresholds = self._thresholds, None
         if thresholds is not None and gc.get_threshold() == (0, *thresholds[1:]):
             gc.set_threshold(*thresholds)
 
     def pause(self, user: object) -> None:
-        """Nothing happens where it is paused already, or where the trainer has switched it off."""
+        """Pauses the collector, unless it is paused already or the trainer has switched it off."""
         with self._lock:
             self._users.add(user)
             thresholds = gc.get_threshold()
@@ -51,10 +51,10 @@ class _Collector:
                 return
             self._thresholds = thresholds
             gc.set_threshold(0, *thresholds[1:])
-        gc.collect(1)  # the training thread's garbage must not count as old: it may hold on to memory of a GPU
+        gc.collect(1)  # or else the trainer's garbage would count as old, and may hold memory of a GPU
 
     def resume(self, user: object, *, ages: bool) -> None:
-        """The last user's end is the end of the pause; with ``ages`` what lives then counts as old."""
+        """Ends the pause with its last user. With ``ages``, objects that live then count as old."""
         with self._lock:
             self._users.discard(user)
             if self._users or self._thresholds is None:
@@ -64,19 +64,20 @@ class _Collector:
                     self._age()
             finally:
                 thresholds, self._thresholds = self._thresholds, None
-                if gc.get_threshold() == (0, *thresholds[1:]):  # otherwise the program has set others, and they stay
+                if gc.get_threshold() == (0, *thresholds[1:]):  # otherwise the program has set others, which stay
                     gc.set_threshold(*thresholds)
 
     def _age(self) -> None:
-        """Makes all objects count as old without a look at them; full collections are further off then.
+        """Makes all objects count as old without visiting them, which delays full collections.
 
-        What another thread freezes after `gc.get_freeze_count` has been asked and before the thawing is thawed, too.
+        If another thread freezes objects between the check of `gc.get_freeze_count` and `gc.unfreeze`, they are
+        unfrozen too.
         """
         full = gc.get_stats()[-1]["collections"]
         if full != self._full_collections:
             self._aged, self._full_collections = 0, full
         self._aged += 1
-        is_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON  # by the trainer, and would thaw
+        is_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON  # by the trainer, and aging would unfreeze them
         if self._aged <= _AGEINGS and not is_frozen:
             gc.freeze()
             gc.unfreeze()
@@ -87,19 +88,18 @@ _collector = _Collector()
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keeps the collector from running, and counts what is made as old afterwards: a with statement, or a decorator.
+    """Pauses the collector, and makes new objects count as old afterwards: a with statement, or a decorator.
 
-    Where thousands of objects are made that all live on, the collector goes through them and through all of torch's
-    for nothing: a third of the time in which 5,000 small tensors are loaded, and a sixth of a second in which a save
-    keeps training from the interpreter. If it were only off, it would go through them in what comes next, DCP's
-    planning. Not for what takes seconds, since garbage of other threads stays, too.
+    When thousands of objects are made that all stay alive, the collector visits them and all of torch's objects in
+    vain. That is a third of the time of loading 5,000 small tensors, and a sixth of a second in which a save keeps the
+    interpreter from training. If it were only switched off, it would visit them afterwards, in DCP's planning. Not for
+    long operations, because garbage of other threads stays meanwhile, too.
 
-    If it is left by an exception, nothing counts as old: what failed is in a cycle with the exception, and would keep
-    its memory until a full collection.
+    After an exception nothing counts as old: the failed objects are in a cycle with the exception, and would keep their
+    memory until a full collection.
 
-    It is paused by its first threshold, which is 0 meanwhile. Nothing is changed for a trainer that has switched the
-    collector off, to collect when it likes. One that sets the first threshold to 0 in this very time gets back the
-    threshold from before.
+    The pause sets the collector's first threshold to 0. If the trainer has switched the collector off, nothing changes.
+    If the trainer sets that threshold to 0 during a pause, the end of the pause undoes that.
     """
     user = object()
     is_done = False
@@ -112,6 +112,6 @@ def collector_paused() -> Iterator[None]:
 
 
 def age_objects() -> None:
-    """Counts what lives now as old, as `collector_paused` does with what is made in it: for what DCP has made."""
+    """Makes all objects count as old, as `collector_paused` does for new ones: for those that DCP has made."""
     with collector_paused():
         pass

@@ -1,4 +1,4 @@
-"""The memory that can still be allocated: on this machine, and below the limits of this process's cgroups."""
+"""The memory that can still be allocated on this machine, and within the limits of this process's cgroups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from ..errors import StagingError
 
 
 def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
-    """Fails while a shortage is still an error: past a cgroup's limit the kernel kills the process.
+    """Raises `StagingError` if memory is short. Beyond a cgroup's limit the kernel would kill the process.
 
-    Raises:
-        StagingError: the rest is not available.
+    ``allocated`` of the ``nbytes`` bytes are allocated already.
     """
     available = available_memory()
     if available is not None and nbytes - allocated > available:
@@ -51,14 +50,14 @@ def _cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/
             continue
         top = root / "memory" if is_v1 else root
         group = top / path.lstrip("/")
-        # In a container, version 1 gives the path as the host sees it; the container's own group is at the top then.
+        # In a container, version 1 gives the host's path, and the container's own group is at the root.
         for folder in (group, *group.parents):
             if folder.is_relative_to(top) and (room := _room(folder, *(_V1 if is_v1 else _V2))) is not None:
                 bounds.append(room)
     return min(bounds, default=None)
 
 
-# The files of a cgroup's limit and use, and what precedes its and its descendants' figures in memory.stat.
+# The files of a cgroup's limit and use, and the prefix in memory.stat of figures that include its descendants.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
@@ -68,7 +67,7 @@ _V2 = ("memory.max", "memory.current", "")
 def _room(group: Path, limit: str, used: str, prefix: str) -> int | None:
     """Room below a cgroup's own limit; None if it has none."""
     try:
-        allowed = int((group / limit).read_text())  # version 2 says "max" where there is no limit, version 1 2**63
+        allowed = int((group / limit).read_text())  # without a limit, version 2 says "max", version 1 nearly 2**63
         taken = int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         cached = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))

@@ -1,6 +1,6 @@
-"""The context of a save: what it takes from the process that asks for it, and sends to the process that writes it.
+"""The process context of a save, which is sent to the process that writes it.
 
-A process that writes for another one keeps nothing of its own birth: keys in environment variables are rotated, and a
+The writing process keeps nothing of the context that it started in: keys in environment variables are rotated, and a
 job may set its umask or its group after the first save.
 """
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _STATUS = "/proc/thread-self/status"
-_OF_OWNER = 0o600  # a umask that takes these away makes files that their own process cannot open
+_OF_OWNER = 0o600  # a umask without these would make files that their own process cannot open
 _MORE_SAMPLES = 7
 _SAMPLE_SECONDS = 0.001
 
@@ -23,15 +23,7 @@ Identity = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, repr=False)  # the environment holds secrets
 class ProcessContext:
-    """The properties of a process that a save needs.
-
-    Attributes:
-        pid: Of the process.
-        environment: Its environment variables.
-        umask: Of the files that it makes; None where the system does not say.
-        directory: Its working directory; None if it has been removed.
-        identity: See `identity_of_process`.
-    """
+    """The properties of a process that affect its saves. None: unknown, or the working directory was removed."""
 
     pid: int
     environment: Mapping[str, str]
@@ -41,14 +33,13 @@ class ProcessContext:
 
     @classmethod
     def here(cls) -> ProcessContext:
-        """The context of this process, now."""
+        """The context of this process now."""
         return cls(os.getpid(), environment(), current_umask(), _directory(), identity_of_process())
 
     def take_on(self, kept: Collection[str] = ()) -> None:
-        """Gives this process the environment, the umask and the working directory, unless they are its own.
+        """Gives this process the environment, the umask and the working directory, unless it has them already.
 
-        Args:
-            kept: Names of environment variables that stay as they are here.
+        The environment variables in ``kept`` stay as they are.
         """
         if self.pid == os.getpid():
             return
@@ -61,10 +52,10 @@ class ProcessContext:
         if self.umask is not None:
             os.umask(self.umask)
         if self.directory is not None and self.directory == _directory():
-            return  # its server may hang, and then so would this
+            return  # changing to it could hang with its server
         try:
             os.chdir(self.directory or "/")
-        except OSError:  # it has been removed since, or is hidden from this process
+        except OSError:  # removed since, or hidden from this process
             os.chdir("/")
 
 
@@ -75,23 +66,23 @@ def _directory() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of this process, also while another thread changes them."""
+    """The environment variables of this process. Other threads may change them meanwhile."""
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def identity_of_process() -> Identity:
-    """The users, the groups and the further groups of this process."""
+    """The users and groups of this process, and its supplementary groups."""
     if not hasattr(os, "getresuid"):
         return (os.getuid(), os.geteuid()), (os.getgid(), os.getegid()), tuple(os.getgroups())
     return os.getresuid(), os.getresgid(), tuple(os.getgroups())
 
 
 def current_umask() -> int | None:
-    """The umask, read without setting it; None where the system does not say.
+    """Reads the umask without setting it; None if the system does not show it.
 
-    Libraries read it by setting another one, and that back. Where a thread does so just now, looks differ, or show a
-    umask that is not meant for files. Then the one that is seen most of some further looks is the process's own.
+    Libraries read the umask by setting another one, and setting it back. If a thread does that at this moment, readings
+    differ, or show a umask that makes no sense for files. Then the most frequent of some more readings is used.
     """
     looks = [_look(), _look()]
     if looks[0] is None or (looks[0] == looks[1] and not looks[0] & _OF_OWNER):

@@ -1,4 +1,4 @@
-"""Threads for requests that wait for a server at the same time, and for work beside other work; waits that end."""
+"""Threads for requests that wait for a server at the same time, and for background work; waits with an end."""
 
 from __future__ import annotations
 
@@ -21,22 +21,18 @@ _LOOK_SECONDS = 0.001
 
 
 class Deadline:
-    """One end for several waits, one after the other.
-
-    Args:
-        timeout: Seconds from now; None for never.
-    """
+    """One common end for several waits, ``timeout`` seconds from now; None: never."""
 
     def __init__(self, timeout: float | None) -> None:
         self._end = None if timeout is None else time.monotonic() + timeout
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left, at least 0; None for any number."""
+        """The seconds that are left, at least 0; None for no limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def within(self, seconds: float) -> float:
-        """So many seconds, or what is left if that is less."""
+        """``seconds``, or what is left if that is less."""
         left = self.left
         return seconds if left is None else min(seconds, left)
 
@@ -45,14 +41,10 @@ NEVER = Deadline(None)
 
 
 class Patience:
-    """The time that something may be waited for without progress, for a caller that looks now and then.
+    """Limits the time without progress, for a caller that checks now and then.
 
-    Time between looks counts for little. A job that was suspended has not waited, nor has what it waits for
-    had any time.
-
-    Args:
-        timeout: Seconds without progress.
-        between_looks: What counts at most between two looks; never more than a third of ``timeout``.
+    At most ``between_looks`` seconds, and a third of ``timeout``, count between two checks. So a job that was suspended
+    does not time out: neither it nor the other side had time to make progress.
     """
 
     def __init__(self, timeout: float, between_looks: float) -> None:
@@ -60,30 +52,31 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """Notes progress: the wait begins anew."""
+        """Notes progress: the time begins again."""
         self._waited, self._last = 0.0, time.monotonic()
 
     def within(self, seconds: float) -> float:
-        """So many seconds, or what is left if that is less."""
+        """``seconds``, or what is left if that is less."""
         return min(seconds, max(0.0, self._timeout - self._waited))
 
     def is_over(self) -> bool:
-        """Looks; whether it has been waited for too long."""
+        """Checks the time; returns whether it has been too long."""
         now = time.monotonic()
         self._waited, self._last = self._waited + min(now - self._last, self._between_looks), now
         return self._waited >= self._timeout
 
 
 class Hung(Exception):
-    """Something has taken too long, and is left alone."""
+    """An operation has taken too long, and is left alone."""
 
 
 class Workers(ThreadPoolExecutor):
-    """A pool of threads for work that uses what is gone after `shutdown`, which waits for it in any case.
+    """A pool of threads whose `shutdown` always waits for the work, because the work uses what the caller frees
+    afterwards.
 
-    What a signal's handler raises meanwhile, a KeyboardInterrupt say, comes out when the work is done. When the main
-    thread has ended, for threads that live on and for ``atexit``, Python starts no more threads: then the calling
-    thread does what is submitted.
+    An exception that a signal handler raises meanwhile, such as KeyboardInterrupt, is raised when the work is done.
+    When the main thread has ended, Python starts no more threads, also not for ``atexit`` and threads that go on. Then
+    the calling thread does the work.
     """
 
     def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
@@ -100,9 +93,9 @@ class Workers(ThreadPoolExecutor):
             return future
         except RuntimeError as error:
             if self._is_shut or not str(error).startswith("cannot schedule"):
-                work.drop()  # the system has no more threads, but one that there is may have it
+                work.drop()  # no more threads can be started, but a running one may have taken it
                 raise
-        except BaseException:  # of a signal's handler: whether a thread has it is not known
+        except BaseException:  # of a signal handler: a thread may or may not have taken it
             work.drop()
             raise
         inline: Future[_T] = Future()
@@ -117,13 +110,13 @@ class Workers(ThreadPoolExecutor):
             super().shutdown()
 
     def _wait(self) -> None:
-        # Without a lock, which an exception of a signal's handler could leave taken, and the work would wait for.
+        # Without a lock: an exception of a signal handler could leave it locked, and the work would wait for it.
         while self._unfinished:
             time.sleep(_LOOK_SECONDS)
 
 
 class _Work(Generic[_T]):
-    """Something that is done once, or never any more."""
+    """An operation that runs at most once."""
 
     def __init__(self, operation: Callable[[], _T]) -> None:
         self._operation: Callable[[], _T] | None = operation
@@ -137,14 +130,14 @@ class _Work(Generic[_T]):
             return operation()
 
     def drop(self) -> None:
-        """Keeps it from beginning; if it is being done, waits for it."""
+        """Keeps it from beginning; if it is running, waits for it."""
         self._operation = None
         _surely(self._doing.acquire)
         self._doing.release()
 
 
 def _surely(wait: Callable[[], object]) -> None:
-    """Waits, and begins again whenever a signal's handler raises something; raises that in the end."""
+    """Waits, even if signal handlers raise exceptions meanwhile; the last one is raised in the end."""
     interrupted: BaseException | None = None
     while True:
         try:
@@ -156,21 +149,21 @@ def _surely(wait: Callable[[], object]) -> None:
         try:
             raise interrupted
         finally:
-            del interrupted  # or else it would refer to this frame, and the frame to it
+            del interrupted  # breaks the cycle of the exception and this frame
 
 
 def is_running(thread: threading.Thread) -> bool:
-    """Returns whether a thread has been started, and has not ended.
+    """Returns whether a thread has been started and has not ended.
 
-    Before Python 3.13 ``is_alive`` alone cannot be trusted: if a signal's handler raises in the middle of ``join``, a
-    KeyboardInterrupt say, it is False from then on. A thread takes itself from ``threading.enumerate`` when it ends,
-    but for the main thread.
+    Before Python 3.13 ``is_alive`` cannot be trusted: if a signal handler raises an exception in ``join``, such as
+    KeyboardInterrupt, it is False from then on. A thread that ends removes itself from ``threading.enumerate``, except
+    for the main thread.
     """
     return thread in threading.enumerate() and (thread is not threading.main_thread() or thread.is_alive())
 
 
 def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]) -> list[_T]:
-    """Calls ``operation`` for several files, or parts of one, at once, because each call waits for a server.
+    """Calls ``operation`` for several subjects at once, because each call waits for a server.
 
     Returns the results in the order of ``subjects``. Raises what a call raises.
     """
@@ -183,15 +176,12 @@ def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]
 def in_background(operation: Callable[[], _T], *, name: str = "request", daemon: bool = False) -> Future[_T]:
     """Starts ``operation`` in a thread of its own, for a result that is needed later.
 
-    Args:
-        operation: What to do. Where no thread can be started, the calling thread does it.
-        name: Of the thread.
-        daemon: The end of the interpreter does not wait for it.
+    If no thread can be started, the calling thread does it. The interpreter does not wait for a ``daemon`` at its exit.
     """
     future: Future[_T] = Future()
     try:
         threading.Thread(target=_run, args=(future, operation), name=name, daemon=daemon).start()
-    except RuntimeError:  # the interpreter is ending and starts no more, or the system has no more
+    except RuntimeError:  # no more threads: the interpreter is ending, or a limit of the system
         _run(future, operation)
         error = future.exception()
         if error is not None and not isinstance(error, Exception):
@@ -200,12 +190,10 @@ def in_background(operation: Callable[[], _T], *, name: str = "request", daemon:
 
 
 def in_time(operation: Callable[[], _T], timeout: float) -> _T:
-    """Does something that may hang in the kernel, and gives it up then: its thread is left alone, and ends nothing.
+    """Runs an operation that may hang in the kernel; raises `Hung` after ``timeout`` seconds.
 
-    A signal's handler that raises something meanwhile is heard when it is over, or given up.
-
-    Raises:
-        Hung: it has taken so many seconds. It goes on, and is not waited for.
+    Then its thread is left alone, and the interpreter's exit does not wait for it. An exception of a signal handler is
+    raised when the operation is over or given up.
     """
     doing, end = in_background(operation, name="in-time", daemon=True), Deadline(timeout)
     _surely(lambda: wait_for([doing], end.left))
@@ -215,16 +203,17 @@ def in_time(operation: Callable[[], _T], timeout: float) -> _T:
 
 
 def cores() -> int:
-    """The number of cores this process may use: a bound for threads that compute.
+    """The number of cores that this process may use: a bound for threads that compute.
 
-    The ranks of a node share its cores. ``torchrun`` says how many they are. A rank that is bound to cores has those.
+    The ranks of a node share its cores, and ``torchrun`` says how many ranks there are. A rank that is bound to cores
+    has those.
     """
     share = max(1, (os.cpu_count() or 1) // (ranks_of_node() or 1))
     return min(share, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else share
 
 
 def ranks_of_node() -> int | None:
-    """The number of ranks that share this node, as ``torchrun`` and other launchers say; None if nothing says it."""
+    """The number of ranks on this node, as ``torchrun`` and other launchers say it; None if unknown."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(ranks) if ranks.isdecimal() and int(ranks) else None
 
@@ -234,23 +223,22 @@ def _run(future: Future[_T], operation: Callable[[], _T]) -> None:
         future.set_result(operation())
     except BaseException as error:
         future.set_exception(error)
-        del future  # or else the error's traceback would refer to it, and it to the error
+        del future  # breaks the cycle of the future, its error and the error's traceback
 
 
 # --- the switch interval during a save --------------------------------------------------------------------------------
 #
 # A thread that needs the interpreter waits until its holder releases it, or until the switch interval is over: 5 ms by
-# default. A save needs it some hundred times, after each system call, and after many of torch's operations. Beside a
-# training loop that holds it, each time costs the save 5 ms. While the save plans, it is training that waits 5 ms after
-# each of its operations.
+# default. A save needs it some hundred times, after each system call and many of torch's operations, and each time
+# waits 5 ms for a training loop that holds it. While the save plans, training waits 5 ms after each of its operations.
 #
 # With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, at the same
 # speed of the loop. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms.
 # With 0.1 ms such a loop loses a fifth of its speed to the switching.
 #
-# The interval belongs to the whole process. It is short while a save works on a thread of its own, and is then set
-# back. If the program sets another one meanwhile, that one stays. So does the short one if the program reads it
-# meanwhile, and sets it again later.
+# The interval belongs to the whole process. It is short while a save works on a thread of its own, and is set back
+# afterwards. If the program sets another one meanwhile, that one stays. The short one stays if the program reads it
+# meanwhile and sets it again later.
 
 _SECONDS = 0.0005
 _FIRST_TURN = 0.0001  # for the other thread to wake up
@@ -258,17 +246,17 @@ _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
 class _Interval:
-    """The interpreter's switch interval: short as long as any thread uses the short one."""
+    """The interpreter's switch interval, which is short while any thread uses the short one."""
 
     def __init__(self) -> None:
-        # Taken twice by one thread where a signal's handler, or the collector, has interrupted it.
+        # Reentrant, because a signal handler or the collector may interrupt its holder.
         self._lock = free_in_child(threading.RLock())
         self._users: set[int] = set()
         self._before: float | None = None  # the trainer's, while it is short
         in_child(self, _Interval._let_go)
 
     def _let_go(self) -> None:
-        """Lets go in a forked child: none of the threads that use it is there."""
+        """Forgets the users in a forked child, which does not have their threads."""
         self._users.clear()
         self._restore()
 
@@ -281,7 +269,7 @@ class _Interval:
                 sys.setswitchinterval(_SECONDS)
 
     def leave(self, user: int) -> None:
-        """The last user's end is the end of it."""
+        """Restores the interval after its last user."""
         with self._lock:
             self._users.discard(user)
             if not self._users:
@@ -289,7 +277,9 @@ class _Interval:
 
     def _restore(self) -> None:
         before, self._before = self._before, None
-        is_ours = abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION  # otherwise the program has set another one
+        is_ours = (
+            abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION
+        )  # otherwise the program has set another one, which stays
         if before is not None and is_ours:
             sys.setswitchinterval(before)
 
@@ -300,8 +290,8 @@ _interval = _Interval()
 class QuickTurns:
     """Lets the process's threads take turns more often, until `end` or until it is dropped.
 
-    Whoever waits already does so for the interval from before: the calling thread lets that one have its turn first. It
-    may be training, which has just started this thread.
+    Threads that wait already wait for the old interval. So the calling thread first gives them a turn: one may be
+    training, which has just started this thread.
     """
 
     def __init__(self) -> None:
@@ -310,5 +300,5 @@ class QuickTurns:
         time.sleep(_FIRST_TURN)
 
     def end(self) -> None:
-        """Idempotent."""
+        """Ends it. Idempotent."""
         self._end()

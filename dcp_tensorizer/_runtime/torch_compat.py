@@ -1,6 +1,6 @@
-"""torch's private names, each with the reason why there is no public one. Only this module imports or touches them.
+"""torch's private names, each with the reason why no public one serves. Only this module uses them.
 
-Names that few need are imported on first use: those for conversion take half a second.
+Names that are rarely needed are imported on first use: those for conversion take half a second.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-# What torch's weights-only unpickler trusts: `get_unsafe_globals_in_checkpoint` says only what is not in it.
+# The names that torch's weights-only unpickler trusts. `get_unsafe_globals_in_checkpoint` lists only other names.
 from torch._weights_only_unpickler import _get_allowed_globals
 
-# What a functional collective gives: a tensor whose elements may still be on their way.
+# The result of a functional collective: a tensor whose elements may not have arrived yet.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-# FSDP1 still makes ShardedTensors, and there is no public way to them.
+# FSDP1 still makes ShardedTensors, which have no public module.
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-# What ``Metadata.version`` says: in torch it is a constant of a module.
+# The value of ``Metadata.version``, which is a constant of one of torch's modules.
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION
 
-# A group's store and its timeout: ``ProcessGroup`` says neither in every release.
+# A group's store and its timeout, which ``ProcessGroup`` does not have in every release.
 from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
@@ -99,10 +99,9 @@ _FSSPEC = "torch.distributed.checkpoint.fsspec_filesystem"
 if find_spec(_FSSPEC) is None:
     _FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
-# What only torch's own checkpoints need: the places in their ``.metadata``, and decoding their streams. What only
-# conversion needs: fake tensors (see ``torch.serialization.skip_data``), what ``dcp.save`` does with a nested state
-# dict, and torch's writer for URLs. What the benchmarks compare with: its reader. And how ``dcp.load`` sets a value in
-# a nested state dict.
+# For torch's own checkpoints: the places in their ``.metadata``, and decoding their streams. For conversion: fake
+# tensors (see ``torch.serialization.skip_data``), the flattening of nested state dicts, and torch's writer for URLs.
+# For benchmarks: torch's reader. For loads: setting a value in a nested state dict.
 _ON_USE = {
     "ExtensionRegistry": ("torch.distributed.checkpoint._extension", "ExtensionRegistry"),
     "StreamTransformExtension": ("torch.distributed.checkpoint._extension", "StreamTransformExtension"),
@@ -118,7 +117,7 @@ _ON_USE = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports what few need when it is first asked for."""
+        """Imports rarely needed names on first use."""
         if name not in _ON_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, attribute = _ON_USE[name]
@@ -126,43 +125,42 @@ if not TYPE_CHECKING:
 
 
 STORAGE_SETUP = "_storage_setup"
-"""The function by which DCP's saver and loader choose a storage where they are given none."""
+"""The function by which DCP's saver and loader choose a storage if they are given none."""
 
 PROCESS_EXECUTOR = "_ProcessBasedAsyncCheckpointExecutor"
-"""What runs a save in a process of torch's, in DCP's saver."""
+"""The class with which DCP's saver runs a save in a process of torch's."""
 
 GET_LAYOUT = "torch.serialization._get_layout"
 
 OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
-"""The module of the class in ``.metadata`` that says what a tensor is, before torch 2.3."""
+"""The module of ``TensorProperties`` in a ``.metadata`` from before torch 2.3."""
 
 tensor_makers = frozenset({"torch", "torch._utils", "torch._tensor"})
 """The modules whose functions and classes a pickle calls to make tensors and shapes."""
 
 
 REBUILD_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
-"""What a pickled tensor with attributes, or of a subclass, calls: it calls its first argument with its third."""
+"""Called by pickled tensors with attributes or of a subclass; it calls its first argument with its third."""
 
 REBUILD_PREFIX = "torch._utils._rebuild_"
-"""The beginning of the names of what other pickled tensors call."""
+"""The prefix of the names of functions that other pickled tensors call."""
 
 
 NEVER_FAKE = frozenset(
     f"{REBUILD_PREFIX}{kind}" for kind in ("sparse_tensor", "qtensor", "nested_tensor", "meta_tensor_no_storage")
 )
-"""What pickled tensors call of which torch makes no fake ones, or which have no storage."""
+"""Called by pickled tensors that have no storage, or that torch cannot make as fake tensors."""
 
 
 def trusted_globals() -> Set[str]:
-    """The classes and functions that ``torch.load(weights_only=True)`` trusts by itself, by name."""
+    """The names of the classes and functions that ``torch.load(weights_only=True)`` trusts by itself."""
     return frozenset(_get_allowed_globals())
 
 
 def pickle_of(file: IO[bytes]) -> bytes:
     """The pickle in a file that ``torch.save`` wrote, as ``torch.load`` finds it.
 
-    Raises:
-        ValueError: ``torch.load`` would take it for something else, or would decompress it.
+    Raises `ValueError` if ``torch.load`` would take the file for something else, or would decompress it.
     """
     nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -191,7 +189,7 @@ def _first_line(error: Exception) -> str:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copies many tensors in one call, which costs a tenth of as many calls of ``copy_``."""
+    """Copies many tensors in one call, which takes a tenth of the time of as many ``copy_`` calls."""
     torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
@@ -201,28 +199,27 @@ _LAZY = (
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory is its values in C order: it is contiguous, and neither conjugated nor negated
-    lazily.
+    """Returns whether a tensor's memory is its values in C order: contiguous, and not lazily conjugated or negated.
 
-    `Tensor.is_conj` and `Tensor.is_neg` let the interpreter go: asked for each tensor on a save's thread, they wait
-    for a training loop that holds it, 0.03 ms a call in the mean. The dispatch keys are read without that.
+    `Tensor.is_conj` and `Tensor.is_neg` release the interpreter. Called for each tensor on a save's thread, they wait
+    for a training loop that holds it, 0.03 ms per call on average. The dispatch keys are read without that.
     """
     return tensor.is_contiguous() and not torch._C._dispatch_keys(tensor).raw_repr() & _LAZY
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, when it is there; any other tensor as it is."""
+    """Waits for the result of a functional collective, and returns it; returns any other tensor as it is."""
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has a shape and no elements, as those that are made under ``FakeTensorMode``."""
+    """Returns whether a tensor has a shape but no elements, like those made under ``FakeTensorMode``."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
 def real_tensors() -> AbstractContextManager[object]:
-    """Makes tensors that have elements, also under ``FakeTensorMode``."""
+    """Makes tensors with elements, also under ``FakeTensorMode``."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return nullcontext() if fakes is None else fakes.unset_fake_temporarily()
 
@@ -233,7 +230,7 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cpu_placement(metadata: ShardMetadata) -> _remote_device:
-    """The place of a shard of the same rank in host memory."""
+    """The placement in host memory of a shard of the same rank."""
     assert metadata.placement is not None
     return _remote_device(f"rank:{metadata.placement.rank()}/cpu")
 
@@ -246,17 +243,17 @@ def rebuild_sharded_tensor(like: ShardedTensor, shards: list[Shard], metadata: S
 
 
 def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of another local tensor of the same shape and dtype, in a quarter of ``__tensor_unflatten__``'s time.
+    """A DTensor of another local tensor of the same shape and dtype, four times as fast as ``__tensor_unflatten__``.
 
-    That works out the same layout anew, and a layout does not change.
+    That function computes the layout again, which does not change.
     """
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
 
 
 def plain_local(value: object) -> torch.Tensor | None:
-    """The local tensor of a DTensor, if ``to_local`` gives no more than that; None if it may, or there is no DTensor.
+    """The local tensor of a DTensor, if ``to_local`` would return just that; otherwise, or for other values, None.
 
-    ``to_local`` records an operation for autograd, which takes ten times as long as all else that is asked here.
+    ``to_local`` records an operation for autograd, which takes ten times as long as everything else here.
     """
     if type(value) is not DTensor:
         return None
@@ -265,9 +262,9 @@ def plain_local(value: object) -> torch.Tensor | None:
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
-    """A value that says which part of a DTensor is here: the same for all of one layout.
+    """A value that says which part of a DTensor is here, equal for equal layouts.
 
-    None if the local tensor says that, and for what is no DTensor.
+    None if the local tensor says that, and for values that are not DTensors.
     """
     if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):
         return None
@@ -275,7 +272,7 @@ def layout_of(value: object) -> tuple[Any, ...] | None:
 
 
 def local_elements(target: Any) -> int:
-    """The number of elements of a tensor that this rank has."""
+    """The number of a tensor's elements on this rank."""
     if isinstance(target, ShardedTensor):
         return sum(shard.tensor.numel() for shard in target.local_shards())
     if isinstance(target, DTensor):  # `to_local` would record an operation for autograd
@@ -284,19 +281,19 @@ def local_elements(target: Any) -> int:
 
 
 def group_devices(group: ProcessGroup) -> Set[str]:
-    """The kinds of devices whose memory the collectives of a group take, without a way through host memory.
+    """The kinds of devices whose memory a group's collectives use directly.
 
-    gloo says that it takes a GPU's, too. But it copies it to the host and back.
+    gloo claims to support GPUs, but copies their tensors to the host and back.
     """
     kinds = group._device_types
     return {kind.type for kind in kinds if kind.type == "cpu" or group._get_backend(kind).name() != "gloo"}
 
 
 def group_of_save() -> ProcessGroup | None:
-    """The process group that a save on this thread runs its collectives on; None if there is no knowing it.
+    """The process group of the save on this thread; None if unknown.
 
-    DCP shows its group to no hook of a storage or a stager. So the argument ``process_group`` of the call of
-    ``dcp.save`` or ``dcp.async_save`` is looked at, on the stack of the hook.
+    DCP passes its group to no hook of a storage or a stager. So it is read from the argument ``process_group`` of
+    ``dcp.save`` or ``dcp.async_save``, on the stack of the hook.
     """
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -311,12 +308,12 @@ def group_of_save() -> ProcessGroup | None:
 
 
 def group_store(group: ProcessGroup) -> Store:
-    """The store by which the ranks of a group have found each other. What is put there is the group's alone."""
+    """The store through which the ranks of a group have found each other. Its keys belong to the group alone."""
     return _get_process_group_store(group)
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """The time that a collective of a group waits for a rank that does not come."""
+    """How long a collective of a group waits for a missing rank."""
     kinds = {kind.type: kind for kind in group._device_types}
     for name in sorted(kinds, key=lambda name: name != "cpu"):
         options = getattr(group._get_backend(kinds[name]), "options", None)
@@ -326,18 +323,16 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Sets the time that collectives of a group wait, of those that begin from now on."""
+    """Sets how long a group's collectives wait, from the next one on."""
     _set_pg_timeout(timeout, group)
 
 
 def release_ipc_counter(arguments: tuple[Any, ...]) -> None:
-    """Gives a handle to GPU memory back, of which ``reduce_tensor`` made these arguments."""
+    """Returns a handle to GPU memory, from which ``reduce_tensor`` made these arguments."""
     _, _, _, _, storage_class, _, device, _, _, _, _, counter, offset, _, _ = arguments
     storage_class._release_ipc_counter(counter, offset, device=device)
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> int:
-    """The offset at which ``torch.load`` found a fake tensor's bytes in its file (see
-    ``torch.serialization.skip_data``).
-    """
+    """The offset at which ``torch.load`` found a fake tensor's bytes in its file."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0

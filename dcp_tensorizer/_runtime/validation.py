@@ -1,6 +1,6 @@
-"""Checks of what users give: each error names the argument, the value and what is allowed.
+"""Checks of users' arguments: each error names the argument, the value and what is allowed.
 
-A value that may be a secret, or hold one, is named by its type alone.
+A value that may be or contain a secret is not shown, only its type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numbers import Integral, Real
 
 
 def check_path(value: object) -> None:
-    """Raises `TypeError` unless it is a path or a URL. It may hold a password, which must not be shown."""
+    """Raises `TypeError` unless the value is a path or a URL. It may contain a password, which must not be shown."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"path must be a str or an os.PathLike, and is {_type(value)}")
     if not isinstance(os.fspath(value), str):
@@ -21,12 +21,9 @@ def check_path(value: object) -> None:
 
 
 def check_timeout(value: object, *, least: float | None = None, name: str = "timeout") -> None:
-    """Raises `TypeError` or `ValueError` unless it is a number of seconds that every wait of the system can take.
+    """Raises `TypeError` or `ValueError` unless the value is a number of seconds that the system can wait.
 
-    Args:
-        value: What was given.
-        least: The least that is allowed; by default anything that is more than 0.
-        name: Of the argument.
+    At least ``least``; by default anything above 0.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of seconds, and is {_type(value)}")
@@ -37,12 +34,12 @@ def check_timeout(value: object, *, least: float | None = None, name: str = "tim
 
 
 def check_thread_count(value: object) -> None:
-    """Raises `TypeError` or `ValueError` unless it is a number of threads, or None."""
+    """Raises `TypeError` or `ValueError` unless the value is a number of threads, or None."""
     check_count("thread_count", value, optional=True)
 
 
 def check_count(name: str, value: object, *, optional: bool = False) -> None:
-    """Raises `TypeError` or `ValueError` unless it is an int of at least 1, or None where that is allowed."""
+    """Raises `TypeError` or `ValueError` unless the value is an int of at least 1, or None if ``optional``."""
     if value is None and optional:
         return
     allowed = "an int of at least 1" + (", or None" if optional else "")
@@ -53,7 +50,7 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_storage_options(value: object) -> None:
-    """Raises `TypeError` unless it is a mapping with names for keys, or None. Its values must not be shown."""
+    """Raises `TypeError` unless the value is a mapping with strings as keys, or None. Its values must not be shown."""
     if value is None:
         return
     if not isinstance(value, Mapping):
@@ -63,19 +60,19 @@ def check_storage_options(value: object) -> None:
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raises `TypeError` unless it can be called, or is None."""
+    """Raises `TypeError` unless the value can be called, or is None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, or None, and is {_type(value)}")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises `ValueError` unless it is one of a few words."""
+    """Raises `ValueError` unless the value is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, sorted(choices)))}")
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raises `TypeError` unless it is of a type."""
+    """Raises `TypeError` unless the value is of a type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, and is {_type(value)}")
 

@@ -1,6 +1,6 @@
-"""The staged saves of a process, in their order, and the buffers that they are in; the writers of a process share both.
+"""The staged saves of a process, in order, and the buffers that they are in. All writers of a process share them.
 
-A buffer is kept when its save is over, and used for a later one, whichever writer asks for that.
+A buffer is kept when its save is over, and used for a later save of any writer.
 """
 
 from __future__ import annotations
@@ -17,25 +17,20 @@ from .._runtime.threads import NEVER, Deadline, in_background
 from .shared_memory import SharedBuffer
 from .staged_save import StagedSave, name_of_group
 
-# The save's thread starts when `async_save` returns and takes its staged state dict first of all: a second is a
-# thousand times what that takes, and limits the cost of a staged state dict that is never saved.
+# How long to wait until a save takes its staged state dict. Its thread starts when `async_save` returns and does that
+# first, within a millisecond. So one second is ample, and limits the cost of a state that is staged but never saved.
 _TAKE_SECONDS = 1.0
-# In PROCESS mode the save before may not have been taken because torch is still starting its process. Only a save's
-# own thread waits so long for it, and only once.
+# In PROCESS mode a save may take its state late, because torch is still starting its process. Only the thread of the
+# next save waits this long for it, and only once.
 _START_SECONDS = 60.0
 
 
 class StagedSaves:
     """Staged saves in the order of their staging, and the buffers that they are in.
 
-    Saves that one stager has staged, or one thread, run one at a time, in that order: on every rank the same. Others
-    run side by side, and so do those of different process groups. Each rank may have staged them in another order, and
-    would wait for another one.
-
-    Attributes:
-        take_seconds: How long a save is waited for that has not taken what was staged for it.
-        start_seconds: How long a later save waits for that, once.
-        spares: How many buffers are kept for later saves, as each that needs more than one says.
+    Saves that one stager or one thread has staged run one at a time, in that order, which is the same on every rank.
+    Other saves run side by side, and so do those of different process groups: each rank may have staged them in another
+    order, and ranks would wait for each other.
     """
 
     def __init__(self) -> None:
@@ -44,33 +39,34 @@ class StagedSaves:
         self._saves: list[StagedSave] = []
         self.spares = weakref.WeakKeyDictionary[object, int]()
         self._idle: list[SharedBuffer] = []
-        self._kept: list[SharedBuffer] = []  # no save uses them, and what is in them may be asked for
+        self._kept: list[
+            SharedBuffer
+        ] = []  # not used by a save, but their contents may still be read (`SharedBuffer.is_kept`)
         self._prewarming: Future[SharedBuffer] | None = None
-        # A signal's handler may interrupt its holder, and close the writer. Nothing is waited for inside.
+        # Reentrant, because a signal handler that closes the writer may interrupt its holder. No code waits inside it.
         self._lock = free_in_child(threading.RLock())
 
     def of(self, owner: object) -> list[StagedSave]:
-        """The saves that one stager has staged, or saves."""
+        """The saves that a stager has staged or saves."""
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
-        """Adds a save as the last one; in a signal's handler, before the save that the handler interrupts.
+        """Adds a save as the last one; in a signal handler, before the save that the handler interrupts.
 
-        The interrupted staging goes on when the handler returns, and that may wait for the save.
+        The interrupted staging goes on only when the handler returns, which may wait for the handler's save.
         """
         with self._lock:
             places = (place for place, other in enumerate(self._saves) if other.is_interrupted)
             self._saves.insert(next(places, len(self._saves)), staged_save)
 
     def remove(self, staged_save: StagedSave) -> None:
-        """Removes what was staged: it will not be saved."""
-        with suppress(ValueError):  # all have been given up
+        """Removes a save that will not happen."""
+        with suppress(ValueError):  # `close` has removed all
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """Takes what the calling thread has staged and not begun to save, for ``owner`` too from now on.
-
-        None: nothing.
+        """Takes the save that the calling thread has staged and not begun, also for ``owner`` from now on; None if
+        there is none.
         """
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
@@ -81,12 +77,13 @@ class StagedSaves:
         return None
 
     def wait_turn(self, owner: object, before: StagedSave | None = None) -> None:
-        """Waits until the saves that were staged earlier are over: all, or those before a given one.
+        """Waits until the saves that were staged earlier, or those before ``before``, are over.
 
-        A staged state dict that no save takes is not waited for: its buffer is left alone, and the next one is new.
+        A staged state dict that no save takes is not waited for: its buffer is left alone, and the next save gets a new
+        one.
         """
         earlier = list(self._saves)
-        if before is not None:  # it has been given up if it is not there, and was earlier than those that are left
+        if before is not None:  # if it is missing, it was given up, and all that are left came later
             del earlier[earlier.index(before) if before in earlier else 0 :]
         thread = threading.current_thread() if before is None else before.staged_on
         group = name_of_group() if before is None else before.group
@@ -105,7 +102,7 @@ class StagedSaves:
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
                 return False
-            if staged_save.abandoned and staged_save.thread is None:  # it is not saved
+            if staged_save.abandoned and staged_save.thread is None:  # no save will take it
                 continue
             taken = staged_save.wait_taken(deadline.within(self.take_seconds)) and staged_save.thread is not None
             if taken and not staged_save.wait_over(deadline):
@@ -113,10 +110,10 @@ class StagedSaves:
         return True
 
     def drain_at_exit(self) -> None:
-        """Waits for the saves under way, at the end of the program.
+        """Waits for the saves under way at the end of the program.
 
-        Python itself waits for their threads, and for longer than this. But a process of `multiprocessing` does that
-        when all that is called at its exit has been called.
+        Python itself waits longer for their threads. But a `multiprocessing` process does so only after the exit
+        handlers, which end the writer process.
         """
         begin_seconds = self.take_seconds if threading.main_thread().is_alive() else 0.0
         for staged_save in list(self._saves):
@@ -126,14 +123,13 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def only_of(self, owner: object) -> bool:
-        """Returns whether no stager but this one has saves that are not over."""
+        """Returns whether no other stager has saves that are not over."""
         return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
         """Makes a buffer in the background, unless there is one of that size, or a save is under way.
 
-        Raises:
-            StagingError: memory is short.
+        Raises `StagingError` if memory is short.
         """
         self.wait_prewarmed()
         if self._saves or self.has_buffer(nbytes):
@@ -143,10 +139,10 @@ class StagedSaves:
         self._prewarming = in_background(lambda: make(nbytes), name="prewarm", daemon=True)
 
     def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
-        """Waits for the buffer that `prewarm` has begun, and not for longer than until a deadline."""
+        """Waits for the buffer that `prewarm` has begun, until the deadline."""
         prewarming, self._prewarming = self._prewarming, None
         if prewarming is not None:
-            with suppress(Exception):  # memory has become short since, say; staging says so, if it still is
+            with suppress(Exception):  # such as a shortage of memory, which staging reports if it lasts
                 self._idle.append(prewarming.result(deadline.left))
 
     def take_buffer(self, nbytes: int) -> SharedBuffer:
@@ -167,7 +163,7 @@ class StagedSaves:
         """Takes back the buffers of saves that are over, and keeps the largest ones."""
         for staged_save in list(self._saves):
             if not staged_save.is_interrupted:
-                staged_save.wait_built()  # it takes the idle buffer before that, on a thread of its own
+                staged_save.wait_built()  # until then its thread may still take an idle buffer
         unused: list[SharedBuffer] = []
         with self._lock:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
@@ -188,13 +184,10 @@ class StagedSaves:
             buffer.close()
 
     def close(self, deadline: Deadline = NEVER, owner: object = None) -> None:
-        """Frees the buffers; those of a running save follow when it drops its state dict.
+        """Frees the buffers. Those of a running save follow when it drops its state dict.
 
-        So does one to which something is still copied at the deadline.
-
-        Args:
-            deadline: Of the waiting for what is copied.
-            owner: A stager; what others have staged, and is not over, stays. None: nothing stays.
+        So do those that are still being copied to at the deadline. With ``owner``, a stager, the unfinished saves of
+        other stagers stay.
         """
         saves = [s for s in list(self._saves) if owner is None or owner in s.owners or s.over()]
         for staged_save in saves:

@@ -1,6 +1,6 @@
-"""GPUs: streams beside training's, events on them, pinned host memory. Only this module calls ``torch.cuda``.
+"""GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``.
 
-Every call names its device: a new thread begins on device 0, and whatever runs there by mistake makes a context on
+Every call names its device: a new thread begins on device 0, and running anything there by mistake makes a context on
 another rank's GPU. Nothing here starts CUDA in a process that does not use it: only tensors on a GPU lead here.
 """
 
@@ -27,16 +27,15 @@ logger = logging.getLogger("dcp_tensorizer")
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 PIN_BYTES = 1 << 30
-"""Of one registration. One call for hundreds of GiB fails on current drivers, Linux 6.11 to 6.13 refuse 2 GiB and more,
-and the driver keeps its locks, which other processes' calls wait for, as long as a call lasts."""
+"""Bytes of one registration. One call for hundreds of GiB fails on current drivers, Linux 6.11 to 6.13 refuse 2 GiB and
+more, and during a call the driver holds locks that other processes' calls wait for."""
 
 PIECE_BYTES = 32 << 20
-"""Of one copy over the bus. What training sends over it meanwhile, as for ``.item()``, waits for one piece, and not for
-a whole tensor. A piece takes a millisecond, some hundred times as long as it takes to queue it."""
+"""Bytes of one copy over the bus. Training's own transfers, such as those of ``.item()``, wait for one piece, not for a
+whole tensor. A piece takes a millisecond, some hundred times as long as queueing it."""
 
 LANES = 4
-"""Streams that large copies are queued on in turn. Whoever queues waits where some 1,000 operations are pending on one
-stream."""
+"""Streams on which large copies are queued in turn. Queueing waits when about 1,000 operations are pending on one."""
 
 
 class Event(Protocol):
@@ -46,38 +45,35 @@ class Event(Protocol):
         """Returns when the stream has reached it."""
 
     def wait(self) -> None:
-        """Makes the calling thread's current stream wait for it; returns at once."""
+        """Makes the calling thread's current stream wait for it, without waiting itself."""
 
 
 class SideStream(abc.ABC):
-    """A queue of copies on one device, beside training's."""
+    """A queue of copies on one device, beside the queues of training."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     @abc.abstractmethod
     def follow(self) -> None:
-        """Makes what is queued here from now on wait for everything in the calling thread's current stream."""
+        """Makes copies queued here from now on wait for everything in the calling thread's current stream."""
 
     @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies to the device, from it, or on it. Host memory should be pinned, and must not change then."""
+        """Queues copies to, from or on the device. Host memory should be pinned, and must not change until they are
+        made.
+        """
 
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies that need not come one after the other, nor before or after those of `copy`."""
+        """Queues copies in any order, also relative to those of `copy`."""
         self.copy(targets, sources)
 
     def buffer(self, most: int, least: int) -> torch.Tensor:
         """Memory on the device for copies of this stream only.
 
-        It is kept from the first call on: a save must not fail later because training has taken the rest.
-
-        Args:
-            most: Bytes that are of use.
-            least: Bytes that are needed. Where the device has no more, it is half of ``most``, and so on down to this.
-
-        Raises:
-            torch.OutOfMemoryError: the device has less.
+        It is kept from the first call on, so that no later save fails because training has taken the rest. ``most``
+        bytes are useful, ``least`` are needed: if the device has less than ``most``, half of that is tried, and so on.
+        Raises `torch.OutOfMemoryError` if the device has less than ``least``.
         """
         while self._buffer is None:
             try:
@@ -94,41 +90,38 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def mark(self) -> Event:
-        """The moment when everything that is queued here by now is done."""
+        """The moment when everything queued here so far is done."""
 
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[None]:
-        """Inside, this is the calling thread's current stream on its device."""
+        """Makes this the calling thread's current stream on its device."""
 
 
 class Device(Protocol):
-    """A kind of accelerator. Tests without one have a simulated one, which runs its queues when it is told to."""
+    """A kind of accelerator. Tests without one use a simulated one, which runs its queues on demand."""
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """The number of the device that a tensor is on; None for host memory."""
 
     side_streams: SideStreams
-    """Of this process, for all its savers and loads."""
+    """The side streams of this process, shared by all savers and loads."""
 
     def new_stream(self, index: int) -> SideStream:
         """A new stream on a device."""
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
-        """Registers host memory for copies at full speed.
+        """Registers host memory for copies at full speed; returns a function that undoes it, to call before the memory
+        is unmapped.
 
-        Returns:
-            What undoes it, to be called while the memory is still mapped.
-
-        Raises:
-            StagingError: it is refused; says why that may be.
+        Raises `StagingError`, which gives possible reasons, if the system refuses.
         """
 
 
 class SideStreams(dict[int, SideStream]):
-    """One stream on each device, made when it is first asked for, and then kept.
+    """One stream per device, made on first use, and then kept.
 
-    torch gives memory that one stream has used to the same stream only, and hands out 32 streams in turn: with a new
-    stream for each save or writer, 32 of them would keep memory.
+    torch reuses memory that a stream has used only for that stream, and hands out 32 streams in turn. With a new stream
+    for each save or writer, 32 of them would keep memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -139,10 +132,8 @@ class SideStreams(dict[int, SideStream]):
         return self.setdefault(index, self.device.new_stream(index))
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> list[SideStream]:
-        """Makes copies from these, queued from now on, wait for all that the calling thread has queued by now.
-
-        Returns:
-            The streams of their devices.
+        """Makes new copies from these tensors wait for all that the calling thread has queued; returns their devices'
+        streams.
         """
         indices = {self.device.index_of(tensor) for tensor in tensors}
         streams = [self[index] for index in indices if index is not None]
@@ -151,9 +142,9 @@ class SideStreams(dict[int, SideStream]):
         return streams
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Returns when all is done that the calling thread has queued on the devices of these by now.
+        """Waits for all that the calling thread has queued on the devices of these tensors.
 
-        Other threads may read them then. Each thread has a current stream of its own, which does not wait for this
+        Afterwards other threads may read them. Each thread has its own current stream, which does not wait for this
         one's.
         """
         for stream in self.follow(tensors):
@@ -161,16 +152,9 @@ class SideStreams(dict[int, SideStream]):
 
 
 def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int = PIECE_BYTES) -> list[tuple[int, int]]:
-    """Cuts host memory into pieces that one copy each can take.
+    """Cuts host memory into pieces of at most ``most`` bytes, each for one copy; returns their starts and ends in it.
 
-    Args:
-        address: Of its first byte.
-        nbytes: Of all of it.
-        borders: The addresses at which registrations begin, in order: no copy may reach over one.
-        most: Bytes of a piece.
-
-    Returns:
-        The first byte of each piece, and the one after its last, counted from the address.
+    ``borders`` are the sorted addresses at which registrations begin. No copy may cross one.
     """
     inside = borders[bisect_right(borders, address) : bisect_left(borders, address + nbytes)]
     ends = [*(border - address for border in inside), nbytes]
@@ -182,11 +166,9 @@ def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int = PIE
 
 
 class _CudaStream(SideStream):
-    """Streams of CUDA: those that large copies are spread over, of which the first is the queue of all others.
+    """CUDA streams over which large copies are spread. All other copies are queued on the first of them.
 
-    Args:
-        index: Of the GPU.
-        borders: Gives the addresses at which registrations of host memory begin.
+    ``borders`` returns the addresses at which registrations of host memory begin.
     """
 
     def __init__(self, index: int, borders: Callable[[], Sequence[int]]) -> None:
@@ -223,16 +205,16 @@ class _CudaStream(SideStream):
         if target.dtype == source.dtype and is_plain(target) and is_plain(source):
             into, out = _bytes(target), _bytes(source)
             return [(into[start:stop], out[start:stop]) for start, stop in cuts]
-        if host is source:  # elements are converted or moved on the device: they come in one copy, of ordinary memory
+        if host is source:  # both are on the device, or elements are converted: one copy
             return [(target, source.clone())]
-        raise AssertionError("what is staged is contiguous, and copied as it is")
+        raise AssertionError("staged tensors are contiguous, and copied without conversion")
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with self.current():
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def mark(self) -> _CudaEvent:
-        # A thread that waits for it must not spin on a core that training needs.
+        # Blocking, so that a thread that waits for it does not spin on a core that training needs.
         event = torch.cuda.Event(blocking=True)
         first, *others = self._lanes
         with torch.cuda.device(self._index):
@@ -245,7 +227,7 @@ class _CudaStream(SideStream):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        # The device comes first: a stream's context, when it is left, sets the device that was current before it.
+        # The device comes first, because the stream's context restores the device that was current before.
         with torch.cuda.device(self._index), torch.cuda.stream(self._lanes[0]):
             yield
 
@@ -253,7 +235,7 @@ class _CudaStream(SideStream):
 def _queue(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Queues copies on the current stream."""
     with torch.no_grad():
-        if len(pairs) == 1:  # unlike the other, it takes every dtype, and lazy views without a temporary copy
+        if len(pairs) == 1:  # unlike `copy_all`, it takes every dtype, and needs no temporary copy of lazy views
             pairs[0][0].copy_(pairs[0][1], non_blocking=True)
         elif pairs:
             copy_all(*map(list, zip(*pairs, strict=True)), non_blocking=True)
@@ -268,7 +250,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _bytes(plain: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes. Where it has one element, that may have any stride, which no view takes."""
+    """A contiguous tensor's bytes. A dimension of one element may have any stride, which `view` refuses."""
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
@@ -290,7 +272,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.side_streams = SideStreams(self)
-        self._borders: tuple[int, ...] = ()  # replaced as a whole: copies read it without a lock
+        self._borders: tuple[int, ...] = ()  # replaced as a whole, because copies read it without a lock
         self._registering = free_in_child(threading.Lock())
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
@@ -304,7 +286,7 @@ class Cuda:
         registered: list[int] = []
 
         def undo() -> None:
-            # After a fault on the GPU every call fails. What has failed says so, and there is nothing left to undo.
+            # After a fault on the GPU every call fails. The failed work reports it, and nothing is left to undo.
             with suppress(RuntimeError), torch.cuda.device(index):
                 while registered:
                     start = registered.pop()
@@ -330,7 +312,7 @@ class Cuda:
         return undo
 
     def _know(self, *, new: int | None = None, gone: int | None = None) -> None:
-        """Notes where a registration begins, or that it is gone."""
+        """Notes where a registration begins, or that it has ended."""
         with self._registering:
             known = {*self._borders, *(() if new is None else (new,))} - {gone}
             self._borders = tuple(sorted(number for number in known if number is not None))
@@ -344,7 +326,7 @@ def _name_of(cudart: Any, status: Any) -> str:
 
 
 def _forget_error(index: int) -> None:
-    """CUDA reports a call's error again at the thread's next kernel, which torch would blame: so we run one here."""
+    """Clears a call's error: CUDA would report it again at the thread's next kernel, and torch would blame that one."""
     with suppress(RuntimeError):
         torch.zeros(1, device=torch.device("cuda", index))
 
@@ -353,7 +335,7 @@ CUDA = Cuda()
 
 
 def expandable_segments() -> str | None:
-    """The environment's setting that turns torch's expandable segments on, as it is there; None if there is none."""
+    """The environment variable that turns torch's expandable segments on; None if there is none."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         value = os.environ.get(name, "")
         if any(part.replace(" ", "").lower() == "expandable_segments:true" for part in value.split(",")):
@@ -362,9 +344,9 @@ def expandable_segments() -> str | None:
 
 
 def settle_other_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for what the calling thread has queued on devices that have no side streams here: XPU, MPS and the like.
+    """Waits for all that the calling thread has queued on devices without side streams here, such as XPU and MPS.
 
-    Their tensors are copied as host tensors are, by torch itself, by threads with streams of their own.
+    Their tensors are copied like host tensors, by torch itself, by threads with streams of their own.
     """
     if not _has_other_accelerator():
         return

@@ -1,7 +1,7 @@
-"""Memory of another process: the trainer's buffers, and files that its tensors are mappings of.
+"""Memory that another process maps: the trainer's buffers, and files behind its tensors.
 
-The latter are asked of the kernel rather than of torch, whose own ways of sharing move a tensor's memory elsewhere if
-it was shared in another way. A file without a name is reached through the descriptor that its owner keeps.
+The kernel says which files are behind tensors. torch's own ways of sharing are not used, because they move a tensor's
+memory if it was shared in another way. A file without a name is reached through its owner's descriptor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SharedFile(NamedTuple):
-    """A file that is mapped, as long as its owner maps it; device and inode tell whether the path still leads to it."""
+    """A file that its owner maps. Device and inode show whether the path still leads to it."""
 
     path: str
     device: int
@@ -37,10 +37,10 @@ class _Mapping(NamedTuple):
 
 
 class SharedMappings:
-    """The shared mappings of this process at the moment of construction; none where /proc does not say.
+    """The shared mappings of this process at construction; empty without /proc.
 
-    A mapping may end at any moment, and other memory get its addresses. So only what has been alive since that moment
-    may be located. `SharedTensors` sees to that.
+    A mapping may end at any moment, and its addresses be used again. So only tensors that have been alive since then
+    may be located, which `SharedTensors` ensures.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,9 @@ class SharedMappings:
 
 
 class SharedTensors:
-    """Tensors whose memory others can read, and where that is; they are kept alive, and so are their mappings."""
+    """Tensors whose memory other processes can read, and its location. The tensors, and so the mappings, are kept
+    alive.
+    """
 
     def __init__(self, mappings: SharedMappings, tensors: Iterable[torch.Tensor]) -> None:
         self._mappings = mappings
@@ -86,7 +88,7 @@ class SharedTensors:
         self._ranges = _joined(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors))
 
     def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
-        """Locates as `SharedMappings.locate` does, the tensors and parts of them; None for all others."""
+        """`SharedMappings.locate` for these tensors and parts of them; None for all others."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -96,7 +98,7 @@ class SharedTensors:
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted ranges of addresses, with those that overlap or touch made one."""
+    """Sorts ranges of addresses, and joins those that overlap or touch."""
     joined: list[tuple[int, int]] = []
     for start, end in spans:
         if joined and start <= joined[-1][1]:
@@ -107,7 +109,7 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Maps another process's buffer; takes over the descriptor."""
+    """Maps another process's buffer, and takes over the descriptor."""
     try:
         return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
@@ -115,10 +117,8 @@ def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
 
 
 def map_shared(file: SharedFile) -> mmap.mmap:
-    """Maps another process's shared memory read-only.
-
-    Raises:
-        WriteError: it is gone, or this process may not open it.
+    """Maps another process's shared memory read-only. Raises `WriteError` if it is gone, or this process may not open
+    it.
     """
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -137,7 +137,7 @@ def map_shared(file: SharedFile) -> mmap.mmap:
 
 
 def _shared_mappings() -> list[_Mapping]:
-    """Reads the mappings, in the order of addresses."""
+    """Reads the mappings, sorted by address."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -152,16 +152,16 @@ def _shared_mappings() -> list[_Mapping]:
 
 
 def _own_files() -> dict[tuple[int, str], str]:
-    """Paths by which others reach the files that this process has open, by inode and name.
+    """Paths through /proc to the files that this process has open, by inode and name.
 
-    By both: /dev/shm and memory files without a name both count their inodes from small numbers.
+    By both, because /dev/shm and nameless memory files each count their inodes from small numbers.
     """
     paths = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             opened, link = os.stat(f"/proc/self/fd/{name}"), os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            continue  # the one that listed them
+            continue  # the descriptor of the listing itself
         if stat.S_ISREG(opened.st_mode):
             paths[opened.st_ino, link] = f"/proc/{os.getpid()}/fd/{name}"
     return paths

@@ -1,8 +1,8 @@
 """The staging buffer: one block of memory that the trainer fills and the writer process reads.
 
-An anonymous memory file rather than /dev/shm, which containers size at 64 MB and answer with SIGBUS, and one
-descriptor rather than one per tensor. Its pages are made before the first copy, so that a shortage is an error here
-and not a signal later.
+It is one anonymous memory file. /dev/shm is not used, because containers limit it to 64 MB and send SIGBUS beyond
+that. One descriptor serves all tensors. The pages are allocated before the first copy, so that a shortage is an error
+here and not a signal later.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .._runtime.torch_compat import is_plain
 from ..errors import StagingError
 from .device import Device
 
-# Vector loads and the largest element both divide it, and so does a cache line.
+# A multiple of vector loads, of the largest element, and of a cache line.
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
-_STEP = 256 << 20  # of what takes long
+_STEP = 256 << 20  # bytes that are allocated between two checks of the memory that is left
 _HUGE_PAGE = 2 << 20
 _MAX_THREADS = 4
 _SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -45,24 +45,19 @@ _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
 
 
 def _let_go(mapping: mmap.mmap) -> None:
-    """Lets go in a forked child: it does not have the pages (MADV_DONTFORK), but it has the Python object.
+    """Keeps a forked child from ever freeing the mapping's Python object.
 
-    To free that, now or later, would unmap whatever the child has put at that address since. It is never freed.
+    The child does not have the pages (MADV_DONTFORK). Freeing the object would unmap what the child has put at that
+    address.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 class SharedBuffer:
-    """Shared memory of a fixed size, filled from the start and emptied as a whole.
+    """Shared memory of ``nbytes`` bytes, rounded up to pages. It is filled from the start, and emptied as a whole.
 
-    Args:
-        nbytes: Capacity in bytes, rounded up to whole pages. All of it is allocated here.
-
-    Attributes:
-        is_kept: What is in it may be asked for when its save is over: nothing else is put there.
-
-    Raises:
-        StagingError: there is not enough memory; nothing has been allocated.
+    All of it is allocated at once. Raises `StagingError` if memory is short, and then nothing is allocated. While
+    ``is_kept`` is true, the contents may be needed after their save, and no other state is put there.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -108,13 +103,13 @@ class SharedBuffer:
 
     @property
     def can_be_sent(self) -> bool:
-        """Returns whether there is still a descriptor, to send to another process; the memory is there without."""
+        """Returns whether there is still a descriptor to send to another process. The memory does not need one."""
         return self._descriptor.is_ours
 
     def pin(self, device: Device, index: int) -> None:
         """Registers all of it for copies from a GPU at full speed, once; undone before the memory is unmapped.
 
-        What the system refuses is a warning, once for each buffer: pageable memory is slower, and nothing worse.
+        If the system refuses, a warning says so, once per buffer: copies are slower then, but correct.
         """
         if not self._pinning:
             self._pinning = True
@@ -133,19 +128,19 @@ class SharedBuffer:
 
     @property
     def in_use(self) -> bool:
-        """Returns whether a tensor made by `allocate` is left, also of a closed buffer: each refers to the mapping."""
-        own = 1 if self._map is None else 2  # and the one that is asked about
+        """Returns whether a tensor made by `allocate` is left. Each refers to the mapping, also after `close`."""
+        own = 1 if self._map is None else 2  # and `getrefcount`'s own
         return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether a whole buffer's worth of ``nbytes`` bytes, alignment included, fits in."""
+        """Returns whether tensors of ``nbytes`` bytes in all, including alignment, fit into the empty buffer."""
         return nbytes <= self.nbytes
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """An uninitialised C-contiguous tensor in the buffer, with a storage of its own.
 
-        Of its own, because whoever pickles one of several views through torch.multiprocessing moves the storage
-        they share, the buffer, to other memory.
+        If tensors shared a storage, pickling one of them through torch.multiprocessing would move the storage, and so
+        the buffer, to other memory.
         """
         count = math.prod(shape)
         if count == 0:
@@ -159,7 +154,7 @@ class SharedBuffer:
         flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
         if len(shape) == 1:
             return flat
-        return flat.view(*shape) if shape else flat.view(())  # one argument takes twice as long
+        return flat.view(*shape) if shape else flat.view(())  # `view(shape)` takes twice as long
 
     def locate(self, tensor: torch.Tensor) -> int | None:
         """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
@@ -168,7 +163,7 @@ class SharedBuffer:
         return offset if inside and is_plain(tensor) else None
 
     def close(self) -> None:
-        """Gives the memory back, as soon as no tensor made by `allocate` is left. Idempotent."""
+        """Frees the memory as soon as no tensor made by `allocate` is left. Idempotent."""
         self._release()
         self._map = None
 
@@ -187,14 +182,15 @@ def _release(descriptor: Descriptor, undo: list[Callable[[], None]]) -> None:
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    """Maps a file, which may be shorter yet, without another descriptor of it.
+    """Maps a file, which may still be shorter, without another descriptor of it.
 
-    Python's mapping of a file has one of its own until 3.13, and closes the number in the end, whosever it is by then.
+    Until Python 3.13 `mmap` duplicates the descriptor, and in the end closes its number, even if that is another file's
+    by then.
     """
     if sys.platform != "linux":
         os.ftruncate(fd, nbytes)
         return mmap.mmap(fd, nbytes)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # takes an address, and no memory
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # reserves addresses, no memory
     replace = ctypes.CDLL(None, use_errno=True).mmap
     replace.restype = ctypes.c_void_p
     replace.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -212,15 +208,12 @@ def _address(mapping: mmap.mmap) -> int:
 def _allocate(fd: int, address: int, nbytes: int) -> None:
     """Allocates all of it, and makes the page table: faulting page by page in the first copy takes three times as long.
 
-    Step by step: the ranks of a node do so at the same time, and see what the others take. Each step by several
-    threads, because it is a core that clears the pages. One thread alone makes small pages sooner without the table.
+    It goes step by step, because the ranks of a node allocate at the same time, and must see what the others take.
+    Several threads work on a step, because the cores clear the pages. A single thread makes small pages faster without
+    the table. With the table come huge pages, if the system grants them. They are made in a ninth of the time, freed in
+    a fiftieth, and read as a file in a third.
 
-    Huge pages come with the table, where the system has them for who asks. They are made in a ninth of the time, given
-    back in a fiftieth, and read as a file in a third.
-
-    Raises:
-        StagingError: what others have taken is missing.
-        OSError: there is no memory.
+    Raises `StagingError` if others have taken the memory, and `OSError` if there is none.
     """
     os.ftruncate(fd, nbytes)
     is_huge = _has_huge_pages()
@@ -233,20 +226,20 @@ def _allocate(fd: int, address: int, nbytes: int) -> None:
         if threads == 1 and not is_huge:
             _reserve(fd, start, length)
         _populate(address + start, length, threads)
-        _reserve(fd, start, length)  # whatever is missing, and says why
+        _reserve(fd, start, length)  # allocates the pages that are still missing, or raises
 
 
 def _populate(address: int, nbytes: int, threads: int) -> None:
-    """Lets the kernel make the pages of some memory, and their table, as far as it can."""
+    """Asks the kernel to make the pages of some memory and their table; errors are ignored."""
     share = -(-nbytes // threads)
     share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
     parts = [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
-    with suppress(RuntimeError):  # the system has no more threads, or the interpreter is ending
+    with suppress(RuntimeError):  # no more threads: a limit of the system, or the interpreter is ending
         in_threads(lambda part: _advise(*part, _MADV_POPULATE_WRITE), parts)
 
 
 def _has_huge_pages() -> bool:
-    """Returns whether the system gives huge pages of shared memory to those who ask."""
+    """Returns whether the system grants huge pages of shared memory on request."""
     try:
         return "[advise]" in _SHARED_HUGE_PAGES.read_text()
     except OSError:
@@ -259,7 +252,7 @@ def _reserve(fd: int, start: int, length: int) -> None:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Advises the kernel by ctypes: `mmap.madvise` keeps the interpreter lock, and this runs while training goes on.
+    """Calls madvise by ctypes: `mmap.madvise` holds the interpreter lock, and training must go on meanwhile.
 
     A kernel that does not know the advice refuses it.
     """
@@ -270,5 +263,5 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 def _fix_size(fd: int) -> None:
     """Keeps other holders of a descriptor from truncating the file: reading past its end kills a process."""
     if hasattr(fcntl, "F_ADD_SEALS"):
-        with suppress(OSError):  # no memory file
+        with suppress(OSError):  # not a memory file
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -1,7 +1,7 @@
-"""The life of a staged state dict: which buffer it is in, which save it belongs to, and when what may happen to either.
+"""The life of a staged state dict: its buffer, its save, and when either may be used again.
 
-Two things go on side by side. The copying goes through the states of `Progress`. The save takes the staged state dict
-at some moment of that, and ends. The buffer may be written to again when both are over.
+Copying goes through the states of `StagingState`. Beside it, a save takes the staged state dict at some moment, and
+ends. The buffer may be written to again when both are over.
 """
 
 from __future__ import annotations
@@ -23,58 +23,51 @@ from .shared_mappings import SharedTensors
 from .shared_memory import SharedBuffer
 from .tensor_copy import Copies
 
-_STEP_SECONDS = 0.02  # between two looks at a save
-_END_SECONDS = 0.005  # and at its thread, whose end sends no notice
+_STEP_SECONDS = 0.02  # between two checks of a save
+_END_SECONDS = 0.005  # between two checks of its thread, whose end sends no notification
 
 
 class StagingState(enum.IntEnum):
-    """Stages of copying. They follow one another in this order; an error skips some of them."""
+    """Stages of copying, in order. An error skips some of them."""
 
     STAGING = 0
     """There is no staged state dict yet."""
     BUILT = 1
-    """The staged state dict is there. Its tensors may still be without their values."""
+    """The staged state dict exists. Its tensors may not have their values yet."""
     QUEUED = 2
-    """Host memory is copied. What is left, if anything, is copies in the devices' queues."""
+    """Host memory is copied. Copies may be left in the devices' queues."""
     COPIED = 3
-    """The staged tensors have their values, and the save may read them."""
+    """The staged tensors have their values: the save may read them."""
     RELEASED = 4
-    """Training may change the state: nothing reads it any more."""
+    """Nothing reads the live state any more: training may change it."""
 
 
 class StagedSave:
     """One staged state dict: the buffer it is in, and the save it belongs to.
 
-    A save takes the staged state dict (`StagedStateDict`) first of all: on its own thread, or in PROCESS mode when DCP
-    pickles it there. It is over when that thread has ended, or when nothing refers to the staged state dict and its
-    tensors any more.
-
-    Args:
-        owner: The stager that stages it.
-        keeps_buffer: The buffer is kept for later saves.
-        is_kept: See `SharedBuffer.is_kept`.
+    A save first takes the staged state dict (`StagedStateDict`): on its own thread, or in PROCESS mode when DCP pickles
+    it there. The save is over when that thread has ended, or when nothing refers to the staged state dict and its
+    tensors.
 
     Attributes:
-        owners: The stager that has staged it, and that of the writer that saves it, if that is another one.
-        staged_on: The thread that has staged it.
-        group: The name of the process group of its save; None if there is no knowing it.
-        buffer: Where the staged tensors are. None before there is one, and after the stager has taken it back.
-        copies: Those that are under way.
+        owners: The stager that staged it, and that of the writer that saves it, if that is another one.
+        group: The name of the process group of its save; None if unknown.
+        buffer: Holds the staged tensors. None before it is allocated, and after the stager has taken it back.
+        copies: The copies under way.
         error: Why there is nothing to save. The save raises it.
         shared: The tensors that are written from training's own memory, until the state is released. None if everything
             is copied: then the end of the copies releases the state.
-        thread: The save's thread, from the moment when it takes the staged state dict.
+        thread: The save's thread, once it has taken the staged state dict.
         begun: The save's first hook has been called.
-        abandoned: A later save has waited for this one to be taken, in vain. None waits for it again.
+        abandoned: A later save has waited in vain for this one to be taken. No other save waits for it again.
         distributed: It was staged by one of several ranks.
         stager: The thread that copies.
-        context: What the process had when staging began. Relative paths of the save are relative to its directory.
-        times: When it was staged.
+        context: The process context when staging began. Relative paths of the save are relative to its directory.
         record: The manager's record for the checkpoint's index; None without a manager.
-        files: Takes what a rank has written for the save; None if they are not needed.
+        files: Receives what a rank has written for the save; None if nobody needs it.
         omitted: The keys of tensors that are not staged, because other ranks write them.
-        on_written: Called when the save has written it, with the digests of what it wrote, by offset and size in the
-            buffer. Empty where files have other digests: those of encrypted tensors.
+        on_written: Called when the save is written, with the digests of the written items by offset and size in the
+            buffer. The digests are empty if items are encrypted.
     """
 
     def __init__(self, owner: object = None, *, keeps_buffer: bool = True, is_kept: bool = False) -> None:
@@ -98,8 +91,8 @@ class StagedSave:
         self.files: Any = None
         self.omitted: frozenset[str] = frozenset()
         self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
-        # All waiting is on this condition. Its lock may be taken twice by one thread: a signal's handler that closes
-        # the writer, and the collector that drops a staged state dict, may interrupt whoever holds it.
+        # All waits use this condition. Its lock is reentrant, because a signal handler that closes the writer, or the
+        # collector that drops a staged state dict, may interrupt its holder.
         self._changed = free_in_child(threading.Condition())
         self._progress = StagingState.STAGING
         self._dropped = False  # nothing refers to the staged state dict any more
@@ -117,13 +110,13 @@ class StagedSave:
     # --- copying ------------------------------------------------------------------------------------------------
 
     def reach(self, progress: StagingState) -> None:
-        """The copying has come so far. It never goes back."""
+        """Notes the progress of copying, which never goes back."""
         with self._changed:
             self._progress = max(self._progress, progress)
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Waits for the copies that were begun, if any were. Then the state is released, unless some is shared."""
+        """Waits for the copies that were begun, if any. Then the state is released, unless some of it is shared."""
         try:
             if self.copies is not None:
                 self.copies.wait()
@@ -137,7 +130,7 @@ class StagedSave:
             self.release()
 
     def fail(self, error: BaseException) -> None:
-        """Keeps an error for the save, which raises it where DCP hands errors round."""
+        """Keeps an error for the save, which raises it where DCP sends errors to all ranks."""
         # Without its traceback, whose frames hold the live tensors.
         said = (
             str(error)
@@ -148,29 +141,25 @@ class StagedSave:
 
     @property
     def is_interrupted(self) -> bool:
-        """Returns whether the calling thread copies, and so goes on with that only when it is done with what it does
-        now.
-
-        It is in a signal's handler then.
+        """Returns whether the calling thread is the one that copies. Then this is a signal handler, and copying cannot
+        go on before it returns.
         """
         return self._progress < StagingState.COPIED and self.stager is threading.current_thread()
 
     def wait_built(self, timeout: float | None = None) -> bool:
-        """Waits until the staged state dict is there, if it can be; False if it is not after ``timeout`` seconds."""
+        """Waits until the staged state dict exists, unless it never will; False if it does not exist after ``timeout``
+        seconds.
+        """
         return self._wait_for(StagingState.BUILT, timeout)
 
     def wait_copied(self) -> None:
-        """Returns when the staged tensors have their values.
-
-        Raises:
-            StagingError: they could not be copied.
-        """
+        """Waits until the staged tensors have their values; raises `StagingError` if they could not be copied."""
         self._wait_for(StagingState.COPIED)
         if self.error is not None:
-            raise StagingError(str(self.error))  # one of its own: a traceback would keep this save's frames alive
+            raise StagingError(str(self.error))  # a new one, because a traceback would keep this save's frames alive
 
     def wait_unused(self, deadline: Deadline) -> bool:
-        """Waits until nothing is copied to the buffer; False if that is not so in time."""
+        """Waits until nothing is copied to the buffer any more; False if that is not so in time."""
         return not self.is_interrupted and self._wait_for(StagingState.COPIED, deadline.left)
 
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
@@ -180,9 +169,9 @@ class StagedSave:
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """The save reads nothing from training's own memory any more. Idempotent.
+        """Notes that the save no longer reads training's own memory. Idempotent.
 
-        Training may change the state from now on, or, if copies are still under way, when they are made.
+        Training may change the state from now on, or when copies that are still under way are made.
         """
         with self._changed:
             self.shared = None
@@ -204,15 +193,15 @@ class StagedSave:
             future.complete()
 
     def wait_released(self) -> None:
-        """Returns when training may change the state: when it is released, or the save is over without."""
+        """Waits until training may change the state: until it is released, or the save is over without releasing it."""
         while not self._wait_for(StagingState.RELEASED, _STEP_SECONDS):
             if self.over():
                 self.release()
 
     def hold_training(self) -> None:
-        """Keeps what the calling thread does next from changing the state.
+        """Keeps later work of the calling thread from changing the state too early.
 
-        Where all that is left is copies from a GPU, its streams wait for them and the thread does not.
+        If only copies from a GPU are left, the thread's CUDA streams wait for them, and the thread itself does not.
         """
         self._wait_for(StagingState.QUEUED)
         copies = self.copies
@@ -224,7 +213,7 @@ class StagedSave:
     # --- the save -----------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Called when a save takes the staged state dict, on the save's thread."""
+        """Notes, on the save's thread, that a save takes the staged state dict."""
         with self._changed:
             if self.thread is not None:
                 return
@@ -233,7 +222,8 @@ class StagedSave:
             if future is not None:
                 future.let_go()
                 if self._progress < StagingState.RELEASED:
-                    # The save keeps the staged state dict alive from here on, and this the future, to complete it.
+                    # From here on the save keeps the staged state dict alive, and this keeps the future, to complete
+                    # it.
                     self._future = lambda: future
             self._changed.notify_all()
 
@@ -244,14 +234,14 @@ class StagedSave:
         thread = self.thread
         if thread is not None and not is_running(thread):
             return True
-        # No save has a thread of its own here: nobody took the staged state dict, or the thread that asks did, or
-        # one that lives on. Then it is over when nothing is left of it.
+        # No save on a thread of its own: the staged state dict was not taken, or it was taken by the calling thread or
+        # by one that goes on. Then it is over when nothing refers to it.
         return self._dropped and (self.buffer is None or not self.buffer.in_use)
 
     def wait_taken(self, timeout: float) -> bool:
-        """Waits until a save has taken it, or none can any more; False if neither happened in time.
+        """Waits until a save has taken it, or none can any more; False after ``timeout`` seconds.
 
-        The time begins when there is something to take.
+        The time begins when the staged state dict exists.
         """
         self.wait_built()
         with self._changed:
@@ -262,7 +252,7 @@ class StagedSave:
         while not self.over():
             thread = self.thread
             if thread is threading.current_thread():
-                return True  # a save that ran on the thread that asks has returned
+                return True  # its save ran on the calling thread, and has returned
             if deadline.left == 0.0:
                 return False
             if self._progress < StagingState.COPIED:
@@ -276,7 +266,7 @@ class StagedSave:
 
 
 def name_of_group() -> str | None:
-    """The name of the process group of the save on this thread, which lives as long as it would anyway."""
+    """The name of the process group of the save on this thread. It does not keep the group alive."""
     group = group_of_save()
     return None if group is None else group.group_name
 
@@ -289,12 +279,12 @@ def _no_future() -> StagingFuture | None:
 
 
 class StageTimes(NamedTuple):
-    """The times of one staging."""
+    """The times of one staging, in seconds."""
 
     started_at: float = 0.0
     """``time.time()`` when it began."""
     wait_seconds: float = 0.0
-    """What training waited before that, for the save before to end."""
+    """How long training waited before that for the end of the save before."""
     stage_seconds: float = 0.0
     """How long it took."""
 
@@ -302,20 +292,19 @@ class StageTimes(NamedTuple):
 # --- the staged state dict of a save, or its error --------------------------------------------------------------------
 #
 # DCP may pass a staged state dict to any storage writer. A writer of this package knows the `StagedSave`, and raises
-# its error in DCP's first hook. Other writers do not. So a save gets nothing before everything is copied. If that has
-# failed, it gets a value that raises the error when it is planned or pickled. Either way DCP sends the error to every
-# rank.
+# its error in DCP's first hook. Writers of other packages do not know it. So they get the state only when everything is
+# copied. If copying failed, they get a value that raises the error when it is planned or pickled. Either way DCP sends
+# the error to every rank.
 
 
 class StagedStateDict(dict[str, Any]):
-    """A staged state dict that knows which thread takes it to save it.
+    """A staged state dict that knows which thread saves it.
 
-    ``storage_meta()`` gets no arguments: it could not tell the save of a staged state dict from a ``dcp.save`` of
-    another one that runs on another thread with the same writer. ``items()`` is what DCP calls first on the very dict
-    that it saves, on the save's thread and before any collective (PROCESS mode pickles the dict there instead), so it
-    ties save and dict together, and waits until the ones staged before are over, and this one is copied.
-
-    So saves run one at a time, in the order in which they were staged, on every rank the same.
+    ``storage_meta()`` gets no arguments, so it cannot tell the save of a staged state dict from a ``dcp.save`` of
+    another one on another thread with the same writer. But DCP first calls ``items()`` of the dict that it saves, on
+    the save's thread and before any collective; in PROCESS mode it pickles the dict there. That call ties the save to
+    the dict, and waits until the saves staged before are over, and this dict is copied. So saves run one at a time, in
+    the order in which they were staged, which is the same on every rank.
     """
 
     def __init__(
@@ -335,42 +324,42 @@ class StagedStateDict(dict[str, Any]):
         return (dict, (list(super().items()),)) if error is None else (_failed, (error,))
 
     def _take(self) -> str | None:
-        """Waits until everything is copied; returns why it is not."""
+        """Waits until everything is copied; returns the error, if there is one."""
         if self.staged_save.thread is None:
             self.staged_save.take()
             self._wait_turn(self.staged_save)
         try:
             self.staged_save.wait_copied()
-        except StagingError as error:  # raised here, it would leave other ranks waiting in a collective
+        except StagingError as error:  # raising it here would leave other ranks waiting in a collective
             return str(error)
         return None
 
 
 class _Failed:
-    """A value of a state dict that could not be staged."""
+    """Stands for the values of a state dict that could not be staged."""
 
     def __init__(self, error: str) -> None:
         self._error = error
 
     def __create_write_items__(self, name: str, value: object) -> NoReturn:
-        """DCP's planners ask a value first of all how it is written."""
+        """Raises the error: DCP's planners call this first."""
         raise StagingError(self._error)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Other planners do not ask, and have it pickled."""
+        """Raises the error: other planners pickle the value."""
         raise StagingError(self._error)
 
 
 def _failed(error: str) -> dict[str, Any]:
-    """Stands for a state dict that could not be staged."""
+    """A state dict that raises the error of its staging."""
     return {"staging": _Failed(error)}
 
 
 class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
-    """The future that `stage` returns when it does not wait: done when training may change the state.
+    """The future that `stage` returns when it does not wait. It is done when training may change the state.
 
-    Its result is there before that: the save takes it, and then waits itself until it is copied. So what training waits
-    for may even be a part of the save.
+    `result` returns before that, because the save takes the result and then waits by itself. So releasing the state may
+    depend on the save's progress.
     """
 
     def __init__(self, staged: StagedStateDict) -> None:
@@ -379,7 +368,7 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         staged.staged_save.watch(self)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The staged state dict, until a save takes it; complete when `StagedSave.wait_copied` returns."""
+        """The staged state dict, until a save takes it. It is complete when `StagedSave.wait_copied` returns."""
         staged = self._staged
         if staged is None:
             return {}
@@ -388,10 +377,10 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         return staged
 
     def let_go(self) -> None:
-        """Called when a save has taken the staged state dict."""
+        """Drops the staged state dict, because a save has taken it."""
         self._staged = None
 
     def complete(self) -> None:
-        """Training may change the state."""
+        """Marks the future as done: training may change the state."""
         with suppress(concurrent.futures.InvalidStateError):  # cancelled, or done
             self.set_result({})

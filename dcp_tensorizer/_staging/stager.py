@@ -1,8 +1,8 @@
 """Staging: a copy of a rank's state dict in shared memory, safe from everything training does next.
 
-`Stager.stage` copies the state dict's structure and marks the moment in the devices' queues. That is all that training
-has to wait for if staging overlaps. Then the staged copy is made, whose tensors live in a shared buffer. A buffer is
-written to again when the save that uses it is over: see `StagedSave`.
+`Stager.stage` copies the state dict's structure, and marks the moment in the devices' queues. With overlapping staging,
+training waits only for that. Then the tensors are copied into a shared buffer. A buffer is used again when its save is
+over; see `StagedSave`.
 """
 
 from __future__ import annotations
@@ -31,29 +31,19 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A state dict at one moment: everything but the elements of its tensors.
+    """A state dict at one moment: everything except the elements of its tensors."""
 
-    Attributes:
-        structure: The state dict, copied but for its tensors.
-        tensors: The plain tensors in it.
-        in_place: The numbers of those that are written from where they are, in shared memory.
-        omitted: The numbers of those that other ranks write. In their places are tensors without memory.
-        shared: Those that are written from where they are; None if there are none.
-        sources: What is copied.
-        devices: Where those are that are not in host memory.
-    """
-
-    structure: dict[str, Any]
-    tensors: list[torch.Tensor]
-    in_place: set[int]
-    omitted: set[int]
-    shared: SharedTensors | None
-    sources: list[torch.Tensor]
-    devices: list[int]
+    structure: dict[str, Any]  # the state dict, copied except for its tensors
+    tensors: list[torch.Tensor]  # the plain tensors in it
+    in_place: set[int]  # numbers of the tensors that are written from shared memory, without a copy
+    omitted: set[int]  # numbers of the tensors that other ranks write; tensors without memory stand for them
+    shared: SharedTensors | None  # the tensors of `in_place`, if any
+    sources: list[torch.Tensor]  # the tensors to copy
+    devices: list[int]  # of the sources that are not in host memory
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
-        """The staged state dict, once, with the copies of the `sources` in their places."""
+        """Builds the staged state dict from the copies of `sources`; called once."""
         others = iter(copied)
         staged = (
             t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
@@ -66,20 +56,17 @@ class Stager:
     """Copies state dicts into shared memory that is kept between saves.
 
     Args:
-        saves: What it stages, and into which buffers, shared with other stagers; None: its own.
-        cache_staged_state_dict: Keep the buffer after a save. Without it, memory is given back between saves, and each
-            save allocates.
-        thread_count: How many threads copy on the host, where torch itself has only one (as ``torchrun`` sets it).
-        in_place: Tensors that are in shared memory already are not copied. The save writes them from where they are,
-            and the state is released when it has.
-        copy_from_devices: Makes the copies from devices to a shared buffer in another way; False if it cannot.
-        overlap_staging: `stage` returns before the staged state dict is there: see `StagedSave.wait_copied` and
+        saves: The staged saves and buffers, shared with other stagers; by default its own.
+        cache_staged_state_dict: Keep the buffer after a save. Otherwise memory is freed between saves, and each save
+            allocates.
+        thread_count: How many threads copy on the host, if torch itself has only one (as ``torchrun`` sets it).
+        in_place: Tensors that are in shared memory already are not copied. The save writes them from there, and then
+            releases the state.
+        copy_from_devices: Copies from devices to a shared buffer in another way; returns False if it cannot.
+        overlap_staging: `stage` returns before the staged state dict is complete: see `StagedSave.wait_copied` and
             `StagedSave.wait_released`.
-        device: Where tensors may be, apart from host memory.
-        limits: What is gathered on a device before it is copied to the host.
-
-    Attributes:
-        saves: What it stages, and into which buffers.
+        device: The kind of accelerator that tensors may be on.
+        limits: Limits of what is gathered on a device before it is copied to the host.
     """
 
     def __init__(
@@ -106,8 +93,7 @@ class Stager:
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
 
-        Raises:
-            StagingError: memory is short, or a tensor is of a kind that cannot be saved; names the key.
+        Raises `StagingError` if memory is short, or if a tensor cannot be saved; then it names the key.
         """
         self.saves.reclaim()
         snapshot = self._snapshot(state_dict)
@@ -115,7 +101,7 @@ class Stager:
         self.saves.prewarm(_nbytes(snapshot.sources), lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
 
     def wait_turn(self, before: StagedSave | None = None) -> None:
-        """Waits until the saves that were staged earlier, all or those before a given one, are over."""
+        """Waits until the saves that were staged earlier, or those before ``before``, are over."""
         self.saves.wait_turn(self, before)
 
     def drain(self, deadline: Deadline) -> bool:
@@ -125,14 +111,11 @@ class Stager:
     def stage(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
     ) -> StagedStateDict:
-        """Copies everything into a buffer that no save uses, but for the tensors of ``omitted`` keys.
+        """Copies everything, except the tensors of ``omitted`` keys, into a buffer that no save uses.
 
-        Never fails for what the state dict holds: one rank that raised here would leave the others waiting in a
-        collective. The result's `StagedSave` keeps the error, and any save of it raises that where DCP hands errors
-        round: see `StagedStateDict`.
-
-        Returns:
-            The staged copy of the state dict, with its ``staged_save``.
+        Never fails because of the contents of the state dict: if one rank raised here, the others would wait in a
+        collective. The result's `StagedSave` keeps the error, and its save raises it where DCP sends errors to all
+        ranks (see `StagedStateDict`).
         """
         self.saves.reclaim()
         staged = self._empty(is_kept=is_kept)
@@ -147,7 +130,7 @@ class Stager:
                 self._device.side_streams.follow(snapshot.sources)
             settle_other_devices(snapshot.sources)
             if self._overlap_staging:
-                if staged_save.shared is not None:  # its save may end without having written anything
+                if staged_save.shared is not None:  # in case its save ends without writing anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
                 copying = threading.Thread(target=self._copy, args=(snapshot, staged_save, staged), name="stage")
                 staged_save.stager = copying
@@ -157,55 +140,55 @@ class Stager:
         except Exception as error:
             staged_save.fail(error)
             staged_save.finish()
-        except BaseException as error:  # a KeyboardInterrupt: there will be no save
+        except BaseException as error:  # such as a KeyboardInterrupt: no save follows
             self.saves.remove(staged_save)
             is_copying = staged_save.stager is not threading.current_thread() and is_running(staged_save.stager)
-            if not is_copying:  # others may wait for it, to stage theirs
+            if not is_copying:  # others may wait for it before they stage theirs
                 staged_save.fail(error)
                 staged_save.finish()
             raise
         return staged
 
     def refuse(self, error: StagingError) -> StagedStateDict:
-        """The result of a staging that was not even tried: its save fails with ``error``."""
+        """Returns the result of a staging that was not tried: its save fails with ``error``."""
         staged = self._empty()
         staged.staged_save.fail(error)
         staged.staged_save.finish()
-        self.saves.add(staged.staged_save)  # nobody has to wait for it
+        self.saves.add(staged.staged_save)  # added last, and complete, so that nobody waits for it
         return staged
 
     def begin_save(self) -> StagedSave | None:
-        """Takes what the calling thread has staged and not begun to save; None: it saves something unstaged.
+        """Takes the save that the calling thread has staged and not begun; None if it saves an unstaged state.
 
-        It may have been staged by another stager of these saves, and is of both from now on.
+        Another stager of these saves may have staged it. From now on it belongs to both.
         """
         return self.saves.begin(self)
 
     def written(self, staged_save: StagedSave) -> None:
-        """The save needs the buffer no more: without a cache its memory is given back when the save is over."""
+        """Notes that the save no longer needs the buffer. Without a cache its memory is freed when the save is over."""
         if not self._keeps_buffer and staged_save.buffer is not None:
             staged_save.buffer.close()
 
     def wait_released(self) -> None:
-        """Returns when training may change everything that was staged."""
+        """Waits until training may change everything that was staged."""
         for staged_save in self.saves.of(self):
             staged_save.wait_released()
 
     def hold_training(self) -> None:
-        """Keeps what the calling thread does next from changing anything that is still being copied."""
+        """Keeps later work of the calling thread from changing anything that is still being copied."""
         for staged_save in self.saves.of(self):
             staged_save.hold_training()
 
     def _empty(self, *, is_kept: bool = False) -> StagedStateDict:
-        """A staged state dict that nothing is in. No save of it is waited for, until that is one of the saves."""
+        """An empty staged state dict, which is not yet one of the saves that others wait for."""
         staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer, is_kept=is_kept)
         return StagedStateDict({}, staged_save, self.wait_turn)
 
     @torch.no_grad()
     def _copy(self, snapshot: _Snapshot, staged_save: StagedSave, staged: StagedStateDict) -> None:
-        """Copies the tensors and builds the staged state dict; what fails is kept as the staged save's error.
+        """Copies the tensors and builds the staged state dict; an error is kept in the staged save.
 
-        The staged state dict is built while devices copy, and before anything else is waited for.
+        The dict is built while devices copy, before any other wait.
         """
         try:
             buffer = staged_save.buffer = self.saves.take_buffer(_nbytes(snapshot.sources))
@@ -220,7 +203,7 @@ class Stager:
             staged.update(snapshot.fill(tensors[number] for number in range(len(tensors))))
             staged_save.reach(StagingState.BUILT)
             if copy_from_devices is not None and not copy_from_devices(buffer, copies):
-                buffer.pin(self._device, snapshot.devices[0])  # this process copies, after all
+                buffer.pin(self._device, snapshot.devices[0])  # the writer process cannot copy, so this process does
                 copies.queue_from_devices()
             copies.copy_from_host()
             staged_save.reach(StagingState.QUEUED)
@@ -237,7 +220,7 @@ class Stager:
 
     @collector_paused()
     def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer, tensors: dict[int, torch.Tensor]) -> Copies:
-        """Makes a staged tensor for each source, into ``tensors``, and begins to copy what is in host memory."""
+        """Fills ``tensors`` with a staged tensor for each source, and begins to copy those in host memory."""
         sources, index_of = snapshot.sources, self._device.index_of
         is_on_host = not snapshot.devices  # all of them
 
@@ -269,12 +252,12 @@ class Stager:
         return _Snapshot(structure, tensors, in_place, omitted_tensors, shared, sources, devices)
 
     def _pin_for(self, devices: Sequence[int]) -> int | None:
-        """The first device that anything is copied from, by this process."""
+        """The first device from which this process copies anything."""
         return None if self._copy_from_devices is not None or not devices else devices[0]
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Stands for a tensor that is not staged: it can be planned, and nobody can take its values for others."""
+    """A tensor that stands for one that is not staged: it can be planned, but has no values."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

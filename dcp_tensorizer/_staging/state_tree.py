@@ -2,7 +2,7 @@
 
 `copy_structure` copies containers and plain objects, while training waits, and lists the plain tensors. `fill_tensors`
 puts staged tensors in their places, in the same order, and builds wrapper subclasses and sharded tensors around them.
-Then nothing is shared with the live state dict.
+The result shares nothing with the live state dict.
 """
 
 from __future__ import annotations
@@ -36,13 +36,10 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 class TensorList(list[torch.Tensor]):
-    """The plain tensors in a state dict.
+    """The plain tensors in a state dict, except those of ``omitted`` keys, which are not staged.
 
-    A ShardedTensor is staged in any case: it cannot be made of shards without memory. So are two tensors of one key:
+    A ShardedTensor is always staged, because it cannot be made of shards without memory. So are two tensors of one key:
     one of them is in an object, which this rank may write.
-
-    Args:
-        omitted: Keys of tensors that are not to be staged.
     """
 
     def __init__(self, omitted: Set[str] = frozenset()) -> None:
@@ -65,10 +62,9 @@ class TensorList(list[torch.Tensor]):
 
 
 def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
-    """A copy of a value that holds the same tensors; the plain ones inside those are added to ``tensors``.
+    """Copies a value, except for its tensors, and adds the plain tensors in it to ``tensors``.
 
-    Raises:
-        StagingError: something cannot be copied; names its key.
+    Raises `StagingError`, naming the key, if something cannot be copied.
     """
     if isinstance(value, torch.Tensor):
         value = awaited(value)
@@ -93,10 +89,8 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
     """A container of the same class with other members, and with copies of its attributes.
 
-    The class's constructor is not called: it may take something else than members.
-
-    Raises:
-        StagingError: the class does not let its members be set, as one that can be written once; names the key.
+    The class's constructor is not called, because it may not take members. Raises `StagingError`, naming the key, if
+    the class does not let its members be set.
     """
     try:
         copied: Any = tuple.__new__(type(value), members) if isinstance(value, tuple) else copy.copy(value)
@@ -115,10 +109,11 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
 
 
 def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
-    """A copy of a mapping that is no dict, with other values.
+    """A copy of a mapping that is not a dict, with other values.
 
-    It is deep: a shallow one may share its contents. Where there is no copy, a view of a dict stands for it. DCP takes
-    mappings apart, and there it does as well. Where it is saved as it is, the view fails as the mapping would.
+    It is deep, because a shallow one may share its contents. If the mapping cannot be copied, a view of a dict replaces
+    it: DCP takes mappings apart, and the view works there. If it is pickled as a whole, the view fails as the mapping
+    would.
     """
     copies = {id(member): item for member, (_, item) in zip(value.values(), items, strict=True)}
     try:
@@ -131,7 +126,7 @@ def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Map
 
 
 def _set_members(container: Any, members: list[Any]) -> None:
-    """Replaces what a list holds, or the values of a dict by its items; a tuple has got its members already."""
+    """Replaces the members of a list, or the values of a dict by its items. A tuple has its members already."""
     if isinstance(container, dict):
         for name, item in members:
             container[name] = item
@@ -151,7 +146,7 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
     if isinstance(tensor, ShardedTensor):
         parts = [shard.tensor for shard in tensor.local_shards()]
     elif is_wrapper(tensor) and not tensor.is_nested:
-        if hasattr(tensor, "trigger_wait"):  # a collective's result that may still be on its way
+        if hasattr(tensor, "trigger_wait"):  # the result of a collective, which may not have arrived yet
             tensor.trigger_wait()
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         members = [getattr(tensor, name) for name in names]
@@ -163,10 +158,9 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
 
 
 def fill_tensors(structure: Any, staged: Iterable[torch.Tensor]) -> Any:
-    """Puts staged tensors in the places of those in what `copy_structure` gave, where it can, and returns it.
+    """Puts staged tensors into the result of `copy_structure`, in place if possible, and returns it.
 
-    Raises:
-        StagingError: they do not fit there: too few or too many, of another shape or dtype.
+    Raises `StagingError` if they do not fit: too few or too many, or of another shape or dtype.
     """
     left = iter(staged)
     filled = _fill(structure, left)
@@ -222,16 +216,13 @@ def _rebuild_sharded(tensor: ShardedTensor, staged: Iterator[torch.Tensor]) -> S
     return rebuild_sharded_tensor(tensor, shards, metadata)
 
 
-# --- fingerprints: equal ones are planned in the same way -------------------------------------------------------------
+# --- fingerprints: state dicts with equal ones are planned alike ------------------------------------------------------
 
 
 def fingerprint(value: Any) -> int:
-    """A number that differs, in this process, between state dicts of other keys, types, shapes, dtypes or shardings.
+    """A number that differs, in this process, between states with other keys, types, shapes, dtypes or shardings.
 
-    It takes no look at values, and so costs some microseconds for each of them.
-
-    Args:
-        value: A state dict, or what is in one.
+    It does not look at values, and so takes some microseconds per value. ``value`` is a state dict or a part of one.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):

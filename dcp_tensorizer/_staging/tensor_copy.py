@@ -1,8 +1,8 @@
 """Copying a state dict's tensors to their staged tensors, in few calls, with the cores and the streams that are free.
 
-From a GPU, a large tensor is one copy over the bus. Two kinds of tensors go through one buffer on the GPU instead:
-those that are too small to be worth a copy of their own, and those that would need a temporary copy on the GPU (not
-contiguous, or lazily conjugated). From that buffer many small ones leave in one copy. For that their staged tensors
+A large tensor is copied from a GPU in one copy over the bus. Two kinds of tensors go through a buffer on the GPU
+instead: tensors that are too small for a copy of their own, and tensors that would need a temporary copy on the GPU
+(not contiguous, or lazily conjugated). Many small tensors leave the buffer in one copy. For that their staged tensors
 lie side by side: see `allocation_order`.
 """
 
@@ -30,9 +30,9 @@ class GatherLimits:
 
     Attributes:
         buffer_bytes: Memory that staging takes on each GPU, at most, and keeps.
-        small_bytes: Tensors of up to so many bytes are gathered. A copy over the bus costs some 10 microseconds of
-            this thread's time and 5 of the bus's, in which it moves 128 KiB. Views for the gathering cost less, and the
-            gathering itself next to nothing.
+        small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of this
+            thread and 5 of the bus, which moves 128 KiB in that time. Views for the gathering take less, and the
+            gathering itself almost nothing.
     """
 
     buffer_bytes: int = 32 << 20
@@ -50,14 +50,9 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Copies:
     """Copies of a state dict's tensors: begun by one thread, and waited for by any.
 
-    What is in host memory is copied from the start, while the pairs are still being made.
-
-    Args:
-        pairs: Staged tensors, and the tensors that they are copies of.
-        streams: The copies from devices are queued on these, after `SideStreams.follow`.
-        threads: How many copy on the host.
-        limits: What is gathered on a device.
-        host_bytes: How many bytes of them are in host memory.
+    ``pairs`` are staged tensors and their sources. Those in host memory, ``host_bytes`` in all, are copied by
+    ``threads`` threads while the pairs are still being made. Those on devices are queued on ``streams``, after
+    `SideStreams.follow`.
     """
 
     def __init__(
@@ -87,16 +82,16 @@ class Copies:
 
     @property
     def on_device(self) -> list[Pair]:
-        """The pairs that are on devices."""
+        """The pairs whose sources are on devices."""
         return [pair for pairs in self._on_device.values() for pair in pairs]
 
     def start(self) -> None:
-        """Queues what is on devices, and copies what is not."""
+        """Queues the copies from devices, and makes those from host memory."""
         self.queue_from_devices()
         self.copy_from_host()
 
     def queue_from_devices(self) -> None:
-        """Queues the copies of what is on devices, and returns while they are made."""
+        """Queues the copies from devices, without waiting for them."""
         for index, stream in self.streams.items():
             try:
                 queue_on_device(self._on_device[index], stream, self._limits)
@@ -104,11 +99,11 @@ class Copies:
                 self._marks.append(stream.mark())
 
     def copy_from_host(self) -> None:
-        """Copies what is in host memory, and returns when that is done."""
+        """Makes the copies from host memory."""
         self._on_host.finish()
 
     def wait(self) -> None:
-        """Returns when everything is copied that has been begun."""
+        """Waits until all copies that were begun are made."""
         self._on_host.wait()
         for mark in self._marks:
             mark.synchronize()
@@ -126,9 +121,9 @@ def _copyable(pair: Pair) -> Pair:
 def allocation_order(
     sources: Sequence[torch.Tensor], device: Device, limits: GatherLimits = DEFAULT_LIMITS
 ) -> list[int]:
-    """The order in which staged tensors are to be allocated: those that are gathered together come first.
+    """The order in which to allocate staged tensors: first those that are gathered together.
 
-    Gathered together are the small ones of one device and one element size.
+    These are the small ones of one device and one element size.
     """
 
     gathered: dict[int, tuple[int, int]] = {}
@@ -141,8 +136,8 @@ def allocation_order(
 def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLimits = DEFAULT_LIMITS) -> None:
     """Queues the copies of one device's tensors, in few calls.
 
-    Staged tensors are C-contiguous, on the host. Those of small tensors of one element size that follow one another in
-    memory are filled by one copy over the bus.
+    Staged tensors are C-contiguous, on the host. One copy over the bus fills those of small tensors of one element size
+    that are adjacent in memory.
     """
     small = sorted((pair for pair in pairs if limits.is_small(pair[1])), key=lambda pair: pair[0].data_ptr())
     large = [pair for pair in pairs if not limits.is_small(pair[1])]
@@ -162,7 +157,7 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
 
 
 def _batches(pairs: Iterable[Pair], nbytes: int) -> Iterator[list[Pair]]:
-    """Runs of staged tensors that lie side by side, of one element size and ``nbytes`` bytes together at most."""
+    """Runs of adjacent staged tensors of one element size, of ``nbytes`` bytes at most."""
     batch: list[Pair] = []
     start = end = 0
     for staged, source in pairs:
@@ -178,9 +173,9 @@ def _batches(pairs: Iterable[Pair], nbytes: int) -> Iterator[list[Pair]]:
 
 
 def _gather(batch: Sequence[Pair], buffer: torch.Tensor, stream: SideStream) -> None:
-    """Copies small tensors side by side on the device, and from there to their staged tensors all at once.
+    """Copies small tensors side by side on the device, and from there to their staged tensors in one copy.
 
-    They are copied as integers: there is a fused kernel for those, and none for some of the rarer dtypes.
+    They are copied as integers, for which there is a fused kernel. Some rarer dtypes have none.
     """
     unit = _INTEGER.get(batch[0][0].itemsize, torch.int64)
     total = sum(aligned(staged.nbytes) for staged, _ in batch)
@@ -198,17 +193,19 @@ def _gather(batch: Sequence[Pair], buffer: torch.Tensor, stream: SideStream) -> 
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's elements. Where it has one, it may have any stride, and a view as another dtype fails."""
+    """A contiguous tensor's elements. A dimension of one element may have any stride, and `view` as another dtype would
+    fail.
+    """
     return plain.as_strided((plain.numel(),), (1,))
 
 
 def _memory(first: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """So many bytes of memory from a staged tensor on, over the ones that follow; valid as long as they are."""
+    """``nbytes`` bytes of memory from a staged tensor on, across the tensors that follow; valid as long as they are."""
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(first.data_ptr()), dtype=torch.uint8)
 
 
 def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[Pair]:
-    """A pair in pieces of so many bytes at most, each of them C-contiguous where it is staged."""
+    """Cuts a pair into pieces of at most ``nbytes`` bytes, each of them C-contiguous in the staged tensor."""
     if staged.nbytes <= nbytes:
         yield staged, source
         return
@@ -224,8 +221,8 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
 
 # --- copying tensors of host memory with the free cores ---------------------------------------------------------------
 #
-# The tensors are divided among threads. A share that is complete is copied while the staged tensors of the next one are
-# still being made: for 5,000 tensors that takes a quarter as long as the copy.
+# The tensors are divided among threads. A complete share is copied while the staged tensors of the next one are made,
+# which for 5,000 tensors takes a quarter of the time of the copy.
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A staged tensor, and the tensor whose elements it gets."""
@@ -235,11 +232,9 @@ _SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
 
 
 class HostCopies:
-    """Copies of tensors in host memory, begun while they are still being added.
+    """Copies of ``nbytes`` bytes of tensors in host memory, begun while tensors are still being added.
 
-    Args:
-        nbytes: Of all that will be added.
-        threads: How many copy, where torch itself has only one. Each has about as many bytes.
+    ``threads`` threads copy about the same number of bytes each, if torch itself has only one.
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
@@ -251,7 +246,7 @@ class HostCopies:
         self._begun: list[concurrent.futures.Future[None]] = []
 
     def add(self, staged: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies a tensor, by `finish` at the latest."""
+        """Adds a tensor, which is copied by `finish` at the latest."""
         for piece in _pieces(staged, source) if self._others else [(staged, source)]:
             self._share.append(piece)
             self._added += piece[0].nbytes
@@ -260,7 +255,7 @@ class HostCopies:
                 self._share = []
 
     def finish(self) -> None:
-        """Copies the last share, and returns when all have been copied."""
+        """Copies the last share, and waits until all tensors are copied."""
         share, self._share = self._share, []
         try:
             _copy(share)
@@ -270,18 +265,18 @@ class HostCopies:
             copied.result()
 
     def wait(self) -> None:
-        """Returns when nothing is being written to staged tensors any more."""
+        """Waits until nothing is written to staged tensors any more."""
         concurrent.futures.wait(self._begun)
 
 
 def _copy(pairs: Sequence[Pair]) -> None:
     if pairs:
-        with torch.no_grad():  # of its own in each thread
+        with torch.no_grad():  # each thread has its own grad mode
             copy_all([staged for staged, _ in pairs], [source for _, source in pairs])
 
 
 def _pieces(staged: torch.Tensor, source: torch.Tensor) -> list[Pair]:
-    """A large tensor in pieces that several threads can share."""
+    """Cuts a large pair into pieces that several threads can copy."""
     count = -(-staged.nbytes // _PIECE)
     if count < 2 or not source.is_contiguous():
         return [(staged, source)]
