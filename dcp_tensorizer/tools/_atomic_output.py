@@ -1,4 +1,4 @@
-"""Results that appear whole or not at all: written under another name beside their own, and renamed."""
+"""Results that appear whole or not at all: written under another name beside their own, and then renamed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from ..errors import ConversionError, NotCommitted, WriteError
 
-_SHOWN = 50  # characters of a result's name that are in its temporary one, for errors
+_SHOWN = 50  # characters of a result's name in its temporary name, for error messages
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """The storage of the directory that a file is in, and the file's name there.
+    """The storage of a file's directory, and the file's name there.
 
-    Raises:
-        ConversionError: a URL ends before that name, or has no directory.
-        WriteError: it cannot be the name of a file.
+    Raises `ConversionError` if a URL has no such name or directory, and `WriteError` if the name cannot be a file's.
     """
     if _is_url(path):
         folder, _, name = path.rpartition("/")
@@ -40,7 +38,7 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
 
 
 def shown_path(path: str) -> str:
-    """The name of a result in metadata and messages: not where it is written first, and without credentials."""
+    """The name of a result in metadata and messages: the final one, without credentials."""
     return redact(str(absolute_path(path)))
 
 
@@ -50,17 +48,11 @@ def _is_url(path: str) -> bool:
 
 @contextmanager
 def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """A directory that gets its name when everything is in it; on other storage, its files are removed after a failure.
+    """A directory that gets its name when it is complete. Storages without renaming remove its files after a failure.
 
-    Args:
-        path: Its path, or URL.
-        options: For the fsspec filesystem of a URL.
-        files: A pattern, as in a shell, of the names that will be written, without the one that completes the result.
-            After a failure, only files of such names are removed: all others are foreign.
-
-    Raises:
-        ConversionError: there is something at the path, or a file system begins there.
-        WriteError: it cannot be written.
+    Then only files whose names match the pattern ``files`` are removed; others are foreign. The pattern leaves out the
+    file that completes the result. Raises `ConversionError` if there is something at the path, or a file system begins
+    there, and `WriteError` if it cannot be written.
     """
     storage = open_storage(path, options)
     with suppress(NotCommitted):
@@ -76,7 +68,7 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
             raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
         with _renamed(real) as temporary:
             temporary.mkdir()
-            if real.exists():  # it may be for one user's eyes only
+            if real.exists():  # its permissions may be meant to protect it
                 _take_over(real, temporary)
             yield LocalStorage(temporary)
             _sync(temporary)
@@ -93,11 +85,9 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """A file that gets its name when it is complete; on other storage, a file appears only then anyway.
+    """A file that gets its name when it is complete. On storages without renaming, files only appear then anyway.
 
-    Raises:
-        ConversionError: there is something at the path.
-        WriteError: it cannot be written.
+    Raises `ConversionError` if there is something at the path, and `WriteError` if it cannot be written.
     """
     storage, name = beside(path, options)
     if storage.head(name) is not None:
@@ -112,10 +102,9 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
 
 @contextmanager
 def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
-    """Writes a file of ``nbytes`` bytes: gives a function that takes them in order, piece by piece.
+    """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
 
-    Raises:
-        WriteError: it cannot be written; there is none then.
+    Raises `WriteError`, and leaves no file, if it cannot be written.
     """
     try:
         sink = storage.create(name, nbytes, sync=True)
@@ -143,13 +132,13 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
 
 
 def _is_working_directory(path: Path) -> bool:
-    with suppress(OSError):  # one of the two is not there
+    with suppress(OSError):  # one of them does not exist
         return path.samefile(os.curdir)
     return False
 
 
 def _take_over(old: Path, new: Path) -> None:
-    """Gives a directory the owner, the mode and the extended attributes of the one that it is to replace."""
+    """Gives a directory the owner, mode and extended attributes of the one that it replaces."""
     state = old.stat()
     with suppress(OSError):
         os.chown(new, state.st_uid, state.st_gid)
@@ -157,7 +146,7 @@ def _take_over(old: Path, new: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Makes a directory's files and names durable, whoever wrote them: torch's own writer does not flush before it."""
+    """Makes a directory's files and names durable. torch's own writer does not do that."""
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -168,11 +157,11 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` for what is renamed to it at the end, or removed after a failure.
+    """A temporary name beside ``path``. It is renamed to ``path`` at the end, or removed after a failure.
 
-    Directories that are missing above it are made, and after a failure removed unless others have put something there.
+    Missing parent directories are made. After a failure they are removed, unless others have put something there.
     """
-    # A name has 255 bytes at most, and a character four of them: of a long name, the beginning must do.
+    # A name has at most 255 bytes, and a character up to four. So only the beginning of a long name is used.
     temporary = path.parent / f".{path.name[:_SHOWN]}.{uuid.uuid4().hex}.tmp"
     made: list[Path] = []
     try:
@@ -184,11 +173,11 @@ def _renamed(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise WriteError(f"cannot write {path}: {error}") from error
     finally:
-        with suppress(OSError):  # nothing is there, nor could it be
+        with suppress(OSError):  # it does not exist
             if temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 temporary.unlink(missing_ok=True)
         for folder in made:
-            with suppress(OSError):  # the result is there, or something of others
+            with suppress(OSError):  # not empty: the result, or files of others
                 folder.rmdir()

@@ -20,20 +20,20 @@ _Pair = tuple[StoredTensor, StoredTensor]
 
 _BLOCK = 8 << 20
 _THREADS = 4
-_ELEMENTS = 1 << 17  # in float64 they take eight times the room of a byte
+_ELEMENTS = 1 << 17  # as float64, eight bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value is not the same in both.
+    """A key whose value differs.
 
     Attributes:
-        key: Of the flattened state dict.
+        key: The key in the flattened state dict.
         what: ``shape``, ``dtype``, ``kind`` (a tensor in one and an object in the other), or ``value``.
-        before, after: In short; empty for the values of tensors.
-        elements: How many there are, and ``differing`` of them in any bit.
+        before, after: Short descriptions; empty for the values of tensors.
+        elements: How many elements there are; ``differing`` of them differ in some bit.
         largest: The largest difference of two elements; NaN if one of them is; None if the dtype has no arithmetic.
-        relative: The same, in relation to the larger of the two.
+        relative: The largest difference relative to the larger element.
     """
 
     key: str
@@ -48,14 +48,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The differences of two checkpoints; it is false if there are none.
+    """The differences of two checkpoints; false if there are none.
 
     Attributes:
         added: Keys that only the second one has.
         removed: Keys that only the first one has.
-        changed: What differs of keys that both have.
+        changed: Differences of keys that both have.
         same: How many keys are the same.
-        nbytes: Bytes of tensors that were read of both. The rest was the same by its digests.
+        nbytes: Bytes of tensors that were read in both. The digests of the others are equal.
     """
 
     added: tuple[str, ...]
@@ -88,19 +88,12 @@ def diff(
     block_bytes: int = _BLOCK,
     elements_at_once: int = _ELEMENTS,
 ) -> Difference:
-    """Compares two checkpoints.
+    """Compares two checkpoints; raises `ReadError` if one is damaged or cannot be read.
 
-    Tensors that were saved in the same chunks with the same digests are the same, and are not read: 64-bit digests
-    of different blocks are the same in one case of 10^19. Everything else is read, 16 MiB a thread.
-
-    Args:
-        before, after: What they hold.
-        on_progress: Called with the bytes that were compared and the bytes in all.
-        block_bytes: Bytes of a tensor that a thread reads at once.
-        elements_at_once: Elements of a block that are compared at once.
-
-    Raises:
-        ReadError: one of them is damaged, or cannot be read.
+    Tensors that were saved in the same chunks with the same digests are equal, and are not read: 64-bit digests of
+    different blocks are equal in one case of 10^19. Everything else is read, ``block_bytes`` of a tensor per thread at
+    a time, and compared ``elements_at_once`` elements at a time. ``on_progress`` gets the bytes done and the bytes in
+    all.
     """
     old, new = before.paths, after.paths
     changes: dict[str, Change] = {}
@@ -158,15 +151,14 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     if contents[0] == contents[1] or _are_equal(*contents):
         return None
     (old_type, old, _), (new_type, new, _) = map(shown_value, contents)
-    if (old, old_type) == (new, new_type):  # what is shown is not all of it
+    if (old, old_type) == (new, new_type):  # the descriptions are cut off
         old, new = f"{old} ({a.nbytes:,} bytes)", f"{new} ({b.nbytes:,} bytes)"
     return Change(a.key, "value", old, new)
 
 
 def _are_equal(a: bytes, b: bytes) -> bool:
-    """Returns whether values are the same although their pickles are not.
-
-    One may hold a string twice, the other two copies.
+    """Returns whether values are equal although their pickles differ, as when one holds a string twice and the other
+    two copies.
     """
     try:
         x, y = load_object(a), load_object(b)
@@ -213,7 +205,9 @@ def _compare(a: torch.Tensor, b: torch.Tensor) -> _Stats:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The distances of elements, and the larger absolute value of each two; two NaNs or infinities do not differ."""
+    """The distances of elements, and the larger absolute value of each pair; equal NaNs or infinities have distance
+    0.
+    """
     with np.errstate(all="ignore"):
         if a.dtype.is_floating_point or a.dtype.is_complex:
             wide = torch.complex128 if a.dtype.is_complex else torch.float64
@@ -222,7 +216,9 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray
             return np.where(alike, 0.0, np.abs(x - y)), np.maximum(np.abs(x), np.abs(y))
         x, y = (t.view(torch.uint8).numpy() if t.dtype is torch.bool else t.numpy() for t in (a, b))
         unsigned = np.dtype(f"u{x.itemsize}")
-        distance = np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(unsigned)  # right beyond the sign bit, too
+        distance = np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(
+            unsigned
+        )  # also right if the difference does not fit into the signed type
         return distance.astype(np.float64), np.maximum(np.abs(x.astype(np.float64)), np.abs(y.astype(np.float64)))
 
 

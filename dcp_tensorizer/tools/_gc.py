@@ -1,8 +1,8 @@
-"""Plans and removes the checkpoints that can go, and the files that saves have left.
+"""Plans and removes checkpoints that are no longer needed, and files that dead saves have left.
 
-Everything here may meet a save under way, or a copy, and must not harm it. A file is removed as a leftover only if it
-is of a dead save beyond doubt (see `commit.dead_files`), or older than any save and any copy takes, and only the user
-knows how long that is. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
+A save or a copy may be under way anywhere, and must not be harmed. A file is removed as a leftover only if it provably
+belongs to a dead save (see `commit.dead_files`), or if it is older than any save and any copy takes, which only the
+user knows. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,24 +26,14 @@ _MAY_BE_UNDER_WAY = (
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """The files that are to be removed from a directory, or why none is.
+    """The files to be removed from a directory, or why none is."""
 
-    Attributes:
-        folder: The directory, as it was when this was planned.
-        files: Those of a checkpoint, or the leftovers in its directory, by their names below that.
-        whole: The checkpoint is removed, and with it its directory, if that is empty then.
-        shared: Bytes of those that have names elsewhere, whose space is not free when they are gone.
-        kept: Why files are kept that could be removed; empty if they are removed.
-        failed: They are kept because they could not be removed, or because nobody can tell which ones there are, and
-            not because somebody may need them.
-    """
-
-    folder: Folder
-    files: tuple[FileInfo, ...]
-    whole: bool
-    kept: str = ""
-    failed: bool = False
-    shared: int = 0
+    folder: Folder  # as it was listed for the plan
+    files: tuple[FileInfo, ...]  # by their paths below the directory
+    whole: bool  # a whole checkpoint, whose directory is removed too, if it is empty then
+    kept: str = ""  # why the files are kept; empty if they are removed
+    failed: bool = False  # kept because of a failure, not because somebody may need them
+    shared: int = 0  # bytes of files with other names elsewhere, whose space is not freed
 
     @property
     def path(self) -> str:
@@ -62,18 +52,11 @@ def plan_collection(
     Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
     this holds: it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps, it is older
     than ``older_than`` seconds, and no link there leads to it. The newest one is never removed, nor is the one with the
-    highest step, from which a job would resume. Where ranks save for themselves, a checkpoint of fewer ranks than
-    another beside it may lack some: it neither counts nor is removed.
+    highest step, from which a job would resume. If ranks save for themselves, a checkpoint of fewer ranks than another
+    beside it may lack some: it neither counts nor is removed. Without ``keep`` and ``older_than``, no checkpoint is
+    removed. ``only_data`` leaves files that this package did not write.
 
-    Args:
-        storage: The directory.
-        keep: Checkpoints to keep in each directory; None and no ``older_than``: all of them.
-        older_than: Seconds.
-        only_data: Leave the files that lie in a checkpoint's directory and are not of this package.
-
-    Raises:
-        NotCommitted: there is no such directory.
-        ReadError: it cannot be listed.
+    Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
     """
     top = walk(storage)
     removals: list[Removal] = []
@@ -87,7 +70,7 @@ def plan_collection(
 
 
 def collect(removal: Removal) -> Removal:
-    """Removes what was planned, unless there is a reason not to; returns what was removed, or why it was not."""
+    """Removes what was planned, unless there is a reason against it; returns what was removed, or why it was not."""
     storage = removal.folder.storage
     if removal.kept:
         return removal
@@ -99,7 +82,7 @@ def collect(removal: Removal) -> Removal:
 
 
 def _remove(removal: Removal, stack: ExitStack) -> Removal:
-    """Removes files from directories that it locks; returns what was removed, or why it was not."""
+    """Locks directories and removes their files; returns what was removed, or why it was not."""
     checkpoints = removal.folder.checkpoints if removal.whole else [removal.folder.listed]
     for listed in filter(None, checkpoints):
         lock = listed.storage.lock_directory()
@@ -116,19 +99,19 @@ def _remove(removal: Removal, stack: ExitStack) -> Removal:
         if removal.folder.listed is not None and removal.folder.listed.state == "unfinished":
             removal.folder.storage.remove_directory()
     chosen = {file.name for file in removal.files}
-    # Another name may have come or gone since this was planned.
+    # Files may have got or lost other names since this was planned.
     return replace(removal, shared=sum(f.nbytes for f in _files_below(now) if f.name in chosen and f.shared))
 
 
 def _kept(removal: Removal, reason: str, *, failed: bool = False) -> Removal:
-    """The result of a removal that was not done."""
+    """The result of a removal that did not happen."""
     return replace(removal, files=(), shared=0, kept=reason, failed=failed)
 
 
 def _remove_tree(top: Folder, chosen: Container[str]) -> None:
-    """Removes the chosen files in and below a directory, and directories that are empty then.
+    """Removes the chosen files in and below a directory, and then empty directories.
 
-    If that breaks off, what is left is known as of a dead save.
+    If it is interrupted, the remaining files are recognised as those of a dead save.
     """
     folders = list(_chosen_below(top, chosen))
     for folder, names in folders:
@@ -138,17 +121,17 @@ def _remove_tree(top: Folder, chosen: Container[str]) -> None:
 
 
 def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
-    """Each directory with the names of the chosen files in it; who is in another comes after it."""
+    """Each directory with the names of the chosen files in it; subdirectories come first."""
     yield folder, [file.name for file in folder.files if prefix + file.name in chosen]
     for child in folder.folders:
         yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
-    """The files in and below a directory, and which of them are leftovers, to see whether any of that has changed.
+    """The files in and below a directory, and which are leftovers, to find out whether any of that has changed.
 
-    The time of a data file's last change is left out. It is never written again, and a save that links it, or the end
-    of a checkpoint that shares it, changes that time.
+    The time of a data file's last change (ctime) is left out. A data file is never written again, but its ctime changes
+    when a save links it, and when a checkpoint that shares it is removed.
     """
     return {
         (
@@ -163,7 +146,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
 
 
 def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
-    """Says of each removal how much space it does not free: a file's space is free when its last name goes."""
+    """Adds to each removal how much space it does not free: a file's space is freed with its last name."""
     left: dict[tuple[int, int], int] = {}
     for removal in removals:
         shared = 0
@@ -176,7 +159,7 @@ def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
-    """Selects the leftovers in a directory to remove at once, and separately those that may be in use."""
+    """The leftovers in a directory: those to remove at once, and separately those that may be in use."""
     others = tuple(file for file in listed.leftovers if file not in listed.dead)
     are_old = _are_old(others, older_than)
     if files := listed.leftovers if are_old else listed.dead:
@@ -205,7 +188,7 @@ def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data
 
 
 def _objection(unit: Unit, linked: Sequence[str], older_than: float | None) -> str:
-    """Why an old checkpoint must stay."""
+    """Why an old checkpoint must stay; empty if it need not."""
     real = unit.folder.storage.real_path
     if any(path == real or path.startswith(real + "/") for path in linked):
         return "a link leads to it"
@@ -225,7 +208,7 @@ def _beyond(units: Sequence[Unit], keep: int) -> list[Unit]:
     steps = [(unit.step, unit) for unit in units if unit.committed and unit.step is not None]
     most = max((unit.ranks for _, unit in steps), default=0)
     steps = [(step, unit) for step, unit in steps if unit.ranks in (0, most)]
-    # A job that went back to an earlier step has newer checkpoints with lower steps.
+    # If a job went back to an earlier step, newer checkpoints have lower steps.
     by_time = [unit for _, unit in sorted(steps, key=lambda pair: (pair[1].saved, pair[0]), reverse=True)]
     by_step = [unit for _, unit in sorted(steps, key=lambda pair: (pair[0], pair[1].saved), reverse=True)]
     safe = {unit.folder.storage.path for order in (by_time, by_step) for unit in order[:keep]}

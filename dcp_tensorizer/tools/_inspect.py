@@ -1,4 +1,4 @@
-"""Lists the contents of a checkpoint in plain values: where its tensors are, and what its objects are."""
+"""Lists the contents of a checkpoint: the places of its tensors, and its objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._view import CheckpointView, Path, StoredObject, StoredTensor
 
 _MAX_SHOWN = 80  # characters of a value
 _MAX_READ = 1 << 20  # bytes: larger objects are not read to be shown
-_MAX_NAMED = 8  # beginnings of keys in a message
+_MAX_NAMED = 8  # prefixes of keys in a message
 _THREADS = 16
 
 
@@ -27,10 +27,10 @@ class ChunkInfo:
     """A part of a tensor that is stored by itself.
 
     Attributes:
-        offset, shape: Which part.
+        offset, shape: The part of the tensor.
         nbytes: Stored bytes.
-        rank: That wrote it; None if it has no bytes, or its format knows no ranks.
-        file, file_offset: Where its first byte is; None if it has no bytes.
+        rank: The rank that wrote it; None if it has no bytes, or its format has no ranks.
+        file, file_offset: The place of its first byte; None if it has no bytes.
     """
 
     offset: tuple[int, ...]
@@ -58,10 +58,10 @@ class ObjectInfo:
 
     Attributes:
         type: The name of its type; ``?`` if that is not known without running code, or without a key.
-        text: It, in 80 characters at most.
-        value: Itself, if it is a bool, a number or a str; None for all else.
+        text: Its value, shown in 80 characters at most.
+        value: Its value, if that is a bool, a number or a str; otherwise None.
         nbytes: Stored bytes.
-        rank, file, file_offset: As of `ChunkInfo`.
+        rank, file, file_offset: As in `ChunkInfo`.
     """
 
     key: str
@@ -98,10 +98,10 @@ class Inspection:
 
     Attributes:
         path: Without credentials.
-        ranks: How many wrote it.
+        ranks: How many ranks wrote it.
         files: Its data files.
         tensors, objects: Those whose keys match, in the order of the state dict.
-        by_dtype, by_key: Totals of these tensors. ``by_key`` goes by the first part of the keys in which they differ.
+        by_dtype, by_key: Totals of these tensors; ``by_key`` by the first part of the keys that differs.
     """
 
     path: str
@@ -114,15 +114,9 @@ class Inspection:
 
 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:
-    """Everything about the keys that match a pattern.
+    """Lists everything about the keys that match a pattern, as in a shell; ``*`` also matches dots.
 
-    Args:
-        view: A dcp_tensorizer checkpoint.
-        files: Bytes by name of its data files.
-        pattern: As in a shell; ``*`` also matches dots.
-
-    Raises:
-        CheckpointError: no key matches.
+    ``files`` are the sizes of the data files by name. Raises `CheckpointError` if no key matches.
     """
     tensors = [t for t in view.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
     objects = [o for o in view.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
@@ -143,7 +137,7 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
 
 
 class Shown(NamedTuple):
-    """The parts of an object that can be shown; see `ObjectInfo`."""
+    """The description of an object; see `ObjectInfo`."""
 
     type: str
     text: str
@@ -151,7 +145,7 @@ class Shown(NamedTuple):
 
 
 def shown_value(content: bytes) -> Shown:
-    """Shows what ``torch.save`` made of an object, as far as possible; nothing of it is run."""
+    """Describes an object from its ``torch.save`` bytes, as far as possible, without running code."""
     try:
         value = load_object(content)
     except UntrustedObject as error:
@@ -185,7 +179,7 @@ def _object(stored: StoredObject) -> ObjectInfo:
 
 
 def _place(item: StoredItem) -> tuple[int, str, int] | tuple[None, None, None]:
-    """Rank, file, and first byte there."""
+    """Rank, file, and offset of the first byte in it."""
     return (data_file_rank(item.file), item.file, item.offset) if item.file else (None, None, None)
 
 
@@ -200,7 +194,7 @@ def _totals(named: Iterable[tuple[str, StoredTensor]]) -> dict[str, Total]:
 
 
 def _groups(paths: list[Path]) -> list[str]:
-    """The top-level key of each path; where all have the same, down to the first that differs."""
+    """The top-level key of each path; if all have the same one, the keys down to the first that differs."""
     depth = 1
     while len({path[:depth] for path in paths}) == 1 and all(len(path) > depth + 1 for path in paths):
         depth += 1

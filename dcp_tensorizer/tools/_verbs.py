@@ -1,4 +1,4 @@
-"""The commands themselves: each puts together what the modules beside it do."""
+"""The public functions of the commands. Each combines functions of the modules beside it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class CheckpointInfo:
             local folder (``local=...``), and not on the remote yet. ``flushed``: the local copy of what the remote has.
             ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy under way.
             ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
-        nbytes: Of all files in it.
-        shared_nbytes: Of those of them that have names elsewhere, too, and take space once (``reuse_unchanged``).
-        ranks, tensors, objects: How many wrote it, and what is in it; None if it is not committed.
-        leftover_nbytes: Of files that are no part of the checkpoint, as far as a listing shows.
+        nbytes: Bytes of all files in it.
+        shared_nbytes: Bytes of those that also have names elsewhere, and take space once (``reuse_unchanged``).
+        ranks, tensors, objects: How many ranks wrote it, and how many values it has; None if it is not committed.
+        leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
     """
 
     path: str
@@ -70,12 +70,11 @@ class Collected:
 
     Attributes:
         path: The directory, without credentials.
-        whole: A checkpoint; if False, what dead saves have left there.
-        files: Their names, below the directory.
-        nbytes: Of these files, without those that have names elsewhere, whose space is not free when they are gone.
+        whole: True for a whole checkpoint; False for the leftovers of dead saves.
+        files: Paths below the directory.
+        nbytes: Bytes of these files, except those that also have names elsewhere, whose space is not freed.
         kept: Why they are still there; None if they are removed.
-        failed: They are kept because they could not be removed, or because nobody can tell which ones there are, and
-            not because somebody may need them.
+        failed: They are kept because they could not be listed or removed, not because somebody may need them.
     """
 
     path: str
@@ -92,9 +91,9 @@ class Reported:
 
     Attributes:
         path: The page, without credentials.
-        checkpoints: The paths of the checkpoints, in the order that the page has them in.
-        tensors: How many the page shows.
-        nbytes: Of the page.
+        checkpoints: The paths of the checkpoints, in the order of the page.
+        tensors: How many tensors the page shows.
+        nbytes: Size of the page.
         seconds: How long it took.
     """
 
@@ -139,7 +138,7 @@ def inspect(
     Raises:
         NotCommitted: there is no checkpoint.
         UnsupportedFormat: it is of another format, or of a newer version.
-        DecryptionError: the key is a wrong one, or one too many.
+        DecryptionError: the key is wrong, or the checkpoint is not encrypted.
         CheckpointError: it is damaged, or cannot be read; or no key matches.
     """
     if encryption is not None:
@@ -161,7 +160,7 @@ def verify(
 
     Args:
         checkpoint: The checkpoint.
-        full: Check every byte of the files and tensorizer's own hashes, and not only the digests of the data.
+        full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
         storage_options: Passed to the fsspec filesystem of a URL.
         on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
 
@@ -196,7 +195,7 @@ def diff(
 
     Raises:
         NotCommitted: there is no checkpoint.
-        DecryptionError: there is no key, a wrong one, or one too many.
+        DecryptionError: a key is missing or wrong, or neither checkpoint is encrypted.
         CheckpointError: one of them is damaged, or cannot be read.
     """
     if encryption is not None:
@@ -215,8 +214,8 @@ def report(
 ) -> Reported:
     """Writes a page about one or several checkpoints: sizes, norms, extremes, histograms, and how they move.
 
-    The page is one HTML file that asks for nothing over the network. Each block of a tensor is read once; a tensor that
-    did not change since the checkpoint before, by its digests, not even that.
+    The page is one HTML file that makes no request. Each block of a tensor is read once. A tensor whose digests are the
+    same as in the checkpoint before is not read again.
 
     Args:
         checkpoints: Of any of the formats that `convert` reads. They are sorted by the steps in their names, if all
@@ -228,8 +227,8 @@ def report(
 
     Raises:
         ValueError: there are no checkpoints.
-        NotCommitted: one of them is none.
-        DecryptionError: there is no key, a wrong one, or one too many.
+        NotCommitted: there is no checkpoint at one of the paths.
+        DecryptionError: a key is missing or wrong, or no checkpoint is encrypted.
         WriteError: the page cannot be written.
         CheckpointError: one of the checkpoints is damaged, or cannot be read.
     """
@@ -268,11 +267,11 @@ def collect(
     Args:
         path: The directory.
         keep_latest: How many checkpoints to keep in each directory; at least 1.
-        older_than: Seconds, since a checkpoint was saved by its own record.
+        older_than: Seconds since a checkpoint was saved, by its own record.
         only_data: Leave the files in a checkpoint's directory that this package did not write, and the directory.
         dry_run: Remove nothing, and return what would be removed.
         storage_options: Passed to the fsspec filesystem of a URL.
-        keep: Another name of ``keep_latest``, for programs that have it so.
+        keep: Older name of ``keep_latest``.
 
     Raises:
         ValueError: ``keep_latest`` is less than 1.

@@ -1,9 +1,8 @@
-"""Returns whether a checkpoint's files hold what was saved, at the disk's speed and in little memory.
+"""Verifies that a checkpoint's files hold what was saved, at the disk's speed and in little memory.
 
 Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
-own cache. This is not done by the executor of loads: that stops at the first damage, and verification names every
-damaged block and every range that cannot be read; and what a file holds besides items (headers, its index, its end) is
-nothing that a load can ask for.
+own cache. The executor of loads cannot do this. It stops at the first damage, while verification names every damaged
+block and every range that cannot be read. And a load never reads the rest of a file: headers, its index, its end.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ _PIECE = 512 << 10  # see `_format.encoder`: hashing data that is in the core's 
 _READ = 8 << 20
 _MAX_READERS = 16  # each with a buffer of that size
 _PAGE = 4096
-_MAX_NAMED = 3  # keys that are lost with a file
+_MAX_NAMED = 3  # keys in the message about a lost file
 _OF_THIS_PROCESS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that is not as it was saved.
+    """A difference between a file and what was saved.
 
     Attributes:
-        file: The data file, below the checkpoint's directory.
-        key: None if it is the file as a whole, or bytes that belong to no tensor.
+        file: The data file, relative to the checkpoint's directory.
+        key: None for the file as a whole, or for bytes that belong to no tensor.
         offset: The first damaged byte of the file, as far as that is known.
-        what: In words.
+        what: A description.
     """
 
     file: str
@@ -60,14 +59,14 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The result of a look: what was looked at, and what is wrong.
+    """The result of verifying a checkpoint.
 
     Attributes:
-        files: Data files.
-        items: Tensors' chunks, and objects.
+        files: Number of data files.
+        items: Number of chunks of tensors, and of objects.
         nbytes: Bytes read.
         seconds: How long it took.
-        damages: In the order of files and offsets; empty if the checkpoint is whole.
+        damages: Sorted by file and offset; empty if the checkpoint is whole.
     """
 
     files: int
@@ -84,19 +83,14 @@ def verify(
     full: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Verified:
-    """Compares a checkpoint's files with what its metadata says of them.
+    """Compares a checkpoint's files with its metadata.
 
-    Memory: a few MiB a thread, whatever the size of the tensors.
+    It takes a few MiB of memory per thread, whatever the size of the tensors. ``full`` checks every byte of the files,
+    and tensorizer's own hashes, instead of only the digests of the data. ``progress`` gets the bytes done and the bytes
+    in all, from one thread at a time.
 
-    Args:
-        storage: The checkpoint's directory.
-        parts: Its metadata, of all ranks or rank by rank.
-        full: Check every byte of the files and tensorizer's own hashes, and not only the digests of the data.
-        progress: Called with the bytes that are done and the bytes in all, by one thread at a time.
-
-    Raises:
-        ReadError: the checkpoint was replaced or removed meanwhile, or a server does not give it, or this process may
-            not read it: whether it is damaged nobody knows then.
+    Raises `ReadError` if that says nothing about damage: the checkpoint was replaced or removed meanwhile, a server
+    does not deliver it, or this process may not read it.
     """
     started = time.monotonic()
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
@@ -114,7 +108,7 @@ def verify(
             cut[name] = size
         runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
     check = _Check(storage, progress, sum(run.stop - run.start for run in runs))
-    # Twice as many threads as read at full speed, for each hashes what it has read; in full, hashing takes longer.
+    # Twice as many threads as full speed needs, because each also hashes what it has read. ``full`` hashes longer.
     threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
@@ -130,17 +124,19 @@ def verify(
 
 
 def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) -> None:
-    """Fails if another save was committed there meanwhile, which removes the files of this one: that is no damage."""
+    """Raises `ReadError` if another save was committed meanwhile, which removes the files of this one: that is no
+    damage.
+    """
     try:
         files = data_files(read_parts(storage))
     except NotCommitted:
         files = {}
-    if files != data_files(parts):  # each save gives its files names of their own
+    if files != data_files(parts):  # each save has its own file names
         raise ReadError(f"{storage.path} was replaced or removed while it was verified: verify it again")
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
-    """Folds damages: one for all tensors beyond the end of a file, if they are many; ``cut``: where such files end."""
+    """Joins damages that are many: one for all tensors beyond the end of a file; ``cut`` has the ends of such files."""
     lost: dict[str, dict[str, None]] = defaultdict(dict)
     for damage in damages:
         if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
@@ -156,7 +152,7 @@ def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
 
 
 def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:
-    """Says of each damaged file whether it has other names: then the checkpoints that these are in have its damage."""
+    """Adds to each damaged file whether it has other names: then the checkpoints that share it are damaged, too."""
     names: dict[str, int] = {}
     with suppress(CheckpointError):
         names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
@@ -174,10 +170,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _is_damage(storage: Storage, error: Exception) -> bool:
-    """Returns whether what cannot be read is damaged. A server may be overloaded, or refuse; what a disk refuses is
-    lost.
+    """Returns whether a failed read proves damage. A server may be overloaded, or refuse; an error of a disk is a loss.
 
-    Not so where this process may not read, or has no means to.
+    A lack of permissions or resources proves nothing.
     """
     if isinstance(storage, RemoteStorage):
         return isinstance(error, EOFError | FileNotFoundError)
@@ -186,7 +181,7 @@ def _is_damage(storage: Storage, error: Exception) -> bool:
 
 
 def _size(storage: Storage, name: str) -> int | str:
-    """The bytes in a file, or why it has none."""
+    """The size of a file, or why it cannot be told."""
     try:
         size = storage.head(name)
     except CheckpointError as error:
@@ -197,7 +192,7 @@ def _size(storage: Storage, name: str) -> int | str:
 
 
 def _lost(keys: Sequence[str]) -> str:
-    """Names what is gone with a file."""
+    """Names the keys that are lost with a file."""
     names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
     return f"and with it {names} ({len(keys):,} in all)" if keys else "and held nothing"
 
@@ -239,7 +234,7 @@ class _Check:
         self._buffers = threading.local()
 
     def run(self, run: _ReadRun) -> list[Damage]:
-        """Reads a run of sections; what cannot be read is damaged, like what is not as it should be."""
+        """Reads a run of sections; ranges that cannot be read are damages, too."""
         try:
             reader = self._storage.open_uncached(run.file)
         except OSError as error:
@@ -252,9 +247,11 @@ class _Check:
         return unreadable + [Damage(run.file, *problem) for section in run.sections for problem in section.problems()]
 
     def _read(self, reader: RangeReader, run: _ReadRun) -> Iterator[Damage]:
-        """Reads a run for its sections; yields the ranges it could not read, of which these get zeros."""
+        """Reads a run for its sections; yields the ranges that cannot be read, in whose place the sections get
+        zeros.
+        """
         stop = min(run.stop, run.file_nbytes)
-        for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # as reads past the page cache want it
+        for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # aligned for reads past the page cache
             end = min(begin + _READ, stop)
             buffer = self._buffer()[: end - begin]
             try:
@@ -287,15 +284,15 @@ class _Check:
         return self._buffers.memory  # type: ignore[no-any-return]
 
 
-# --- sections of a data file, and what each should hold ---------------------------------------------------------------
+# --- sections of a data file, and their expected contents -------------------------------------------------------------
 #
 # Each block has a digest in the metadata. The rest of a file follows from the metadata and the hashes of the data.
 
 SECTION_BYTES = 64 << 20
-"""Bytes that one thread checks: enough to read on, small enough to spread a large tensor over threads."""
+"""Bytes that one thread checks: many enough for fast reads, few enough to spread a large tensor over threads."""
 
 Problem = tuple[str | None, int, str]
-"""Key, offset in the file, and what is wrong there."""
+"""Key, offset in the file, and a description."""
 
 
 class KeyedItem(NamedTuple):
@@ -316,7 +313,7 @@ class CheckedRange(Protocol):
         """Takes the bytes, in order."""
 
     def problems(self) -> Iterator[Problem]:
-        """The problems, after all bytes; also if some could not be read."""
+        """The problems; called after all bytes, even if some could not be read."""
 
 
 def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedItem]]:
@@ -339,7 +336,7 @@ def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedI
 
 
 def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
-    """The data of items, without what is between them."""
+    """The data of items, without the bytes between them."""
     for key, item, _ in items:
         step = item.block * max(1, SECTION_BYTES // item.block)
         for start in range(0, item.length, step):
@@ -347,19 +344,13 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
 
 
 def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> Iterator[CheckedRange]:
-    """The ranges that make up every byte of a file.
-
-    Args:
-        items: In the file.
-        nbytes: In the file, when it was saved.
-        part: The metadata that names the file.
-    """
+    """The ranges that make up every byte of a file of ``nbytes`` bytes; ``part`` is the metadata that names it."""
     record = part.storage_data.get("encryption")
     cipher = None
     if record is not None:  # the layout does not depend on the key
         cipher = Cipher(b"", None if record["derivation"] is None else Derivation(*record["derivation"]))
     tensors = [TensorSource(i.name, i.dtype, shape, i.length, i.kind) for _, i, shape in items]
-    # The tensors lie where the hashes in their headers have left them; padding may make both layouts the same.
+    # The size of the headers' hashes decides the tensors' offsets. Padding may make both layouts equal.
     layouts = [lay_out(tensors, cipher, sha256=sha256) for sha256 in (False, True)]
     offsets = [keyed.item.offset for keyed in items]
     fitting = [layout for layout in layouts if [entry.offset for entry in layout.entries] == offsets] or layouts[:1]
@@ -391,12 +382,9 @@ class _Blocks:
 
 
 class _TensorWithHeader:
-    """A tensor with its header, which holds tensorizer's hashes of both; of an encrypted one, nonce and MACs.
+    """A tensor with its header, which holds tensorizer's hashes of both; if it is encrypted, nonce and MACs.
 
-    Args:
-        key: The tensor's.
-        item: The tensor.
-        entries: It may be stored like any of these, at one place, with these hashes or those.
+    ``entries`` are its possible layouts, at one place, with different hashes.
     """
 
     def __init__(self, key: str, item: StoredItem, entries: Sequence[Entry[TensorSource]]) -> None:
@@ -416,13 +404,10 @@ class _TensorWithHeader:
         (self._hashes or self._blocks).update(piece[missing:])
 
     def _begin_hashes(self) -> TensorHashes:
-        """Begins the hashes of the kinds that the header holds.
-
-        As the first layout says if it holds none that are known.
-        """
+        """Begins the hashes of the kinds that the header names; those of the first layout, if it names none."""
         for other in self._others:
             start, zero = other.hashes_offset, other.with_hashes(0, bytes(32))
-            if self._header[start:][:4] == zero[start:][:4]:  # how many, and of which kind the first is
+            if self._header[start:][:4] == zero[start:][:4]:  # the number of hashes, and the kind of the first
                 self._entry = other
         return TensorHashes(self._entry.header, self._blocks.digester, sha256=self._entry.has_sha256)
 
@@ -442,7 +427,7 @@ class _TensorWithHeader:
 
 
 class _Constant:
-    """Bytes that are known."""
+    """Bytes whose values are known."""
 
     def __init__(self, start: int, expected: bytes, name: str) -> None:
         self.start, self.stop = start, start + len(expected)

@@ -1,7 +1,7 @@
-"""A view of a checkpoint of any format: its tensors, where the bytes of their chunks lie, and its objects.
+"""A view of a checkpoint of any format: its tensors, the places of their chunks, and its objects.
 
-Tensors are whole here, however they were sharded: any region of one is put together from the chunks that it touches. So
-reading by regions needs memory for a region, and not for a tensor or a checkpoint.
+Tensors appear whole, however they were sharded: any region of one is put together from the chunks that it touches. So
+reading by regions needs memory for a region, not for a tensor or a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ if TYPE_CHECKING:
 
 
 BLOCK = 32 << 20
-"""Bytes of a tensor that are worth reading at once: several reads of a disk's or an object store's best size."""
+"""Bytes of a tensor to read at once: several reads of a disk's or an object store's best size."""
 
 Path = tuple[str | int, ...]
-"""Where a value is in the nested state dict: keys of dicts, and indices of lists."""
+"""The path to a value in the nested state dict: keys of dicts, and indices of lists."""
 
 
 class NonStringKey(str):
-    """The name of a dict's key that is not a string: DCP's formats only have the name, ``torch.save`` files the key."""
+    """The name of a dict's key that is not a string. DCP's formats only have names; ``torch.save`` files have the
+    keys.
+    """
 
     value: Any
 
@@ -54,46 +56,35 @@ class NonStringKey(str):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor.
-
-    Attributes:
-        read: Gives a region of it, in C order on the CPU. Raises `ReadError`.
-        chunks: Where it is; empty if its stored bytes are not its elements.
-    """
+    """A tensor."""
 
     key: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[Region], torch.Tensor]
-    chunks: tuple[Chunk, ...] = ()
+    read: Callable[[Region], torch.Tensor]  # reads a region in C order, on the CPU; raises `ReadError`
+    chunks: tuple[Chunk, ...] = ()  # empty if the stored bytes are not the tensor's elements
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read_all(self) -> torch.Tensor:
-        """All of it; raises `ReadError`."""
+        """Reads all of it; raises `ReadError`."""
         return self.read(whole(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A value that is not a tensor, or a tensor of a subclass that only its own class can take apart.
-
-    Attributes:
-        read: Gives what ``torch.save`` made of it; of a tensor in several chunks, what it made of each, joined. Raises
-            `ReadError`.
-        item: Where that, or the first chunk, is; None in other formats.
-        fault: Why it cannot be converted, as the end of a sentence; empty if it can.
-    """
+    """A value that is not a tensor, or a tensor of a subclass that only its own class can take apart."""
 
     key: str
     path: Path
     nbytes: int
+    # the bytes of ``torch.save``; for a tensor in several chunks, those of each, joined; raises `ReadError`
     read: Callable[[], bytes]
-    item: StoredItem | None = None
-    fault: str = ""
+    item: StoredItem | None = None  # the place of the bytes, or of the first chunk; None in other formats
+    fault: str = ""  # why it cannot be converted, as the end of a sentence; empty if it can
 
 
 StoredValue = StoredTensor | StoredObject
@@ -101,17 +92,12 @@ StoredValue = StoredTensor | StoredObject
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """A checkpoint.
-
-    Attributes:
-        values: By key, in the checkpoint's order.
-        saved: When, by its own record, in seconds since the epoch; None if it has none.
-    """
+    """A checkpoint of any format."""
 
     path: str
     format: str
-    values: Mapping[str, StoredValue]
-    saved: float | None = None
+    values: Mapping[str, StoredValue]  # in the checkpoint's order
+    saved: float | None = None  # seconds since the epoch, by its own record; None if it has none
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -135,22 +121,20 @@ class CheckpointView:
 
 
 def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
-    """Cuts a tensor into regions of no more than ``nbytes`` bytes, which are runs of it in C order, in that order."""
+    """Cuts a tensor into regions of at most ``nbytes`` bytes, each a run of elements in C order, in that order."""
     count = math.prod(tensor.shape)
     row = math.prod(tensor.shape[1:])
     step = max(1, nbytes // tensor.dtype.itemsize)
-    step -= step % row if 0 < row <= step else 0  # whole rows, where they fit
+    step -= step % row if 0 < row <= step else 0  # whole rows, if they fit
     for start in range(0, count, step):
         yield from regions_of_range(start, min(start + step, count), tensor.shape)
 
 
 def read_parts(storage: Storage) -> dict[int | None, Metadata]:
-    """A checkpoint's metadata: of all ranks (None), or by rank where each saved for itself.
+    """A checkpoint's metadata: of all ranks (key None), or by rank if each saved for itself.
 
-    Raises:
-        NotCommitted: there is none.
-        MetadataError: it is damaged, or a rank's is missing, as far as a listing shows.
-        CheckpointError: it cannot be read.
+    Raises `NotCommitted` if there is none, `MetadataError` if it is damaged or a rank's is missing, as far as a listing
+    shows, and `CheckpointError` if it cannot be read.
     """
     metadata = read_metadata(storage)
     if metadata is not None:
@@ -165,7 +149,9 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
 
 
 def _check_ranks(storage: Storage, count: int) -> None:
-    """Fails if there are files of a rank from ``count`` on: its metadata is lost, or was not yet committed."""
+    """Raises `MetadataError` if there are files of a rank from ``count`` on: its metadata is lost, or not committed
+    yet.
+    """
     known = {metadata_file_name(rank) for rank in range(count)}
     for name in (file.name for file in storage.listing()[0]):
         is_others = data_file_rank(name) >= count if is_data_file_name(name) else is_metadata_file_name(name)
@@ -177,12 +163,12 @@ def _check_ranks(storage: Storage, count: int) -> None:
 
 
 def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
-    """The names of a checkpoint's data files, and the bytes in each (see `read_parts`)."""
+    """The names and sizes of a checkpoint's data files (see `read_parts`)."""
     return {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
 
 
 def saved_at(parts: Mapping[int | None, Metadata]) -> float:
-    """The time of a save, by the checkpoint's own record: seconds since the epoch (see `read_parts`)."""
+    """The time of a save by the checkpoint's own record, in seconds since the epoch (see `read_parts`)."""
     return float(max(part.storage_data["saved_at"] for part in parts.values())) / 1e9
 
 
@@ -194,10 +180,9 @@ def record_of(parts: Mapping[int | None, Metadata]) -> SaveRecord | None:
 def unlock_parts(
     storage: Storage, parts: Mapping[int | None, Metadata], key: DecryptionParams | None
 ) -> dict[int | None, Cipher | None]:
-    """The keys of a checkpoint's parts (see `read_parts`), made from the one that the user gave.
+    """The keys of a checkpoint's parts (see `read_parts`), made from the user's key.
 
-    Raises:
-        DecryptionError: there is no key, a wrong one, or one too many.
+    Raises `DecryptionError` if the key is missing or wrong, or if nothing is encrypted.
     """
     ciphers: dict[int | None, Cipher | None] = {}
     last: Cipher | None = None
@@ -214,14 +199,9 @@ def plain_tensor(
     place: tuple[str, int],
     strides: tuple[tuple[int, ...], int] | None = None,
 ) -> StoredTensor:
-    """A tensor whose elements lie in some file of another format, without digests.
+    """A tensor whose elements lie in a file of another format, without digests.
 
-    Args:
-        storage: Where the file is.
-        path: In the nested state dict; its key is made of that.
-        dtype, shape: The tensor's.
-        place: File, and first byte of its elements there.
-        strides: See `Chunk.strides`.
+    Its key is made of ``path``. ``place`` is the file, and the offset of the first element; ``strides`` as in `Chunk`.
     """
     key = ".".join(map(str, path))
     count = math.prod(shape)
@@ -234,12 +214,9 @@ def plain_tensor(
 
 
 def refused(source: str, path: Path, fault: str) -> StoredObject:
-    """A value of a file that cannot be read. The others can be converted without it.
+    """A value that cannot be read, so that the other values can be converted without it.
 
-    Args:
-        source: The file, for messages.
-        path: In the nested state dict.
-        fault: See `StoredObject.fault`.
+    ``source`` is the file, for messages; ``fault`` as in `StoredObject`.
     """
     key = ".".join(map(str, path))
 
@@ -250,10 +227,9 @@ def refused(source: str, path: Path, fault: str) -> StoredObject:
 
 
 def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
-    """The name of each key, and where in the nested state dict its value was, as DCP's planner recorded it.
+    """The name of each key, and its path in the nested state dict, as DCP's planner recorded it.
 
-    Args:
-        keys: Keys, each with the ``planner_data`` of its metadata.
+    ``keys`` has the ``planner_data`` of each key's metadata.
     """
     taken = {key for key in keys if isinstance(key, str)}
     named: dict[Any, tuple[str, Path]] = {}
@@ -282,25 +258,21 @@ def recorded_path(planner_data: Any, key: str) -> Path:
 # --- joining chunks into regions --------------------------------------------------------------------------------------
 
 _KEPT_BY_MALLOC = 1 << 20  # bytes
-_PIECE = 32 << 20  # bytes of a file in which elements are that lie apart
+_PIECE = 32 << 20  # bytes of a file to read at once for elements that are not adjacent
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A part of a tensor that is stored by itself.
 
-    Attributes:
-        region: Which part.
-        item: Where its elements are.
-        strides: The strides of its elements among the stored ones, and where the first is; None: they are stored in C
-            order, from the first on.
-        cipher: Decrypts it; None if it is not encrypted, or there is no key.
+    ``strides`` are those of its elements in the stored ones, and the offset of the first; None: in C order from the
+    start.
     """
 
     region: Region
     item: StoredItem
     strides: tuple[tuple[int, ...], int] | None = None
-    cipher: Cipher | None = None
+    cipher: Cipher | None = None  # None if it is not encrypted, or there is no key
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -313,9 +285,8 @@ def read_region(
 ) -> torch.Tensor:
     """Puts a region of a tensor together.
 
-    Raises:
-        ReadError: its bytes cannot be read; with ``verify`` also if they are not the ones that were saved.
-        DecryptionError: it is encrypted, and there is no key.
+    Raises `ReadError` if bytes cannot be read, or with ``verify`` if they do not match their digests, and
+    `DecryptionError` if it is encrypted and there is no key.
     """
     target = _empty(region.size, dtype)
     targets: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
@@ -337,7 +308,7 @@ def read_region(
 
 
 def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that goes back to the system when it is freed: malloc keeps some for each thread that ever had any."""
+    """Memory that returns to the system when it is freed. malloc would keep some for each thread."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < _KEPT_BY_MALLOC:
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -360,10 +331,10 @@ class StridedCache:
         return self._elements is None
 
     def read(self, storage: Storage, key: str, chunk: Chunk, region: Region) -> torch.Tensor:
-        """All of a chunk of which a region is wanted; after the region at its end, the chunk is dropped."""
+        """Reads the whole chunk of a region. After the region at its end, the chunk is dropped."""
         with self._lock:
             elements = self._elements if self._chunk is chunk else None
-            self._chunk = self._elements = None  # first, so that there are never two in memory
+            self._chunk = self._elements = None  # first, so that two are never in memory
             if elements is None:
                 elements = _read_strided(storage, key, chunk)
             ends = zip(region.start, region.size, chunk.region.start, chunk.region.size, strict=True)
@@ -376,7 +347,7 @@ STRIDED = StridedCache()
 
 
 def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
-    """All of a chunk whose elements are not stored in C order."""
+    """Reads a whole chunk whose elements are not stored in C order."""
     assert chunk.strides is not None
     strides, first = chunk.strides
     dtype = named_dtype(chunk.item.dtype)
@@ -387,7 +358,7 @@ def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
 
     if line.region.size[0] <= math.prod(chunk.region.size):
         return read_line(0, line.region.size[0]).as_strided(chunk.region.size, strides, first)
-    # A few columns of a large matrix, say: only they stay in memory, and not what lies between them.
+    # For example a few columns of a large matrix: only these stay in memory, not the bytes between them.
     elements = _empty(chunk.region.size, dtype)
     _gather(elements, strides, first, read_line)
     return elements
@@ -396,7 +367,7 @@ def _read_strided(storage: Storage, key: str, chunk: Chunk) -> torch.Tensor:
 def _gather(
     target: torch.Tensor, strides: tuple[int, ...], first: int, read_line: Callable[[int, int], torch.Tensor]
 ) -> None:
-    """Reads elements that lie apart, in pieces: halves, halves of these, and so on."""
+    """Reads elements that are not adjacent, in pieces: by halves, quarters, and so on."""
     extents = [(n - 1) * step for n, step in zip(target.shape, strides, strict=True)]
     count = 1 + sum(extents)
     if count * target.itemsize <= _PIECE:
@@ -410,9 +381,9 @@ def _gather(
 
 # --- values of this package's checkpoints -----------------------------------------------------------------------------
 #
-# With ``use_collectives=False`` no rank knows what the others save. Chunks of one tensor at several places are that
-# tensor, and equal values are one value. If ranks have saved different values under the same key, all are there, under
-# keys that begin with the rank, as in ``rank1.generator``.
+# With ``use_collectives=False`` no rank knows what the others save. If ranks saved different chunks of a tensor, these
+# make up the tensor, and equal values become one value. Other values of the same key all appear, under keys that begin
+# with the rank, such as ``rank1.generator``.
 
 _OF_SUBCLASS = "is a tensor of a subclass, which only its own class can take apart"
 
@@ -422,15 +393,11 @@ def view_checkpoint(
     parts: Mapping[int | None, Metadata],
     ciphers: Mapping[int | None, Cipher | None] | None = None,
 ) -> CheckpointView:
-    """Opens a view of a checkpoint.
+    """Opens a view of one of this package's checkpoints; ``parts`` as in `read_parts`, ``ciphers`` as in
+    `unlock_parts`.
 
-    Args:
-        storage: The checkpoint's directory.
-        parts: See `read_parts`.
-        ciphers: See `unlock_parts`; without them, reading what is encrypted is a `DecryptionError`.
-
-    Raises:
-        MetadataError: the stored chunks of a tensor do not make it up; names the key.
+    Raises `MetadataError`, naming the key, if the stored chunks of a tensor do not make it up. Without ciphers, reading
+    encrypted values raises `DecryptionError`.
     """
     stored = _values_of_ranks(storage, parts, ciphers or {})
     values: dict[str, StoredValue] = {}
@@ -456,19 +423,12 @@ def view_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value as one rank has stored it, or as all have.
+    """A value as one rank has stored it, or all ranks together."""
 
-    Attributes:
-        planner_data: DCP's, with the key's path.
-        entry: Of DCP's metadata.
-        chunks: By their place in it.
-        conflict: Why it cannot be read.
-    """
-
-    planner_data: Any
-    entry: Any
-    chunks: dict[torch.Size | None, Chunk]
-    conflict: str = ""
+    planner_data: Any  # DCP's, with the key's path
+    entry: Any  # of DCP's metadata
+    chunks: dict[torch.Size | None, Chunk]  # by their offset in the value
+    conflict: str = ""  # why it cannot be read
 
     @property
     def is_tensor(self) -> bool:
@@ -519,7 +479,7 @@ def _values_of_ranks(
 
 
 def _are_one(storage: Storage, key: str, values: Sequence[_Value]) -> bool:
-    """Returns whether ranks have stored parts or copies of one value."""
+    """Returns whether ranks have stored parts or copies of the same value."""
     one = _put_together(values)
     return all(
         values[0].may_be_one_with(value)
@@ -529,7 +489,7 @@ def _are_one(storage: Storage, key: str, values: Sequence[_Value]) -> bool:
 
 
 def _put_together(values: Sequence[_Value]) -> _Value:
-    """The value that ranks have stored parts of; of parts that several have, the first one's."""
+    """Puts a value together from the ranks' parts. If several ranks have a part, the first one's is used."""
     chunks: dict[torch.Size | None, Chunk] = {}
     for value in values:
         if values[0].may_be_one_with(value):
@@ -545,7 +505,7 @@ def _are_same(storage: Storage, key: str, a: Chunk, b: Chunk) -> bool:
         return False
     if not a.item.nonce_and_macs and not b.item.nonce_and_macs:
         return a.item.digests == b.item.digests
-    if a.cipher is None or b.cipher is None:  # digests are of what is encrypted, and nobody can tell without the key
+    if a.cipher is None or b.cipher is None:  # digests are of encrypted bytes, so that equality shows only with the key
         return True
     return _read_bytes(storage, key, [a]) == _read_bytes(storage, key, [b])
 
@@ -557,7 +517,7 @@ def _refuse(error: str, region: Region) -> torch.Tensor:
 def _chunks(
     storage: Storage, metadata: Metadata, key: Any, entry: Any, cipher: Cipher | None
 ) -> dict[torch.Size | None, Chunk]:
-    """The stored parts of a value, by their place in it."""
+    """The stored parts of a value, by their offset in it."""
     sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
     if isinstance(entry, TensorStorageMetadata):
         sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}

@@ -1,4 +1,4 @@
-"""The common needs of formats: the options of a conversion, files that are read by ranges, tensors by key."""
+"""Shared by the formats: the options of a conversion, files that are read by ranges, tensors by key."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a conversion. An option that only some format takes is an error with the others.
+    """Options of a conversion. An option that only one format takes is an error with the others.
 
     Attributes:
         include: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
-        strip_prefix: What to cut from the beginning of keys that have it.
-        dtype: What to convert floating-point tensors to.
-        source_format: One of `FORMATS`; None: look.
-        shard_bytes: safetensors: the most in a file. A tensor that is larger gets a file of its own.
-        tensor_parallel: tensorizer: into how many files to split, one for each rank of an inference server.
+        strip_prefix: Removed from the beginning of keys that have it.
+        dtype: The dtype to which floating-point tensors are converted.
+        source_format: One of `FORMATS`; None: recognised by its contents.
+        shard_bytes: safetensors: the largest size of a file. A larger tensor gets a file of its own.
+        tensor_parallel: tensorizer: the number of files to split into, one for each rank of an inference server.
         split: tensorizer: the dimension along which to split the tensors whose keys match a pattern. The first pattern
             that matches counts. Other tensors are whole in each file.
-        buffers: tensorizer: patterns of the keys that are a module's buffers, and not its parameters. Tensors of
-            integers are always buffers.
+        buffers: tensorizer: patterns of the keys that are a module's buffers instead of parameters. Integer tensors are
+            always buffers.
         exclude: Patterns of the keys to leave out.
-        rename: New keys by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new key is what the n-th of
-            its pattern stands for. The first pattern that matches a key without ``strip_prefix`` counts.
-        add_prefix: What to put before all keys, when they have their new names. Each part that ends in a dot is the key
-            of a dict around the others.
-        select: Another name of ``include``, for programs that have it so.
+        rename: New keys by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new key stands for the same
+            text as the n-th of its pattern. The first pattern that matches a key without ``strip_prefix`` counts.
+        add_prefix: Put before all keys, after they have their new names. Each part that ends in a dot is the key of a
+            dict around the others.
+        select: Older name of ``include``.
     """
 
     include: Sequence[str] = ()
@@ -55,7 +55,7 @@ class Options:
     select: InitVar[Sequence[str]] = ()
 
     def __post_init__(self, select: Sequence[str]) -> None:
-        """Takes ``select`` for ``include``."""
+        """Uses ``select`` for ``include``."""
         if select:
             object.__setattr__(self, "include", select)
 
@@ -69,11 +69,7 @@ _OF_ONE_FORMAT = {
 
 
 def check_options(options: Options, to: str, path: str) -> None:
-    """Fails for options that make no sense, or would change nothing of what is written.
-
-    Raises:
-        ConversionError: names the option.
-    """
+    """Raises `ConversionError`, naming the option, for options that make no sense or would have no effect."""
     _check_values(options)
     defaults = Options()
     for name, (of, flag) in _OF_ONE_FORMAT.items():
@@ -147,10 +143,8 @@ class FileRange(io.RawIOBase):
 
 @contextmanager
 def open_file(storage: Storage, name: str, purpose: str = "") -> Iterator[RangeReader]:
-    """Opens a file, and translates the errors of opening and reading it; ``purpose`` is for their messages.
-
-    Raises:
-        ReadError: the file cannot be opened or read.
+    """Opens a file, and raises the errors of opening and reading it as `ReadError`; ``purpose`` is for their
+    messages.
     """
     path = f"{storage.path}/{name}{purpose}"
     try:
@@ -166,7 +160,7 @@ def open_file(storage: Storage, name: str, purpose: str = "") -> Iterator[RangeR
 
 
 def read_range(reader: RangeReader, offset: int, nbytes: int) -> bytes:
-    """So many bytes of a file; raises `OSError` or `EOFError`."""
+    """Reads ``nbytes`` bytes of a file; raises `OSError` or `EOFError`."""
     content = bytearray(nbytes)
     reader.read_into([memoryview(content)], offset)
     return bytes(content)
@@ -182,7 +176,7 @@ def by_key(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def check_no_objects(view: CheckpointView, format_name: str) -> None:
-    """Fails if there is anything but tensors."""
+    """Raises `ConversionError` if there are values that are not tensors."""
     if view.objects:
         key = next(iter(view.objects))
         others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
@@ -193,6 +187,6 @@ def check_no_objects(view: CheckpointView, format_name: str) -> None:
 
 
 def tensors_at_once(tensors: Iterable[StoredTensor]) -> int:
-    """The number of tensors that may be in memory together, and so of threads that read them."""
+    """The number of tensors that may be in memory at once, and so of threads that read them."""
     largest = max((tensor.nbytes for tensor in tensors), default=1)
     return max(1, min(4, cores(), _IN_MEMORY // max(1, largest)))

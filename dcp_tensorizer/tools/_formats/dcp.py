@@ -1,7 +1,7 @@
-"""torch's own DCP format, read by ranges and without running code, and written a tensor at a time.
+"""torch's own DCP format: read by ranges and without running code, and written tensor by tensor.
 
-Its data files hold what ``torch.save`` made of each write item, one after the other. ``.metadata`` is a pickle that
-says where each is.
+Its data files hold the ``torch.save`` bytes of each write item, one after the other. ``.metadata`` is a pickle with the
+place of each.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ from .torch_file import check_lists, check_names, check_paths, load_fake, locate
 
 
 def read(storage: Storage, pickled: bytes) -> CheckpointView:
-    """The contents of a checkpoint that torch's own writer made.
+    """The contents of a checkpoint of torch's own writer.
 
-    Raises:
-        MetadataError: that is damaged, or describes what this cannot read, or no file holds.
-        UntrustedObject: it would need code to run.
+    Raises `MetadataError` if it is damaged, not supported, or its files do not hold what it describes, and
+    `UntrustedObject` if it would need code to run.
     """
     path = f"{storage.path}/.metadata"
     stored = read_pickled(pickled, path)
@@ -72,7 +71,9 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: Options) -> None:
-    """Fails for keys that are not one nested state dict, or would not be the same ones again, and for some dtypes."""
+    """Raises `ConversionError` for keys that are not one nested state dict or would change, and for unsupported
+    dtypes.
+    """
     check_paths(view)
     check_names(view)
     check_lists(view)
@@ -86,9 +87,8 @@ def check(view: CheckpointView, options: Options) -> None:
 
 @functools.cache
 def _is_planned(dtype: torch.dtype) -> bool:
-    """Returns whether DCP's planner knows how large an element is.
-
-    It asks ``torch.iinfo``, which does not know all dtypes.
+    """Returns whether DCP's planner knows the size of an element. It asks ``torch.iinfo``, which does not know all
+    dtypes.
     """
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return True
@@ -100,12 +100,12 @@ def _is_planned(dtype: torch.dtype) -> bool:
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
-    """Writes a checkpoint as ``dcp.save`` would, from one process; tensors are read when it is their turn."""
+    """Writes a checkpoint like ``dcp.save`` from one process. Each tensor is read when it is to be written."""
     values = dict.fromkeys(view.values) | {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()
     }
     with new_directory(path, storage_options, "__*.distcp") as storage:
-        # With copies made ahead, tensors would be asked for before the one before them is written.
+        # Without copies ahead, so that a tensor is read only after the one before it is written.
         writer: _Writer = (
             _UrlWriter(storage.location, per_thread_copy_ahead=0, **storage_options)
             if "://" in storage.location
@@ -114,17 +114,17 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         writer.name = shown_path(path)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that there is only one process: so it should be
+                warnings.simplefilter("ignore", UserWarning)  # about saving from a single process, which is intended
                 save(nested(values, view.paths), storage_writer=writer, planner=_Planner(view), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError):
-                raise cause from cause.__cause__  # which tells whether it is damage
+                raise cause from cause.__cause__  # whose class tells whether it is damage
             raise WriteError(f"cannot write {shown_path(path)} in torch's own format: {cause}") from error
 
 
 class _Writer(FileSystemWriter):
-    """Writes a given name into ``.metadata``, and not the path, which may have a password in it."""
+    """Writes a given name into ``.metadata`` instead of the path, which may contain a password."""
 
     name: str
 
@@ -137,10 +137,10 @@ class _UrlWriter(_Writer, FsspecWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives a value when its turn to be written has come; the state dict holds only shapes.
+    """Reads a value when it is to be written; the state dict holds only shapes.
 
-    torch's writer keeps every tensor until the file is complete, although it no longer needs those that are written.
-    So all of them share the memory of the largest one.
+    torch's writer keeps every tensor until the file is complete, although it no longer needs those that are written. So
+    all of them share the memory of the largest one.
     """
 
     def __init__(self, view: CheckpointView) -> None:
@@ -165,7 +165,7 @@ class _Planner(DefaultSavePlanner):
 def _tensor(
     storage: Storage, named: tuple[str, Path], entry: TensorStorageMetadata, infos: Sequence[StorageInfo]
 ) -> StoredTensor:
-    """A tensor whose chunks are looked for in their files when it is read."""
+    """A tensor whose chunks are located in their files when it is read."""
     key = named[0]
     path = f"{storage.path}/.metadata"
     shape, dtype = tuple(entry.size), entry.properties.dtype
@@ -185,7 +185,7 @@ def _tensor(
 
 
 def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> Chunk:
-    """The location of the elements of a chunk."""
+    """The place of a chunk's elements."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
     with open_file(storage, info.relative_path, purpose) as reader:
@@ -204,7 +204,7 @@ def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:
 
 
 def _checked(info: StorageInfo | None, key: str, path: str) -> StorageInfo:
-    """A place in a data file that can be read by ranges."""
+    """Checks that a place in a data file can be read by ranges."""
     if info is None:
         raise MetadataError(f"{path} has no data for {key!r}")
     if info.transform_descriptors:

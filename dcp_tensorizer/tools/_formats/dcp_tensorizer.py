@@ -33,13 +33,13 @@ from .torch_file import check_names, check_paths
 
 
 def check(view: CheckpointView, options: Options) -> None:
-    """Fails for keys that are not one nested state dict, or are no strings."""
+    """Raises `ConversionError` for keys that are not one nested state dict, or are not strings."""
     check_paths(view)
     check_names(view)
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
-    """Writes a checkpoint as the coordinator of a save does."""
+    """Writes a checkpoint like the coordinator of a save."""
     save_id = uuid.uuid4().hex
     described = {key: _describe(value) for key, value in view.values.items()}
     items = _items(view)
@@ -61,7 +61,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
 
 
 def _items(view: CheckpointView) -> list[Item]:
-    """The items of a save; their tensors are on the meta device, because they are read when they are written."""
+    """The items of a save. Their tensors are on the meta device, because they are read when they are written."""
     names = stored_names([*view.tensors, *view.objects])
     values = [(key, tensor.shape, tensor.dtype) for key, tensor in view.tensors.items()]
     items = [
@@ -85,7 +85,7 @@ def _describe(value: StoredValue) -> TensorStorageMetadata | BytesStorageMetadat
 
 @contextmanager
 def _locked(storage: Storage) -> Iterator[None]:
-    """Keeps `retention.collect` away, as a save does."""
+    """Keeps `_gc.collect` away, as a save does."""
     lock = storage.lock_directory()
     try:
         lock.share(TIMEOUT)

@@ -34,14 +34,11 @@ _FILE_READERS = {"tensorizer": tensorizer.read, "safetensors": safetensors.read,
 
 
 class WritableFormat(NamedTuple):
-    """A format to write.
+    """A format to write."""
 
-    Attributes:
-        check: Fails if the format cannot hold a checkpoint, before anything is written.
-        write: Writes a checkpoint to a path, with options for its filesystem.
-    """
-
+    # raises `ConversionError` if the format cannot hold a checkpoint, before anything is written
     check: Callable[[CheckpointView, Options], None]
+    # to a path, with options for its filesystem
     write: Callable[[CheckpointView, str, Mapping[str, Any], Options], None]
 
 
@@ -60,19 +57,12 @@ def open_checkpoint(
     expected_format: str | None = None,
     encryption: DecryptionParams | None = None,
 ) -> CheckpointView:
-    """Opens a checkpoint of some format.
+    """Opens a checkpoint of any format: a directory or a file, at a local path or URL.
 
-    Args:
-        path: A local path or URL: of a directory, or of a file.
-        options: For the fsspec filesystem of a URL.
-        expected_format: One of `FORMATS`; None: look.
-        encryption: The key of an encrypted dcp_tensorizer checkpoint.
-
-    Raises:
-        NotCommitted: there is nothing.
-        ConversionError: it is of no known format, or not of the one that was named.
-        DecryptionError: there is no key, a wrong one, or one too many.
-        CheckpointError: it is damaged, or cannot be read.
+    ``expected_format`` is one of `FORMATS`; by default it is recognised. ``encryption`` is the key of an encrypted
+    dcp_tensorizer checkpoint. Raises `NotCommitted` if there is nothing, `ConversionError` if the format is unknown or
+    not the expected one, `DecryptionError` if the key is missing, wrong or not needed, and `CheckpointError` if it is
+    damaged or cannot be read.
     """
     return _open(_locate(path, options, expected_format), encryption)
 
@@ -86,7 +76,8 @@ def open_all(
 ) -> list[CheckpointView]:
     """Opens several checkpoints, of which only some may be encrypted; see `open_checkpoint`.
 
-    With ``look_at_files``, data files of this package's that are missing or of other sizes are a `ReadError`.
+    With ``look_at_files``, a `ReadError` is raised if data files of this package's checkpoints are missing or have
+    other sizes.
     """
     located = [_locate(path, options) for path in paths]
     for location in located if look_at_files else ():
@@ -100,9 +91,8 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """The location of a checkpoint.
-
-    ``parts`` is the metadata of one of this package's, ``name`` that of a single file.
+    """The location of a checkpoint. ``parts`` is the metadata of one of this package's, ``name`` the name of a single
+    file.
     """
 
     path: str
@@ -140,7 +130,7 @@ def _open(location: _Location, encryption: DecryptionParams | None) -> Checkpoin
         return _read_foreign(location)
     except CheckpointError:
         raise
-    except Exception as error:  # what no reader has thought of: a number or a nesting without end, no such memory
+    except Exception as error:  # unforeseen by the reader: a huge number, endless nesting, a lack of memory
         raise ConversionError(f"{location.path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -153,7 +143,7 @@ def _read_foreign(location: _Location) -> CheckpointView:
 
 
 def _directory_format(storage: Storage) -> str | None:
-    """The format of a checkpoint that is a directory, None if it is none."""
+    """The format of a checkpoint that is a directory; None if it is not a checkpoint."""
     metadata = storage.read(metadata_file_name())
     if metadata is not None:
         return "dcp" if looks_like_pickle(metadata) and not is_index(metadata) else "dcp_tensorizer"
@@ -192,7 +182,7 @@ def _file_format(storage: Storage, name: str) -> str:
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
-    """Returns whether a name is a directory's: servers do not say so when it is read as a file's."""
+    """Returns whether a name is a directory's. Servers do not say so when it is read as a file."""
     with suppress(CheckpointError):
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
@@ -203,15 +193,15 @@ def _is_directory(storage: Storage, name: str) -> bool:
 
 
 def key_of(path: Path) -> str:
-    """The key of the value at a place in the nested state dict."""
+    """The key of the value at a path in the nested state dict."""
     return ".".join(map(str, path))
 
 
 def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[str, Path]:
     """The path of each value in the new nested state dict, by its old key.
 
-    Raises:
-        ConversionError: two keys would be the same, nothing would be left of one, or a prefix or a pattern is of none.
+    Raises `ConversionError` if two keys would be the same, if a key would be empty, or if a prefix or a pattern matches
+    no key.
     """
     stripped = {key: _stripped(path, options.strip_prefix) for key, path in paths.items()}
     if options.strip_prefix and all(stripped[key] is paths[key] for key in paths):
@@ -226,7 +216,7 @@ def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[
 
 
 def _stripped(path: Path, prefix: str) -> Path:
-    """Strips ``prefix`` from a path whose key begins with it; the rest begins with a key of a dict."""
+    """Strips ``prefix`` from a path whose key begins with it; the rest begins with the key of a dict."""
     whole = path
     if not prefix or not key_of(path).startswith(prefix):
         return whole
@@ -242,7 +232,7 @@ def _stripped(path: Path, prefix: str) -> Path:
 
 
 def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -> dict[str, Path]:
-    """Paths with the new names of keys; fails for a rule that is of no key."""
+    """Renames keys; raises `ConversionError` for a rule that matches no key."""
     patterns = {rule: _pattern(rule, new) for rule, new in rules.items()}
     unused = set(rules)
     renamed = {}

@@ -1,6 +1,6 @@
-"""safetensors files, read and written by ranges: no tensor need be in memory as a whole.
+"""safetensors files, read and written by ranges, so that no tensor must be in memory as a whole.
 
-The safetensors library reads local files only, and writes what is in memory.
+The safetensors library reads only local files, and writes only tensors that are in memory.
 
     8 bytes   length of the header
     header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
@@ -60,11 +60,11 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
-_OFFSETS = "DCP_SHARDING_INFO"  # where each tensor of such a file begins in the whole one
+_OFFSETS = "DCP_SHARDING_INFO"  # the offset of each tensor of such a file in the whole tensor
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PAIRS = torch.float4_e2m1fn_x2
-"""Two elements in a byte: torch counts them as one in its shapes, and the format as two, in the last dimension."""
+"""Two elements in a byte, which count as one in torch's shapes, and as two in the format's last dimension."""
 
 
 class _Entry(Struct):
@@ -88,7 +88,7 @@ class _Saved(Struct):
 
 
 class _File(NamedTuple):
-    """The contents of a file's header: its tensors, where their data begins, and where they begin in whole tensors."""
+    """The contents of a file's header: its tensors, the offset of their data, and their offsets in whole tensors."""
 
     entries: dict[str, _Entry]
     base: int
@@ -106,24 +106,22 @@ _decode_saved = Decoder(dict[str, _Saved]).decode
 
 
 def is_directory(storage: Storage) -> bool:
-    """Returns whether a directory is laid out as Hugging Face does it, or as torch, which saves a file of each rank."""
+    """Returns whether a directory is laid out as by Hugging Face, or as by torch, which saves a file for each rank."""
     return any(storage.head(name) is not None for name in (_INDEX, _SINGLE)) or bool(_parts(storage))
 
 
 def _parts(storage: Storage) -> list[str]:
-    """The files that torch has saved of several ranks."""
+    """The files of several ranks that torch has saved."""
     with suppress(NotCommitted):
         return sorted(file.name for file in storage.listing()[0] if fnmatch.fnmatchcase(file.name, _PARTS))
     return []
 
 
 def read_directory(storage: Storage) -> CheckpointView:
-    """The tensors of all files in a directory, each of the file that the index names, or put together of their parts.
+    """The tensors of all files in a directory: from the file that the index names, or put together from parts.
 
-    Raises:
-        ConversionError: a file is of another kind, or damaged; or it lacks a tensor that the index says to be there.
-        MetadataError: the parts of a tensor do not make it up.
-        ReadError: one cannot be read.
+    Raises `ConversionError` if a file is of another kind, damaged, or lacks a tensor of the index, `MetadataError` if
+    the parts of a tensor do not make it up, and `ReadError` if a file cannot be read.
     """
     if storage.head(_INDEX) is None and storage.head(_SINGLE) is None:
         return CheckpointView(storage.path, "safetensors", _put_together(storage, _parts(storage)))
@@ -148,7 +146,7 @@ def read_directory(storage: Storage) -> CheckpointView:
 
 
 def _put_together(storage: Storage, names: Iterable[str]) -> dict[str, StoredTensor]:
-    """The tensors of which several files have parts."""
+    """The tensors whose parts are in several files."""
     parts: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
     for name in names:
         file = _opened(storage, name)
@@ -176,9 +174,8 @@ def _whole(storage: Storage, key: str, parts: Sequence[tuple[tuple[int, ...], St
 def read(storage: Storage, name: str) -> CheckpointView:
     """The tensors of a file.
 
-    Raises:
-        ConversionError: it is of another kind, or damaged; or it has parts of tensors, and others are in other files.
-        ReadError: it cannot be read.
+    Raises `ConversionError` if it is of another kind, damaged, or has only parts of tensors, and `ReadError` if it
+    cannot be read.
     """
     path = f"{storage.path}/{name}"
     file = _opened(storage, name)
@@ -206,7 +203,7 @@ def _opened(storage: Storage, name: str) -> _File:
 
 
 def _check_offsets(described: Mapping[str, _Entry], nbytes: int) -> None:
-    """Tensors must fill the bytes behind the header, one after the other, as the library demands it."""
+    """Checks that tensors fill the bytes behind the header, one after the other, as the library requires."""
     end = 0
     for (start, stop), key in sorted((entry.data_offsets, key) for key, entry in described.items()):
         if start != end or stop < start:
@@ -243,7 +240,7 @@ def _damage_translated(path: str) -> Iterator[None]:
 
 
 def check(view: CheckpointView, options: Options) -> None:
-    """Fails for objects, and for dtypes and keys that the format does not have."""
+    """Raises `ConversionError` for objects, and for dtypes and keys that the format does not have."""
     check_no_objects(view, "safetensors")
     for tensor in view.tensors.values():
         if tensor.dtype not in _NAMES:
@@ -276,7 +273,7 @@ def write(
     options: Options,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes a file if the path ends in ``.safetensors``, else a directory as Hugging Face lays it out."""
+    """Writes a file if the path ends in ``.safetensors``; otherwise a directory in Hugging Face's layout."""
     tensors = list(view.tensors.values())
     if path.endswith(".safetensors"):
         (shard,) = _shards(tensors, view.nbytes)
@@ -296,7 +293,7 @@ def write(
 
 
 def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Distributes tensors over files of no more than ``max_bytes``; a tensor that is larger gets a file of its own."""
+    """Distributes tensors over files of at most ``max_bytes``; a larger tensor gets a file of its own."""
     shards: list[list[StoredTensor]] = [[]]
     room = max_bytes
     for tensor in tensors:
@@ -305,7 +302,7 @@ def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[Stored
             room = max_bytes
         shards[-1].append(tensor)
         room -= tensor.nbytes
-    # The largest elements first: then each tensor begins at a multiple of its element.
+    # The largest elements first, so that each tensor begins at a multiple of its element size.
     return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
 
 

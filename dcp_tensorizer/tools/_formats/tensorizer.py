@@ -1,9 +1,9 @@
-"""tensorizer files: those of any release are read, and written as the package's own data files are.
+"""tensorizer files: of any release when read, and like the package's own data files when written.
 
-tensorizer itself reads a file's index and the headers of its tensors. The tensors' bytes are read by ranges, and
-compared with the CRC-32 in their headers here: ``TensorDeserializer`` gives a tensor only as a whole, from a stream
-that one thread reads, and a conversion reads parts of tensors, in blocks, by several threads. tensorizer has no public
-name for its index (``_metadata``), nor for a tensor's header (``_TensorHeaderDeserializer``).
+tensorizer itself reads a file's index and the headers of its tensors. The tensors' bytes are read by ranges here, and
+compared with the CRC-32 in their headers. ``TensorDeserializer`` returns a tensor only as a whole, from a stream that
+one thread reads, but a conversion reads parts of tensors, in blocks, by several threads. tensorizer has no public name
+for its index (``_metadata``), nor for a tensor's header (``_TensorHeaderDeserializer``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
 from .common import FileRange, Options, by_key, check_no_objects, open_file, read_range, tensors_at_once
 
-_MAX_HEADER = 1 << 20  # of one tensor: its name has 64 KiB at most
+_MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64 KiB
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -42,11 +42,10 @@ _MAX_HEADER = 1 << 20  # of one tensor: its name has 64 KiB at most
 def read(storage: Storage, name: str) -> CheckpointView:
     """The tensors of a file, each compared with the CRC-32 in its header when it is read.
 
-    Raises:
-        ConversionError: the file is of another kind, encrypted, or damaged.
-        ReadError: it cannot be read.
+    Raises `ConversionError` if the file is of another kind, encrypted, or damaged, and `ReadError` if it cannot be
+    read.
     """
-    from tensorizer import TensorDeserializer  # takes long
+    from tensorizer import TensorDeserializer  # a slow import
 
     path = f"{storage.path}/{name}"
     with open_file(storage, name) as reader:
@@ -58,13 +57,13 @@ def read(storage: Storage, name: str) -> CheckpointView:
             tensors = by_key(_tensor(storage, name, nbytes, entry) for entry in entries)
         except OSError:
             raise
-        except Exception as error:  # whatever it makes of a damaged file
+        except Exception as error:  # any error, if the file is damaged
             raise ConversionError(f"{path} cannot be read by tensorizer: {type(error).__name__}: {error}") from error
     return CheckpointView(path, "tensorizer", tensors)
 
 
 def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTensor:
-    """A tensor as the file's index has it (a ``tensorizer.serialization.TensorEntry``)."""
+    """A tensor of the file's index (a ``tensorizer.serialization.TensorEntry``)."""
     dtype = _dtype(entry.dtype)
     if not 0 <= entry.data_offset - entry.offset <= _MAX_HEADER:
         raise ValueError(f"damaged in its index: {str(entry.name)!r} has no header")
@@ -84,7 +83,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class _VerifiedReads:
-    """Compares a tensor with its CRC-32: while it is read from front to back, or before any other region is given."""
+    """Compares a tensor with its CRC-32: while it is read from front to back, or before any other region is
+    returned.
+    """
 
     def __init__(self, storage: Storage, file: str, entry: Any, tensor: StoredTensor) -> None:
         self._storage = storage
@@ -94,11 +95,11 @@ class _VerifiedReads:
         self._lock = free_in_child(threading.Lock())
         self._expected: int | None = None
         self._crc32 = 0
-        self._next = -1  # the element up to which the CRC-32 has got; before the header is read
+        self._next = -1  # the next element for the CRC-32; -1 before the header is read
         self._is_verified = False
 
     def read(self, region: Region) -> torch.Tensor:
-        """Reads as `StoredTensor.read` does; raises `ChecksumMismatch`, by the last element."""
+        """Reads like `StoredTensor.read`; raises `ChecksumMismatch`, at the last element at the latest."""
         value = self._tensor.read(region)
         with self._lock:
             if not self._is_verified and self._next < 0:
@@ -122,7 +123,7 @@ class _VerifiedReads:
         try:
             header = _TensorHeaderDeserializer(bytearray(content), long_shape_tensors=long_shapes)
             hashes = {one.type: int.from_bytes(one.hash, "little") for one in header.hashes}
-        except Exception as error:  # whatever it makes of a damaged header
+        except Exception as error:  # any error, if the header is damaged
             path = f"{self._storage.path}/{self._file}"
             raise ChecksumMismatch(f"{path}: the header of {self._tensor.key!r} is damaged") from error
         self._expected = hashes.get(HashType.CRC32)
@@ -145,7 +146,7 @@ class _VerifiedReads:
 
 
 def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
-    """The number of a region's first element, if the region is one run of elements in C order."""
+    """The number of a region's first element, if the region is one run of elements in C order; otherwise None."""
     first = last = 0
     for start, size, extent in zip(region.start, region.size, shape, strict=True):
         first = first * extent + start
@@ -157,7 +158,9 @@ def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
 
 
 def check(view: CheckpointView, options: Options) -> None:
-    """Fails for what tensorizer cannot hold or read again, and for rules by which nothing can be split."""
+    """Raises `ConversionError` for values that tensorizer cannot hold or read again, and for rules that split
+    nothing.
+    """
     check_no_objects(view, "a tensorizer file")
     keys = list(view.tensors)
     for key, name in zip(keys, stored_names(keys), strict=True):
@@ -213,7 +216,7 @@ def _elements(tensor: StoredTensor) -> memoryview:
 
 
 def _split_dimension(key: str, options: Options) -> int | None:
-    """The dimension along which a tensor is split, None if it is whole in each file."""
+    """The dimension along which a tensor is split; None if it is whole in each file."""
     return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 

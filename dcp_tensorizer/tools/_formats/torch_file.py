@@ -1,9 +1,9 @@
-"""Reads and writes the files of ``torch.save``, a file or a part of one, without ever having one in memory.
+"""Reads and writes the files of ``torch.save`` without ever having a whole file in memory.
 
-The file is a zip archive: a pickle of the state dict, and a record with each tensor's elements. With fake tensors,
-``torch.load`` says where these records lie instead of reading them, and ``torch.save`` makes an archive in which they
-are only room. What else is in that archive becomes part of the result, which Python's zipfile writes: it needs no
-seeking, and makes the CRC-32s.
+Such a file is a zip archive: a pickle of the state dict, and a record with each tensor's elements. With fake tensors,
+``torch.load`` gives the places of these records instead of reading them, and ``torch.save`` makes an archive in which
+they are empty space. The other parts of that archive are copied to the result, which Python's zipfile writes: it does
+not seek, and computes the CRC-32s.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from .._view import (
 )
 from .common import FileRange, Options, open_file
 
-_ALIGNMENT = 64  # of tensors in the file, as torch.save has it
+_ALIGNMENT = 64  # of tensors in the file, like torch.save's
 _NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
-# What precedes an entry's data in a zip file beside its name: a header, the beginning of the extra field with our
-# padding, and one for 64-bit sizes. Readers skip extra fields whose tag they do not know.
+# The bytes before an entry's data in a zip file, without its name: a header, the beginning of the extra field with our
+# padding, and one for 64-bit sizes. Readers skip extra fields with unknown tags.
 _BEFORE_DATA = 30 + 4 + 20
 _PADDING_TAG = 0x4246
 
@@ -57,9 +57,8 @@ _PADDING_TAG = 0x4246
 def read(storage: Storage, name: str) -> CheckpointView:
     """The contents of a file with a state dict.
 
-    Raises:
-        UntrustedObject: it would need code to run.
-        ConversionError: it cannot be read, or holds no state dict.
+    Raises `UntrustedObject` if it would need code to run, and `ConversionError` if it cannot be read or has no state
+    dict.
     """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
@@ -90,16 +89,10 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str, int]) -> StoredTensor:
-    """A tensor of `load_fake`, by where its bytes are.
+    """A tensor of `load_fake` with the place of its bytes; raises `ConversionError` if its elements are not plain
+    bytes.
 
-    Args:
-        storage: Where the file is.
-        path: In the nested state dict.
-        tensor: The fake one.
-        place: The file, and where what was loaded begins in it.
-
-    Raises:
-        ConversionError: its elements are not plain bytes.
+    ``place`` is the file, and the offset in it of the ``torch.save`` bytes.
     """
     key = ".".join(map(str, path))
     if not is_located(tensor):
@@ -126,7 +119,7 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
 
 
 def check(view: CheckpointView, options: Options) -> None:
-    """Fails for keys that are not one nested state dict."""
+    """Raises `ConversionError` for keys that are not one nested state dict."""
     check_paths(view)
     check_lists(view)
 
@@ -138,11 +131,9 @@ def write(
     options: Options,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes a nested state dict of everything, whose tensors are read in blocks.
+    """Writes a nested state dict of everything; tensors are read in blocks.
 
-    Raises:
-        UntrustedObject: an object would need code to run.
-        ConversionError: an object holds tensors.
+    Raises `UntrustedObject` if an object would need code to run, and `ConversionError` if an object holds tensors.
     """
     with new_file(path, storage_options) as (storage, name):
         records = _records(view)
@@ -151,7 +142,7 @@ def write(
 
 
 def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
-    """The records of the archive in order, with their bytes or the tensor that gives them."""
+    """The records of the archive in order, with their bytes or the tensor whose elements they are."""
     with FakeTensorMode():
         fakes = {
             key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in view.tensors.items()
@@ -159,11 +150,11 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
     paths = view.paths
     values = {key: fakes[key] if key in fakes else _loaded(view.objects[key], view.path) for key in paths}
     state = nested(values, paths)
-    # torch numbers the records of tensors as it comes across them.
+    # torch numbers the records of tensors in the order in which it pickles them.
     keys = {id(fake): key for key, fake in fakes.items()}
     tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(tensors_in(state))}
-    # The file is sparse: the room for the tensors takes none. Its name is in it, and is the one that torch gives to a
-    # stream.
+    # The file is sparse, so that the space for the tensors takes none. The archive contains its own name, here the one
+    # that torch gives to streams.
     with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -173,13 +164,13 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
                 f"cannot write the frame of the archive to {tempfile.gettempdir()} (TMPDIR says where): {error}"
             ) from error
         with zipfile.ZipFile(f"{folder}/archive") as template:
-            # A record of this name would promise that the place of each record follows from its size.
+            # A record of this name would promise that the places of records follow from their sizes.
             names = [name for name in template.namelist() if name != "archive/.format_version"]
             return {name: tensors[name] if name in tensors else template.read(name) for name in names}
 
 
 def _loaded(stored: StoredObject, path: str) -> Any:
-    """An object as it becomes part of the state dict."""
+    """Loads an object that becomes part of the state dict."""
     try:
         value = load_object(stored.read())
     except UntrustedObject as error:
@@ -187,7 +178,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
             f"{stored.key!r} in {path} could run code when it is loaded: {error}. It must be loaded to become part of "
             f"a torch.save file: leave it out"
         ) from None
-    if tensors_in(value):  # whose elements nothing would fill in
+    if tensors_in(value):  # their elements would not be written
         raise ConversionError(
             f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted: "
             f"leave it out, or load and save it"
@@ -196,7 +187,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
 
 
 class _Output:
-    """A file that is written from front to back, or whose size is only looked for."""
+    """A file that is written from front to back, or of which only the size is computed."""
 
     def __init__(self, write_piece: Callable[[memoryview], None] | None = None) -> None:
         self.write_piece = write_piece
@@ -213,11 +204,11 @@ class _Output:
         return self.position
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing: there is no buffer."""
 
 
 def archive_size(records: Mapping[str, bytes | StoredTensor]) -> int:
-    """The size of the archive of some records; no tensor is read."""
+    """The size of the archive of some records, without reading tensors."""
     output = _Output()
     _write_archive(records, output, BLOCK)
     return output.position
@@ -237,19 +228,17 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
                         record.write(host_bytes(content.read(region)))
                 else:
                     output.position += content.nbytes
-            if isinstance(content, StoredTensor):  # nothing was written if only the size is looked for
+            if isinstance(content, StoredTensor):  # of which nothing is written if only the size is computed
                 entry.file_size = entry.compress_size = content.nbytes
 
 
-# --- loading with fake tensors, which know their place in the file ----------------------------------------------------
+# --- loading with fake tensors, which have a place in the file --------------------------------------------------------
 
 
 def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
-    """Loads what ``torch.save`` wrote, with a fake tensor for each tensor; `is_located` says which have their place.
+    """Loads ``torch.save`` bytes with fake tensors; `is_located` says which of them have a place in the file.
 
-    Raises:
-        UntrustedObject: it would need code to run.
-        ConversionError: it cannot be read.
+    Raises `UntrustedObject` if it would need code to run, and `ConversionError` if it cannot be read.
     """
     buffered = io.BufferedReader(file)
     try:
@@ -287,7 +276,7 @@ def _load(file: IO[bytes], *, weights_only: bool) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts a tensor on the meta device in the place of each that torch cannot make as a fake one: a sparse one, say."""
+    """Makes tensors on the meta device in place of those that torch cannot make as fake ones, such as sparse ones."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _stand_in if f"{module}.{name}" in NEVER_FAKE else super().find_class(module, name)
@@ -303,11 +292,7 @@ def _checked(value: Any, records: Sequence[tuple[int, int]]) -> Any:
 
 
 def _check_storages(value: Any, records: Sequence[tuple[int, int]]) -> None:
-    """Checks that the bytes of all tensors lie within records of their file.
-
-    Raises:
-        ValueError: some do not.
-    """
+    """Raises `ValueError` unless the bytes of all tensors lie within records of their file."""
     for tensor in tensors_in(value):
         if not is_located(tensor) or not tensor.numel():
             continue
@@ -325,7 +310,7 @@ def is_located(value: Any) -> bool:
 
 
 class _TensorFinder(pickle.Pickler):
-    """Looks for tensors wherever a pickle would."""
+    """Finds tensors wherever a pickle would contain them."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
@@ -351,7 +336,7 @@ _MAX_VALUES = 10_000_000
 
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
-    """A state dict of values at their paths, none of which leads through another's value."""
+    """A nested state dict of values at their paths; no path may lead through another's value."""
     root: dict[Any, Any] = {}
     for name, value in values.items():
         node: Any = root
@@ -370,7 +355,7 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, An
 
 
 def exact_paths(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
-    """The paths that DCP makes of a state dict, with the dicts' keys themselves where those are no strings."""
+    """The paths that DCP makes of a state dict, but with the dicts' own keys if those are not strings."""
     keys_of: dict[int, dict[str, Any]] = {}
     exact: dict[str, Path] = {}
     for name, path in paths.items():
@@ -390,15 +375,13 @@ def exact_paths(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str
 
 
 def check_size(state: Any) -> None:
-    """Checks how many values there are in a nested state dict, where a container counts as often as it is held.
+    """Raises `ValueError` if a nested state dict has too many values, counting a container at each reference, or has a
+    cycle.
 
-    Each is looked at once, so that containers which hold each other many times over take no time here; they would where
-    the state dict is flattened.
-
-    Raises:
-        ValueError: there are too many, or a container holds itself.
+    Each container is visited once, so that containers with many references to each other take no time here. Flattening
+    the state dict would take long.
     """
-    sizes: dict[int, int] = {}  # of containers; 0: it is being counted
+    sizes: dict[int, int] = {}  # of containers; 0 while one is being counted
     left = [(state, False)]
     while left:
         node, is_counted = left.pop()
@@ -424,7 +407,9 @@ def _members(node: Any) -> Collection[Any]:
 
 
 def check_paths(view: CheckpointView) -> None:
-    """All keys must be one state dict: none below a value, and each container either a dict or a list."""
+    """Raises `ConversionError` unless all keys are one state dict: none below a value, each container a dict or a
+    list.
+    """
     is_list: dict[Path, bool] = {(): False}
     for key, path in view.paths.items():
         for depth, part in enumerate(path):
@@ -436,7 +421,7 @@ def check_paths(view: CheckpointView) -> None:
 
 
 def check_names(view: CheckpointView) -> None:
-    """DCP has only names for the keys of dicts."""
+    """Raises `ConversionError` for dict keys that are not strings: DCP has only names for them."""
     for key, path in view.paths.items():
         for part in path:
             if isinstance(part, NonStringKey):
@@ -447,12 +432,12 @@ def check_names(view: CheckpointView) -> None:
 
 
 def check_lists(view: CheckpointView) -> None:
-    """Lists must be whole: of a part of one, flattening the nested state dict would give other keys."""
+    """Raises `ConversionError` for partial lists: flattening them again would give other keys."""
     paths = view.paths
     for (
         key,
         path,
-    ) in paths.items():  # before a list of so many members is made: a whole one has fewer than there are keys
+    ) in paths.items():  # checked before a huge list is made: a whole one has no more members than there are keys
         if any(type(part) is int and part >= len(paths) for part in path):
             raise _partial_list(key)
     values = dict.fromkeys(view.objects) | {key: torch.empty(0, device="meta") for key in view.tensors}

@@ -1,4 +1,4 @@
-"""A report of one or several checkpoints, from what they hold to the page."""
+"""Builds the report of one or several checkpoints, from their views to the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .statistics import Statistics
 
 
 def in_order_of_steps(views: Sequence[CheckpointView]) -> list[CheckpointView]:
-    """Checkpoints by their steps, where each has one of its own; else as they are."""
+    """Sorts checkpoints by their steps, if each has its own; otherwise keeps their order."""
     steps = [step_of(_name(view)) for view in views]
     if None in steps or len(set(steps)) < len(steps):
         return list(views)
@@ -29,10 +29,9 @@ def in_order_of_steps(views: Sequence[CheckpointView]) -> list[CheckpointView]:
 def build(
     views: Sequence[CheckpointView], on_progress: Callable[[int, int], object] = lambda done, total: None
 ) -> bytes:
-    """The page about some checkpoints, of which each but the first is compared with the one before.
+    """The page about some checkpoints. Each but the first is compared with the one before.
 
-    Raises:
-        ReadError: one of them is damaged, or cannot be read.
+    Raises `ReadError` if one of them is damaged or cannot be read.
     """
     names = [_name(view) for view in views]
     if len(set(names)) < len(names):
@@ -50,20 +49,16 @@ def _name(view: CheckpointView) -> str:
 
 # --- the HTML page ----------------------------------------------------------------------------------------------------
 #
-# Data, styles and scripts are inside, and the page makes no request. Names come from checkpoints, so they never become
-# HTML: they are in a JSON document, in which no tag can end, and the scripts show them as text. A policy in the page's
-# head lets only these scripts run, by their digests.
+# Data, styles and scripts are inside, and the page makes no request. Names come from checkpoints, and so never become
+# HTML: they are in a JSON document that cannot end its tag, and the scripts show them as text. A policy in the page's
+# head allows only these scripts, by their digests.
 
 _SCRIPTS = ("data.js", "draw.js", "treemap.js", "charts.js", "table.js", "detail.js", "main.js")
 _DIGITS = 5
 
 
 def render(data: Mapping[str, Any]) -> bytes:
-    """The page.
-
-    Args:
-        data: ``checkpoints``: of each a `checkpoint_row`; ``tensors``: of each a `tensor_row`.
-    """
+    """The page of ``data``: ``checkpoints`` has a `checkpoint_row` for each, ``tensors`` a `tensor_row`."""
     style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
     parts = {
         "POLICY": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}",
@@ -98,19 +93,19 @@ def tensor_row(measured: Measured) -> list[Any]:
 
 
 def _statistics_row(of_one: Statistics) -> list[Any]:
-    """The statistics in the order that ``data.js`` knows."""
+    """The statistics in the order of ``data.js``."""
     counts = [of_one.elements, of_one.zeros, of_one.nans, of_one.infinities]
     extremes = [of_one.smallest, of_one.largest, of_one.mean, of_one.deviation, of_one.norm, of_one.distance]
     return [*counts, *map(_short, extremes), _short(of_one.low), _short(of_one.high), list(of_one.histogram)]
 
 
 def _short(number: float | None) -> float | None:
-    """Rounds to the digits that are shown."""
+    """Rounds to the digits that the page shows."""
     return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON in ASCII, in which no character can begin a tag."""
+    """JSON in ASCII, without characters that could begin a tag."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

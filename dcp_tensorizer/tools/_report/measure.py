@@ -1,7 +1,6 @@
-"""Statistics of all tensors of several checkpoints: each block is read once, from all of them together.
+"""Statistics of all tensors of several checkpoints: each block is read once, from all checkpoints together.
 
-Memory does not grow with the checkpoints: threads read a few blocks ahead, and what is kept of a tensor is its
-statistics.
+Memory does not grow with the checkpoints: threads read a few blocks ahead, and only the statistics of tensors are kept.
 """
 
 from __future__ import annotations
@@ -25,28 +24,19 @@ _MAX_THREADS = 4
 
 
 class Measured(NamedTuple):
-    """A tensor.
-
-    Attributes:
-        tensor: As it is in the last checkpoint that has it.
-        statistics: In each checkpoint; None where it is not, or where its dtype has no arithmetic.
-    """
+    """A tensor, as in the last checkpoint that has it."""
 
     tensor: StoredTensor
+    # in each checkpoint; None if it lacks the tensor, or the dtype has no arithmetic
     statistics: list[Statistics | None]
 
 
 class _Series(NamedTuple):
-    """A tensor in checkpoints one after the other, in which it has the same shape.
-
-    Attributes:
-        tensors: Those that differ, as far as their digests tell.
-        places: For each, the numbers of the checkpoints that it is in.
-    """
+    """A tensor in consecutive checkpoints in which it has the same shape."""
 
     key: str
-    tensors: list[StoredTensor]
-    places: list[list[int]]
+    tensors: list[StoredTensor]  # the versions that differ by their digests
+    places: list[list[int]]  # for each version, the numbers of its checkpoints
 
     @property
     def blocks(self) -> list[Region]:
@@ -57,14 +47,10 @@ class _Series(NamedTuple):
 def measure(
     views: Sequence[CheckpointView], on_progress: Callable[[int, int], object] = lambda done, total: None
 ) -> Iterator[Measured]:
-    """The statistics of each tensor, one after the other.
+    """The statistics of each tensor, one after the other; raises `ReadError` if a checkpoint is damaged or cannot be
+    read.
 
-    Args:
-        views: The checkpoints, from the first to the last.
-        on_progress: Called with the bytes that were read and the bytes in all.
-
-    Raises:
-        ReadError: one of them is damaged, or cannot be read.
+    ``on_progress`` gets the bytes done and the bytes in all.
     """
     keys = dict.fromkeys(key for view in reversed(views) for key in view.tensors)
     runs = {key: list(_runs(key, [view.tensors.get(key) for view in views])) for key in keys}
@@ -111,7 +97,7 @@ def _blocks(runs: dict[str, list[_Series]]) -> Iterator[tuple[_Series, Region]]:
 
 
 def _measure_block(task: tuple[_Series, Region]) -> list[Running] | None:
-    """Measures a block in all checkpoints of a run; None if the dtype has no arithmetic."""
+    """Measures a block in all checkpoints of a series; None if the dtype has no arithmetic."""
     run, region = task
     measured: list[Running] = []
     before = None
@@ -127,7 +113,7 @@ def _measure_block(task: tuple[_Series, Region]) -> list[Running] | None:
 
 
 def _place(run: _Series, measured: Sequence[Running], statistics: list[Statistics | None]) -> None:
-    """Puts the results of a run where they belong; in a checkpoint where nothing changed, the distance is 0."""
+    """Enters the results of a series; in a checkpoint without changes the distance is 0."""
     for number, (running, places) in enumerate(zip(measured, run.places, strict=True)):
         result = running.result(has_distance=number > 0)
         statistics[places[0]] = result
@@ -141,7 +127,7 @@ def _in_order(
     tasks: Iterable[tuple[_Series, Region]],
     most: int,
 ) -> Iterator[list[Running] | None]:
-    """The results of tasks in their order, of which no more than ``most`` are begun and not yet taken."""
+    """The results of tasks in order. At most ``most`` tasks are begun whose results are not taken yet."""
     begun: deque[Future[list[Running] | None]] = deque()
     try:
         for task in tasks:

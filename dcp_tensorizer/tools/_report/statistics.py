@@ -1,7 +1,7 @@
-"""Takes the statistics of a tensor's elements in one pass: block by block, and each block piece by piece.
+"""Statistics of a tensor's elements in one pass: block by block, and each block piece by piece.
 
-A histogram over a range that is known only at the end needs a second pass, or fine bins that fit every range. The first
-14 bits of a float32 are such bins: sign, exponent, and 5 bits of the fraction, so that a bin is 3% wide.
+A histogram whose range is known only at the end needs a second pass, or fine bins that fit every range. The first 14
+bits of a float32 are such bins: sign, exponent, and 5 bits of the fraction, so that a bin is 3% wide.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 BINS = 40
-"""Of a histogram that is shown."""
+"""The number of bins of a histogram that is shown."""
 
-_PIECE = 1 << 15  # elements: in float64 they stay in the core's own cache
+_PIECE = 1 << 15  # elements: as float64 they fit into the core's own cache
 _SHIFT = 18
 _FINE = 1 << (32 - _SHIFT)
 _FINITE = 255 << (23 - _SHIFT)  # fine bins of one sign below infinity
 _LARGEST = float(np.finfo(np.float32).max)
-_DEVIATIONS = 4.0  # on both sides of the mean: what a histogram shows one by one
+_DEVIATIONS = 4.0  # standard deviations on both sides of the mean that a histogram covers
 
 _Floats = NDArray[np.float64]
 
@@ -32,12 +32,13 @@ class Statistics:
     """The statistics of a tensor's elements; the real and imaginary parts of complex ones count as elements.
 
     Attributes:
-        elements, zeros, nans, infinities: How many.
+        elements, zeros, nans, infinities: How many there are.
         smallest, largest, mean, deviation, norm: Of the finite elements; None if there are none. ``deviation`` is the
-            standard deviation, and ``norm`` the Euclidean one: not finite where float64 cannot hold its square.
-        low, high: Where the histogram begins and ends.
-        histogram: Finite elements in each of `BINS` equal parts of that range; those beyond it are in the first and in
-            the last.
+            standard deviation, and ``norm`` the Euclidean one. They are not finite if float64 cannot hold their
+            squares.
+        low, high: The range of the histogram.
+        histogram: Finite elements in each of `BINS` equal parts of that range. Those outside are in the first and the
+            last.
         distance: The norm of the difference from the same tensor in the checkpoint before; None if there is none.
     """
 
@@ -63,7 +64,7 @@ def _wide(elements: torch.Tensor) -> _Floats:
 
 
 class Running:
-    """Statistics of the elements that were added so far; of two such, one can take in the other."""
+    """Statistics of the elements that were added so far. Two of them can be combined."""
 
     def __init__(self) -> None:
         self._elements = self._zeros = self._nans = self._infinities = self._finite = 0
@@ -72,13 +73,12 @@ class Running:
         self._fine: NDArray[Any] = np.zeros(_FINE, np.int64)
 
     def add(self, block: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Takes in more elements; ``before`` are the same ones in the checkpoint before.
+        """Adds elements; ``before`` are the same elements in the checkpoint before.
 
-        Raises:
-            RuntimeError, NotImplementedError, TypeError: their dtype has no arithmetic.
+        Raises `RuntimeError`, `NotImplementedError` or `TypeError` if their dtype has no arithmetic.
         """
         block, before = block.reshape(-1), None if before is None else before.reshape(-1)
-        with np.errstate(all="ignore"):  # squares of what float64 just holds are infinite
+        with np.errstate(all="ignore"):  # squares may be infinite
             for start in range(0, block.numel(), _PIECE):
                 piece = _wide(block[start : start + _PIECE])
                 if before is not None:
@@ -105,7 +105,7 @@ class Running:
         self._fine += np.bincount(bits, minlength=_FINE)
 
     def take(self, other: Running) -> None:
-        """Takes in what another has seen."""
+        """Adds the elements of another one."""
         self._elements += other._elements
         self._zeros += other._zeros
         self._nans += other._nans
@@ -117,7 +117,7 @@ class Running:
         self._fine += other._fine
 
     def _combine(self, count: int, mean: float, squares: float) -> None:
-        """Chan's formula: exact also where the mean is large, and the deviation small."""
+        """Combines by Chan's formula, which is exact also for a large mean with a small deviation."""
         total = self._finite + count
         if total:
             apart = mean - self._mean
@@ -126,7 +126,7 @@ class Running:
             self._finite = total
 
     def result(self, *, has_distance: bool) -> Statistics:
-        """The statistics; ``has_distance``: all blocks came with those before."""
+        """The statistics; with a distance if all blocks came with those before."""
         counts = self._elements, self._zeros, self._nans, self._infinities
         if not self._finite:
             return Statistics(*counts, None, None, None, None, None, None, None, (), 0.0 if has_distance else None)
@@ -150,7 +150,7 @@ class Running:
     def _histogram(self, low: float, high: float) -> tuple[int, ...]:
         negative = self._fine[_FINE // 2 : _FINE // 2 + _FINITE][::-1]
         below = np.concatenate([[0], np.cumsum(np.concatenate([negative, self._fine[:_FINITE]]))])
-        if not low < high:  # all are the same
+        if not low < high:  # all are equal
             return tuple(self._finite if number == BINS // 2 else 0 for number in range(BINS))
         edges = np.clip(_FINE_EDGES, self._smallest, self._largest)
         shares = np.interp(np.linspace(low, high, BINS + 1)[1:-1], edges, below)
@@ -158,7 +158,7 @@ class Running:
 
 
 def _sum_of_squares(values: _Floats) -> float:
-    return float(np.square(values).sum())  # not by BLAS, whose threads would wait for each other here
+    return float(np.square(values).sum())  # BLAS threads would wait for each other here
 
 
 def _fine_edges() -> _Floats:
