@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Ends the command as an exception does: what it has begun to write is removed."""
+    """Ends the command by an exception, so that unfinished results are removed."""
     sys.exit(128 + number)
 
 

@@ -1,7 +1,7 @@
-"""This package's storage in the place of torch's own, for a whole process: `install`.
+"""Replaces torch's storage by this package's, for a whole process: `install`.
 
-Frameworks have no place for a storage: they make a ``FileSystemWriter(path)`` for every save. So what torch's functions
-and classes do is changed, and not who has imported them: what was imported before counts as well.
+Frameworks take no storage: they make a ``FileSystemWriter(path)`` for every save. So torch's own functions and classes
+are changed, which also works for modules that have imported them before.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ from .writer import TensorizerStorageWriter
 logger = logging.getLogger("dcp_tensorizer")
 
 _UNDERSTOOD = {"path", "sync_files", "overwrite", "thread_count"}
-_IRRELEVANT = {"cache_staged_state_dict", "single_file_per_rank", "per_thread_copy_ahead"}  # how, and not what
+_IRRELEVANT = {
+    "cache_staged_state_dict",
+    "single_file_per_rank",
+    "per_thread_copy_ahead",
+}  # they change how it is saved, not what
 _EXTENSIONS = "_extension_registry"  # how to decode what torch's own writer has encoded
 
 
 def install(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Makes this process save and load by this package wherever it asks for torch's own storage.
+    """Makes this process use this package wherever it asks for torch's own storage.
 
     From then on:
 
@@ -46,13 +50,14 @@ def install(
       loads what torch has saved before;
     - ``dcp.async_save`` without a stager stages into this package's buffer.
 
-    It does not matter whether they were imported before. Not changed are subclasses, as torch's ``FsspecWriter`` and
-    ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save``. To call it again changes the options.
+    It does not matter whether they were imported before. Subclasses, such as torch's ``FsspecWriter`` and
+    ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. Calling it again
+    changes the options.
 
     Args:
-        writer_options: Of `TensorizerStorageWriter`, for all writers. The ``sync_files``, ``overwrite`` and
-            ``thread_count`` that a ``FileSystemWriter(...)`` is given go before, also where they are torch's defaults.
-        reader_options: Of `TensorizerStorageReader`, for all readers.
+        writer_options: Options of `TensorizerStorageWriter`, for all writers. The ``sync_files``, ``overwrite`` and
+            ``thread_count`` that are passed to a ``FileSystemWriter(...)`` override them, even torch's defaults.
+        reader_options: Options of `TensorizerStorageReader`, for all readers.
 
     Raises:
         TypeError, ValueError: an option makes no sense.
@@ -83,7 +88,7 @@ def uninstall() -> None:
 def installed(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """`install` for as long as a ``with`` lasts. Then all is as it was before, also if it was installed."""
+    """Installs for the length of a ``with`` block, and then restores what was there before."""
     before = _installation
     install(writer_options=writer_options, reader_options=reader_options)
     try:
@@ -100,11 +105,11 @@ class _Installation:
     writer_options: dict[str, Any]
     reader_options: dict[str, Any]
     stager: TensorizerStorageWriter
-    """Stages for saves without a writer. From its first staging on, no other writer's end ends the engine."""
+    """Stages for saves without a writer. From its first staging on, closing another writer does not end the engine."""
 
 
 _installation: _Installation | None = None
-_replaced: list[tuple[Any, str, Any]] = []  # module, name, what it was
+_replaced: list[tuple[Any, str, Any]] = []  # module, name, original value
 
 
 class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc,override]
@@ -128,7 +133,7 @@ class InstalledReader(AnyFormatReader, FileSystemReader):
 
 
 class _Stager(AsyncStager):
-    """Stages for saves that are given neither a stager nor a writer. To close it ends nothing."""
+    """Stages for saves that have neither a stager nor a writer. Closing it ends nothing."""
 
     _synchronize_after_execute = TensorizerStorageWriter._synchronize_after_execute
 
@@ -151,11 +156,11 @@ class _Stager(AsyncStager):
 
 
 def _replace() -> None:
-    """Changes what torch's functions call, and what its classes make."""
+    """Replaces the functions that torch calls, and the classes that its classes make."""
     process_executor = getattr(saver, PROCESS_EXECUTOR)
 
     class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]
-        """The process that saves has installed nothing: it is sent the writer."""
+        """Sends the writer to the process that saves, where nothing is installed."""
 
         def execute_save(self, *args: Any, storage_writer: Any = None, checkpoint_id: Any = None, **kwargs: Any) -> Any:
             writer = storage_writer or (None if checkpoint_id is None else InstalledWriter(checkpoint_id))
@@ -176,7 +181,7 @@ def _replace() -> None:
     ):
         _replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)
-    # They stay, and make torch's own when nothing is installed: a class whose __new__ was removed takes no arguments.
+    # They stay after `uninstall`, and then make torch's own: a class whose __new__ was removed takes no arguments.
     FileSystemWriter.__new__ = _new_writer  # type: ignore[method-assign]
     FileSystemReader.__new__ = _new_reader  # type: ignore[method-assign]
 
@@ -190,10 +195,7 @@ def _new_reader(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _replaces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an object is made, and not copied from one of torch's that is there.
-
-    Copies are made without a path.
-    """
+    """Returns whether an object is made, not copied from one of torch's. Copies are made without a path."""
     return _installation is not None and bool(args or kwargs)
 
 
@@ -201,9 +203,9 @@ _said: set[str] = set()
 
 
 def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set[str]) -> dict[str, Any]:
-    """The arguments that one of torch's classes is given, by name.
+    """The arguments of one of torch's classes by name.
 
-    Logs once of each that it means nothing here, but for ``silent`` ones and those that ask for what is so anyway.
+    Logs once for each argument that has no effect here, except for ``silent`` ones and those that ask for the default.
     """
     bound = inspect.signature(vars(cls)["__init__"]).bind(None, *args, **kwargs)
     _, *given = bound.arguments.items()  # the first is self
@@ -215,19 +217,19 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
     return dict(given)
 
 
-# What `dcp_tensorizer.run` does, kept out of the namespace that it gives to the script.
+# The code of `dcp_tensorizer.run`. It is here because the script gets the namespace of that module.
 
 _USAGE = "usage: python -m dcp_tensorizer.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
-# They tell the processes that the script spawns what to run.
+# Environment variables that tell the processes that the script spawns what to run.
 _SCRIPT = "DCP_TENSORIZER_RUN_SCRIPT"
 _MODULE = "DCP_TENSORIZER_RUN_MODULE"
 
 
 def run(namespace: dict[str, Any]) -> None:
-    """Installs, and runs what the command line names in the namespace of the main module.
+    """Installs, and runs the script or module of the command line in the namespace of the main module.
 
-    That keeps its name and its ``__spec__``. So a process that the script spawns, which imports the main module again,
-    comes here as well.
+    The main module keeps its name and its ``__spec__``. A process that the script spawns imports the main module again,
+    and so comes here as well.
     """
     if namespace["__name__"] == "__main__":
         _take_arguments()
@@ -243,13 +245,13 @@ def run(namespace: dict[str, Any]) -> None:
 
 
 def _take_arguments() -> None:
-    """Makes the arguments and the search path those of the script."""
+    """Sets the arguments and the search path of the script."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[1:] if is_module else arguments
     if not arguments or arguments[0].startswith("-"):
         raise SystemExit(_USAGE)
-    os.environ.pop(_MODULE, None)  # of one that has run this one
+    os.environ.pop(_MODULE, None)  # set if another script has started this one
     sys.argv = arguments
     if is_module:
         sys.path[0] = os.getcwd()
@@ -273,7 +275,7 @@ def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
     for candidate in (name, f"{name}.__main__"):
         try:
             spec = importlib.util.find_spec(candidate)
-        except ImportError as error:  # there is none, or what it is in cannot be imported
+        except ImportError as error:  # it does not exist, or its package cannot be imported
             spec, reason = None, reason or f" ({error})"
         if spec is not None and spec.submodule_search_locations is None:
             code = getattr(spec.loader, "get_code", lambda _: None)(candidate)

@@ -1,3 +1,3 @@
-"""The package's version, which a tree that is not installed knows, too: every index says what wrote it."""
+"""The package's version, also in a tree that is not installed. It is written into every index."""
 
 __version__ = "0.1.0"

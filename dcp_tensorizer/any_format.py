@@ -31,42 +31,43 @@ if TYPE_CHECKING:
 __all__ = ["AnyFormatReader", "KeptReader", "open_reader"]
 
 _KEPT_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
-"""What readers of a checkpoint in memory take of the options of others."""
+"""The reader options that apply to checkpoints in memory."""
 
 
 def open_reader(
     path: str | os.PathLike[str], *, from_memory: bool = True, **options: Unpack[ReaderOptions]
 ) -> StorageReader:
-    """A reader for ``dcp.load`` that looks what is at a path, and reads it with what is made for that.
+    """A reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
 
-    It reads checkpoints of this package; those that torch's ``FileSystemWriter`` and ``FsspecWriter`` wrote; and local
-    directories of safetensors files, as Hugging Face has them. The last are read by torch's own reader. What is
-    there is looked at in each load, not here: so a job may switch its storage between two saves.
+    It reads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and local directories of
+    safetensors files in Hugging Face's layout. The last are read by torch's own reader. The format is recognised anew
+    in each load, so that a job may switch its storage between two saves.
 
-    No code of a checkpoint runs, whatever its format. torch's ``.metadata`` is a pickle: only DCP's own records are
-    made of it. Its objects load as those of this package do. ``allow_pickle=True`` unpickles both, whatever they hold.
+    No code of a checkpoint runs, whatever its format. torch's ``.metadata`` is a pickle, of which only DCP's own
+    records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules
+    for both.
 
-    Where a writer with ``survive`` was saving to the path when its process died, the state is still in this machine's
+    If a writer with ``survive`` was saving to the path when its process died, the state is still in this machine's
     memory. It is loaded from there, unless something newer is at the path.
 
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
         from_memory: Look in memory, too.
-        options: Of `TensorizerStorageReader`. For torch's own format only ``storage_options``, ``timeout`` and
-            ``allow_pickle`` have a meaning, for safetensors ``thread_count``; ``encryption`` is refused for both.
+        options: Options of `TensorizerStorageReader`. For torch's own format only ``storage_options``, ``timeout`` and
+            ``allow_pickle`` apply, for safetensors ``thread_count``; ``encryption`` is refused for both.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
 
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path.
-        MetadataError: what is there is of none of these formats; says what was found.
+        MetadataError: it is of none of these formats; the message says what was found.
     """
     return AnyFormatReader(path, from_memory=from_memory, **options)
 
 
 class AnyFormatReader(StorageReader):
-    """Looks what is at a path at the beginning of each load, and has it read with what is made for that.
+    """Recognises the format at the beginning of each load, and passes DCP's calls to the reader of that format.
 
     The arguments are those of `open_reader`.
     """
@@ -82,7 +83,7 @@ class AnyFormatReader(StorageReader):
         self._storage = Opener(
             path, options.get("storage_options"), options.get("timeout", TIMEOUT), options.get("local")
         )
-        self._extensions: Any = None  # of `install`: decode what torch's own writer has encoded
+        self._extensions: Any = None  # set by `install`: decoders of streams that torch's own writer has encoded
         self._reader: StorageReader | None = None
         self._error: CheckpointError | None = None
 
@@ -99,10 +100,10 @@ class AnyFormatReader(StorageReader):
         self._reader = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Looks what is there, and reads its metadata; with ``rank=`` that rank's own.
+        """Recognises the format, and reads the metadata; with ``rank=`` that rank's own.
 
-        DCP swallows what is raised here, and asks again for the rank's own. Then the error is kept for
-        `set_up_storage_reader`, where DCP hands it to every rank.
+        DCP swallows an error here, and asks again for the rank's own. Then the error is kept for
+        `set_up_storage_reader`, where DCP sends it to every rank.
 
         Raises:
             CheckpointError: there is nothing, or nothing that can be loaded; only without ``rank``.
@@ -121,23 +122,23 @@ class AnyFormatReader(StorageReader):
         return self._reader.read_metadata(*args, **kwargs)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises what `read_metadata` could not; else the reader of the format does what it has to."""
+        """Raises the error of `read_metadata`, if there was one; otherwise calls the format's reader."""
         if self._error is not None:
             raise self._error
         self._chosen.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Does as the reader of the format does."""
+        """Calls the format's reader."""
         return self._chosen.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Does as the reader of the format does.
+        """Calls the format's reader.
 
         Raises:
             MetadataError: ranks have found several formats, because another job replaces the checkpoint; no target has
                 changed.
         """
-        if not isinstance(self._chosen, TensorizerStorageReader):  # that one sees for itself
+        if not isinstance(self._chosen, TensorizerStorageReader):  # which checks this itself
             others = [rank for rank, plan in enumerate(plans) if isinstance(plan.storage_data, ReadFrom)]
             if others:
                 raise MetadataError(
@@ -148,12 +149,12 @@ class AnyFormatReader(StorageReader):
         return self._chosen.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Does as the reader of the format does."""
+        """Calls the format's reader."""
         return self._chosen.read_data(plan, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        """Returns whether it is a local path, or a URL of a known protocol. It is not opened."""
         return is_location(checkpoint_id)
 
     @property
@@ -162,11 +163,7 @@ class AnyFormatReader(StorageReader):
         return self._reader
 
     def _open(self) -> StorageReader:
-        """The reader for what is there.
-
-        Raises:
-            CheckpointError: there is nothing, or nothing that can be loaded.
-        """
+        """The reader for the checkpoint at the path; raises `CheckpointError` if there is none that can be loaded."""
         storage = self._storage(self._path)
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
         if self._looks_in_memory:
@@ -193,11 +190,10 @@ class AnyFormatReader(StorageReader):
 
 
 class KeptReader(TensorizerStorageReader):
-    """Loads a checkpoint that is kept in memory, each rank by itself.
+    """Loads a checkpoint that is kept in memory, on each rank by itself.
 
-    Args:
-        checkpoint: In memory. It may lack what other machines have, if this rank does not want it.
-        options: Of readers; those that make no sense here are left out.
+    The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
+    memory are left out.
     """
 
     def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
@@ -206,11 +202,11 @@ class KeptReader(TensorizerStorageReader):
         self._checkpoint = checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Sets up as where ranks saved for themselves: what this rank wants has to be there, and no more than that."""
+        """Sets up as if ranks had saved for themselves: only what this rank loads must be there."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything, and lets go of the memory: whoever keeps the reader does not keep that."""
+        """Reads everything, and releases the memory, so that a reader that is kept does not keep it."""
         try:
             return super().read_data(plan, planner)
         finally:

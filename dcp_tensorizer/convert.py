@@ -1,11 +1,11 @@
-"""Brings checkpoints into other formats and back, as ``dcp-tensorizer convert`` does.
+"""Converts checkpoints to other formats and back, like ``dcp-tensorizer convert``.
 
     from dcp_tensorizer.convert import Options, convert
 
     convert("checkpoint", "model.tensors", "tensorizer", options=Options(include=["model.*"], strip_prefix="model."))
 
-Shards are put together into whole tensors. Tensors are read when it is their turn to be written, so that the memory
-needed is that of the largest one, and not that of the checkpoint.
+Shards are put together into whole tensors. Each tensor is read when it is to be written, so that a conversion needs the
+memory of the largest tensor, not of the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Converted:
 
     Attributes:
         source_format: One of `FORMATS`.
-        tensors: How many were converted.
-        objects: How many other values were.
+        tensors: How many tensors were converted.
+        objects: How many other values were converted.
         nbytes: Bytes of the tensors in the new file or files.
         seconds: How long it took.
     """
@@ -67,14 +67,14 @@ def convert(
     encryption: DecryptionParams | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> Converted:
-    """Converts a checkpoint of any of the `FORMATS` into any other; what is at ``target`` then is whole, or nothing.
+    """Converts a checkpoint of any of the `FORMATS` into any other. The target appears as a whole, or not at all.
 
     Args:
         source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file or a directory of
             them, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
-        target: A path or URL where there is nothing yet; of a link, what it leads to. ``dcp_tensorizer``, ``dcp`` and
+        target: A path or URL where there is nothing yet; links are followed. ``dcp_tensorizer``, ``dcp`` and
             tensor-parallel tensorizer files take a directory, ``tensorizer`` and ``torch`` a file, and ``safetensors``
-            a file if the name ends in ``.safetensors``, else a directory as Hugging Face lays it out.
+            a file if the name ends in ``.safetensors``, otherwise a directory in Hugging Face's layout.
         to: The format.
         options: What to convert, and how.
         storage_options: Passed to the fsspec filesystems of source and target.
@@ -82,10 +82,10 @@ def convert(
         on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
 
     Raises:
-        ConversionError: the format cannot hold what there is, or does not take an option, which the message names, or
-            there is something at ``target``; nothing was written.
+        ConversionError: the format cannot hold a value, or does not take an option, which the message names, or there
+            is something at ``target``; nothing was written.
         NotCommitted: there is no checkpoint at ``source``.
-        DecryptionError: there is no key, a wrong one, or one too many.
+        DecryptionError: the key is missing or wrong, or ``source`` is not encrypted.
         UntrustedObject: an object would need code to run.
         CheckpointError: ``source`` is damaged, or ``target`` cannot be written; nothing is left there.
     """
@@ -106,14 +106,14 @@ def convert(
     try:
         TARGETS[to].write(_with_progress(view, on_progress), os.fspath(target), storage_options or {}, options)
     except WriteError as error:
-        if isinstance(error.__cause__, ReadError):  # it was the source
+        if isinstance(error.__cause__, ReadError):  # the error is the source's
             raise error.__cause__ from error.__cause__.__cause__
         raise
     return Converted(source_format, len(view.tensors), len(view.objects), view.nbytes, time.monotonic() - started)
 
 
 def _select(view: CheckpointView, options: Options) -> CheckpointView:
-    """Selects what is converted, under its new names and in its new dtypes."""
+    """Selects the values to convert, with their new names and dtypes."""
     selected = [key for key in view.paths if _matches(key, options)]
     if not selected:
         excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""

@@ -14,8 +14,8 @@
     │   └── UntrustedObject       loading would run code that nobody allowed
     └── ConversionError           a checkpoint cannot be brought into another format as asked
 
-All of them are built from one message, so that they survive pickling: DCP hands them from rank to rank,
-wrapped in ``torch.distributed.checkpoint.api.CheckpointException``, and the message must be enough there.
+Each is built from one message, so that it survives pickling: DCP sends errors from rank to rank, wrapped in
+``torch.distributed.checkpoint.api.CheckpointException``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class ChecksumMismatch(ReadError):
 
 
 class DecryptionError(ReadError):
-    """A checkpoint and the reader's key do not go together; no target has changed."""
+    """A reader's key does not fit the checkpoint; no target has changed."""
 
 
 class MetadataError(CheckpointError):
@@ -77,7 +77,7 @@ class NotCommitted(MetadataError, FileNotFoundError):
 
 
 class StateMismatch(MetadataError):
-    """A checkpoint and the state that it is loaded into do not go together; the message says what was raised."""
+    """A checkpoint and the state that it is loaded into do not match; the message has the error that was raised."""
 
 
 class UnsupportedFormat(MetadataError):
@@ -93,11 +93,11 @@ class ConversionError(CheckpointError):
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """Returns the cause of what DCP raises: the error of the rank that failed, and not DCP's wrapper of it.
+    """Returns the error of the rank that failed, without the wrapper in which DCP raises it.
 
     DCP raises a ``CheckpointException``, which derives from ``BaseException``, so that ``except Exception`` does not
-    catch it. It holds the error of each rank that failed. This gives one of this package, if there is one, of the
-    lowest rank::
+    catch it. It holds the error of each rank that failed. The one of the lowest rank is returned, with preference for
+    errors of this package::
 
         try:
             dcp.load(state, storage_reader=reader)
@@ -115,7 +115,7 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """An error as a part of another one's message: ours speak for themselves, others need their type."""
+    """An error as a part of another one's message: this package's errors without their type, others with it."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric, saving and loading by this package while training goes on.
+"""Strategies for Lightning's Trainer and Fabric, which save with this package while training goes on.
 
 For the Trainer::
 
@@ -12,9 +12,9 @@ For Fabric::
 
     fabric = Fabric(strategy=TensorizerFabricStrategy(parallelize), ...)
 
-A checkpoint is a directory, as that of Lightning's ``ModelParallelStrategy``, which loads it under `install`. What is
-no model and no optimizer is in its ``meta.pt``, and for these strategies also in the checkpoint itself: a save that
-replaces another one would else leave the new ``meta.pt`` beside old weights when it is killed.
+A checkpoint is a directory like those of Lightning's ``ModelParallelStrategy``, which loads it under `install`. Values
+other than model and optimizers are in its ``meta.pt``, and also in the checkpoint itself, from which these strategies
+load them. Otherwise a save that is killed while it replaces another would leave the new ``meta.pt`` beside old weights.
 """
 
 from __future__ import annotations
@@ -61,13 +61,8 @@ _META_KEY = "lightning_meta"
 class _Asynchronous:
     """The common part of both strategies: one writer, and one save under way.
 
-    Args:
-        args: Of ``ModelParallelStrategy``.
-        writer_options: Of `TensorizerStorageWriter`.
-        kwargs: Of ``ModelParallelStrategy``.
-
-    Raises:
-        TypeError, ValueError: an argument makes no sense; or ``save_distributed_checkpoint`` is False.
+    Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`. Raises
+    `TypeError` or `ValueError` for bad arguments, and if ``save_distributed_checkpoint`` is False.
     """
 
     is_global_zero: bool
@@ -88,10 +83,10 @@ class _Asynchronous:
         self._cleaning = free_in_child(threading.Lock())
 
     def wait_for_save(self) -> None:
-        """Waits until the save under way is committed, and what it replaces is removed.
+        """Waits until the save under way is committed, and the checkpoint that it replaces is removed.
 
         Raises:
-            CheckpointException: it failed. It is raised once.
+            CheckpointException: it failed; raised only once.
         """
         save, self._save = self._save, None
         if save is not None:
@@ -111,17 +106,12 @@ class _Asynchronous:
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
     def _start_save(self, path: Path, state: dict[str, Any], meta: dict[str, Any], *, has_buffers: bool) -> None:
-        """Stages the state once the save before is over. It is saved while training goes on. A collective.
+        """Stages the state once the save before is over, and saves it while training goes on. A collective.
 
-        Args:
-            path: The checkpoint's directory. It is made.
-            state: Of the model and the optimizers, on the device.
-            meta: All else. Rank 0's is saved: its file is there before the checkpoint is.
-            has_buffers: The state has what the next forward pass may change: it waits until that is copied.
-
-        Raises:
-            CheckpointException: the save before failed.
-            WriteError: rank 0 could not write ``meta.pt``.
+        ``state`` is that of the model and the optimizers, ``meta`` everything else, of which rank 0's is saved first,
+        as a file. The checkpoint's directory is made. With ``has_buffers``, which the next forward pass may change, it
+        waits until the state is copied. Raises `CheckpointException` if the save before failed, and `WriteError` if
+        rank 0 could not write ``meta.pt``.
         """
         self.wait_for_save()
         if self._group is None:
@@ -131,12 +121,12 @@ class _Asynchronous:
         failure = None
         if self.is_global_zero:
             try:
-                if path.is_file():  # it stays until what replaces it is committed
+                if path.is_file():  # it stays until its replacement is committed
                     path.replace(replaced)
                 state = {**state, _META_KEY: _write_meta(path, meta)}
             except Exception as error:
                 failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
-        if failure := self.broadcast(failure):  # or the others would wait for rank 0
+        if failure := self.broadcast(failure):  # so that the others do not wait for rank 0
             raise WriteError(failure)
         saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=self._group)
         self._save = saved if isinstance(saved, Future) else saved.upload_completion
@@ -146,7 +136,7 @@ class _Asynchronous:
             self._when_committed(lambda: replaced.unlink(missing_ok=True))
 
     def _when_committed(self, action: Callable[[], object]) -> None:
-        """Does something when the save under way is committed. If that fails, the next one's commit counts."""
+        """Does something when the save under way is committed. If that save fails, it is done with the next commit."""
         self._after_commit.append(action)
         if self._save is None:
             self._clean()
@@ -162,15 +152,15 @@ class _Asynchronous:
 class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     """A strategy for Lightning's ``Trainer``: its ``ModelParallelStrategy`` with saves while training goes on.
 
-    ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied, from the device itself. What a
-    save replaces is removed when it is committed, and stays if it fails. A save that failed is raised by the next one,
-    or at the end of ``trainer.fit``, which waits for the last one.
+    ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device. The checkpoint
+    that a save replaces is removed after the commit, and stays if the save fails. The error of a failed save is raised
+    by the next save, or at the end of ``trainer.fit``, which waits for the last one.
 
-    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well. It takes the arguments of that:
-    ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
+    It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``data_parallel_size``,
+    ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
-        writer_options: Of `TensorizerStorageWriter`.
+        writer_options: Options of `TensorizerStorageWriter`.
     """
 
     def setup(self, trainer: Trainer) -> None:
@@ -215,7 +205,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         self._when_committed(lambda: remove(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads model and optimizers, and returns all else. A collective."""
+        """Loads model and optimizers, and returns everything else. A collective."""
         self.wait_for_save()
         path = _local(self.broadcast(checkpoint_path))
         if path.is_file():
@@ -228,14 +218,15 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
 class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     """A strategy for Lightning's ``Fabric``: its ``ModelParallelStrategy`` with saves while training goes on.
 
-    ``fabric.save`` returns when the state is copied, from the device itself. A save that failed is raised by the next
-    one, or by ``fabric.strategy.wait_for_save()``. Call that after the last save: Fabric has no end of its own.
+    ``fabric.save`` returns when the state is copied from the device. The error of a failed save is raised by the next
+    save, or by ``fabric.strategy.wait_for_save()``. Call that after the last save, because Fabric has no end of its
+    own.
 
-    Checkpoints that Lightning's ``ModelParallelStrategy`` has saved are loaded as well. It takes the arguments of that:
-    ``parallelize_fn``, ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
+    It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``parallelize_fn``,
+    ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
-        writer_options: Of `TensorizerStorageWriter`.
+        writer_options: Options of `TensorizerStorageWriter`.
     """
 
     def save_checkpoint(
@@ -272,15 +263,15 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     ) -> dict[str, Any]:
         """Loads the model and the optimizers of a state, and sets its other values. A collective.
 
-        A value with ``load_state_dict``, such as a scheduler, is given what it had saved. Without ``strict`` what the
-        checkpoint lacks of the model, and of the other values, stays as it is.
+        A value with ``load_state_dict``, such as a scheduler, gets its saved state. Without ``strict``, parts of the
+        model and other values that the checkpoint lacks stay as they are.
 
         Returns:
-            What else was saved.
+            The saved values that the state does not have.
 
         Raises:
             ValueError: the state has no model, or several.
-            KeyError: something that was not saved is asked for, and ``strict``.
+            KeyError: the state has a value that was not saved, and ``strict`` is true.
         """
         self.wait_for_save()
         path = _local(self.broadcast(path))
@@ -300,7 +291,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
 
 
 def _local(path: Any) -> Path:
-    """A path; raises `ValueError` for a URL, of which it would make a directory beside the job."""
+    """A path; raises `ValueError` for a URL, which would become a local directory."""
     if "://" in str(path):
         raise ValueError(f"{path} is a URL: Lightning's strategies save to paths. Pass a path that all nodes see")
     return Path(path)
@@ -320,12 +311,14 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 
 
 def _has_buffers(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Returns whether a model's state has more than parameters, such as what BatchNorm changes in a forward pass."""
+    """Returns whether a model's state has more than parameters, such as the statistics of BatchNorm."""
     return not state.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
 def _write_meta(path: Path, meta: dict[str, Any]) -> bytes:
-    """Makes the checkpoint's directory and its file for all that is not model or optimizer; returns what is in it."""
+    """Makes the checkpoint's directory and its file for other values than model and optimizers; returns the file's
+    contents.
+    """
     content = io.BytesIO()
     torch.save(meta, content)
     path.mkdir(parents=True, exist_ok=True)
@@ -342,9 +335,9 @@ def _load(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    """Loads a model, which has a key, and its optimizers by key; returns what else there is.
+    """Loads a model and its optimizers, by key; returns the other values.
 
-    All are checked before any changes. Without ``strict`` the model is for itself: it may lack keys.
+    All are checked before any changes. Without ``strict`` the model may have keys that the checkpoint lacks.
     """
     meta: dict[str, Any] = {_META_KEY: b""}
     load(meta, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=True))
@@ -357,5 +350,5 @@ def _load(
     module.load_state_dict(state[key], strict=strict)
     for name, optimizer in optimizers.items():
         set_optimizer_state_dict(module, optimizer, state[name])
-    content = meta[_META_KEY] or (path / _META_FILE).read_bytes()  # Lightning's own are without the key
+    content = meta[_META_KEY] or (path / _META_FILE).read_bytes()  # Lightning's own checkpoints lack the key
     return torch.load(io.BytesIO(content), weights_only=weights_only)  # type: ignore[no-any-return]

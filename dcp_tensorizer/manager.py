@@ -1,8 +1,8 @@
-"""The checkpoints of a job: `CheckpointManager` says when to save, keeps what is to be kept, and finds what to resume.
+"""The checkpoints of a job: `CheckpointManager` decides when to save, which to keep, and which to resume from.
 
 save() ──every rank──▶ one small reduction: due? stopping? the same step?
        ──if so───────▶ dcp.async_save with one writer, one planner, a group of its own
-       ──committed───▶ rank 0 deletes what no rule keeps
+       ──committed───▶ rank 0 deletes checkpoints that no rule keeps
 restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
 """
 
@@ -63,40 +63,41 @@ class CheckpointManager:
                 if manager.stopping:
                     break
 
-    Every rank makes one and makes the same calls, in the same order; `latest`, `best`, `steps`, `path` and `report` are
-    each rank's own affair. It makes two gloo groups: saves run their collectives on a thread, on a group of their own.
-    They have the timeout of the ranks' process group: no rank waits longer for one that gives no sign of life.
-    Close it before ``destroy_process_group()``. Its errors are never wrapped in DCP's ``CheckpointException``.
+    Every rank makes one and makes the same calls, in the same order. A rank may call `latest`, `best`, `steps`, `path`
+    and `report` by itself. The manager makes two gloo groups, because saves run their collectives on a thread of their
+    own. The groups have the timeout of the ranks' process group: no rank waits longer for one that shows no sign of
+    life. Close it before ``destroy_process_group()``. Its errors are never wrapped in DCP's ``CheckpointException``.
 
     Args:
-        folder: Where the checkpoints are: a local directory that all ranks share, or any URL that fsspec opens.
-        name: The names of their directories. ``"step-{:06}"`` pads the number. Names are known by their number.
-        save_every: Save when a multiple of so many steps has been reached since the last save.
-        save_interval: Save when so many seconds are over since the last save, by rank 0's clock. With neither, every
-            call of `save` saves; with both, either is enough.
-        keep_latest: Keep so many of the newest checkpoints. What none of the three rules keeps is deleted after the
-            next commit, never the newest. Without rules everything is kept.
+        folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
+        name: The names of their directories. ``"step-{:06}"`` pads the number. Directories are recognised by the
+            number, padded or not.
+        save_every: Save when a multiple of this many steps has been reached since the last save.
+        save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. With neither,
+            every call of `save` saves; with both, either is enough.
+        keep_latest: Keep this many of the newest checkpoints. Checkpoints that none of the three rules keeps are
+            deleted after the next commit, except the newest. Without rules everything is kept.
         keep_every: Keep the checkpoints whose step is a multiple of this.
         keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
             While no checkpoint has a value of it, none is deleted, and a warning says so.
-        delete_after: Seconds that a checkpoint has to be old before it is deleted, where a job that loads it cannot
-            lock it: on object stores and network mounts.
-        delete_other_files: Delete also checkpoints with files beside them that no save wrote, and these files.
+        delete_after: The age in seconds from which checkpoints are deleted on object stores and network mounts, where a
+            job that loads a checkpoint cannot lock it.
+        delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
         must_change: Patterns of keys. If none of their floating-point tensors differs from the save before, a warning
             says so: the state that is saved may not be the one that is trained.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
             `stopping` is true. Handlers that were there are called too. A second signal, 5 seconds later or more, does
             what it would have done without the manager.
-        survive: Seconds that the newest states stay in this machine's memory when a rank has died. A job that is
-            started again there within that time goes on from them. It costs memory; 0: nothing is kept.
-        survive_every: With ``survive`` and 3 buffers: keep also each step in memory that is a multiple of this, whether
+        survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that is
+            started again there within that time goes on from them. It takes memory; 0: nothing is kept.
+        survive_every: With ``survive`` and 3 buffers: also keep each step in memory that is a multiple of this, whether
             or not a save is due.
         buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the save before it
-            still runs is kept in memory alone, and training does not wait. 2: training waits for that save.
-        process_group: The ranks, if not all of them.
-        reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are known
+            still runs is kept only in memory, and training does not wait. 2: training waits for that save.
+        process_group: The ranks of the job; by default all.
+        reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are taken
             from the writer's; a passphrase is not.
-        writer_options: For `TensorizerStorageWriter`. With ``local``, the rules count what is in the folder.
+        writer_options: For `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in ``folder``.
 
     Raises:
         TypeError, ValueError: an argument makes no sense, or this is not the main thread and there are signals.
@@ -180,7 +181,7 @@ class CheckpointManager:
             return
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self._job.survival.leave()
-        with suppress(*() if kind is None else (CheckpointError,)):  # the block's own error is the one to raise
+        with suppress(*() if kind is None else (CheckpointError,)):  # the error of the block itself is raised
             self.close()
 
     # --- what every rank calls --------------------------------------------------------------------------------------
@@ -196,30 +197,30 @@ class CheckpointManager:
         exclude: Sequence[str] = (),
         trainable_only: bool = False,
     ) -> Future[str] | None:
-        """Saves a step if a save is due, or a rank has been told to stop; to be called after each step.
+        """Saves a step if a save is due, or a rank has been told to stop; call it after each step.
 
-        It returns when the state is copied, and the save goes on in the background. A save that still runs is waited
-        for (with ``survive``, see ``buffers``). A step that is being saved, or is there, is not saved again. When the
-        job is to stop, the save is waited for.
+        It returns when the state is copied, and the save goes on in the background. If the save before is still
+        running, it waits for that (with ``survive``, see ``buffers``). A step that is being saved, or is saved already,
+        is not saved again. When the job is to stop, it waits for the save.
 
         Args:
-            step: Of training, the same on every rank.
+            step: The step of training, the same on every rank.
             state: A state dict, as for ``dcp.async_save``.
-            force: Save, due or not. Enough on one rank.
+            force: Save even if none is due; one rank is enough.
             metrics: Numbers that are recorded with the checkpoint; those of rank 0.
             wait: Return when it is committed, and old checkpoints are deleted.
-            exclude: Patterns of keys that are left out.
+            exclude: Patterns of keys to leave out.
             trainable_only: Leave out the frozen parameters of modules in the state.
 
         Returns:
-            A future of the checkpoint's path, done when it is committed; None if nothing was due, or the step is in
-            memory alone (``survive``) until the next one, `wait` or `close`.
+            A future of the checkpoint's path, done when it is committed; None if no save was due, or if the step is
+            only in memory (``survive``) until the next one, `wait` or `close`.
 
         Raises:
             TypeError, ValueError: an argument makes no sense, or the ranks save different steps.
             WriteError: too many saves in a row have failed (``limits``), the manager is closed, a rank is gone, or this
                 is a forked child of the process that made the manager.
-            CheckpointError: this save has failed, and is waited for; or the folder cannot be read, at the first call.
+            CheckpointError: the save was waited for, and has failed; or, in the first call, the folder cannot be read.
         """
         since = self._clock.now()
         self._check_open()
@@ -245,32 +246,32 @@ class CheckpointManager:
         allow_shape_mismatch: bool = False,
         fallback: bool = False,
     ) -> int | None:
-        """Loads a checkpoint into the state: the newest, the same on every rank.
+        """Loads a checkpoint into the state: by default the newest, the same on every rank.
 
-        Whoever goes back to an earlier one begins a branch. The checkpoints beyond it stay, and are not counted.
-        With ``survive``, a newer state that a run before has left in memory is taken, unless a step is asked for.
-        An optimizer in the state that has taken no step yet gets the state that was saved.
-        A forked child restores from storage, by itself, and changes nothing of the job.
+        A job that goes back to an earlier step begins a branch. The checkpoints beyond that step stay, but do not
+        count. With ``survive``, a newer state that an earlier run has left in memory is loaded, unless ``step`` is
+        given. An optimizer in the state that has not taken a step yet gets the saved state. A forked child restores
+        from storage, by itself, and changes nothing of the job.
 
         Args:
             state: A state dict, as for ``dcp.load``.
-            step: Which one; None for the newest.
-            include: Patterns of the keys to load, as ``model.*``; all if there are none. Keys are those of the
-                flattened state dict.
+            step: The step to load; None for the newest.
+            include: Patterns of the keys to load, such as ``model.*``; by default all. Keys are those of the flattened
+                state dict.
             exclude: Patterns of keys that stay as they are.
-            strict: A key that the checkpoint does not have is an error. Otherwise it stays as it is, with a warning. So
-                is what the checkpoint has and an optimizer, or an empty dict, has no place for.
-            allow_shape_mismatch: A tensor that the checkpoint has in another shape stays as it is, with a warning. So
-                does the optimizer's state of it. Otherwise it is an error.
-            fallback: Where a checkpoint is damaged or unreadable, load the one before it, with an error in the log.
+            strict: A key that the checkpoint lacks is an error, and so is a stored value for which an optimizer or an
+                empty dict has no place. If False, each is a warning, and the state stays as it is there.
+            allow_shape_mismatch: A tensor that the checkpoint has in another shape stays as it is, and so does the
+                optimizer's state of it, with a warning. Otherwise it is an error.
+            fallback: If a checkpoint is damaged or unreadable, load the one before it, and log an error.
 
         Returns:
-            The step; None if there is no checkpoint, nor anything that looks like one.
+            The step; None if there is no checkpoint, and nothing that looks like one.
 
         Raises:
             NotCommitted: there is no checkpoint of that step.
-            MetadataError: checkpoints are there that are not understood, two are of one step, or a pattern or a key
-                is of nothing, or a shape is another one.
+            MetadataError: there are checkpoints of an unknown format, or two of one step; a pattern matches nothing, a
+                key is missing, or a shape is different.
             ReadError: it is damaged, or cannot be read.
         """
         since = self._clock.now()
@@ -283,14 +284,16 @@ class CheckpointManager:
         restored = self._job_here().restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
-        if restored is not None and is_whole and not self._is_copy:  # or what is saved may be a part, too
+        if (
+            restored is not None and is_whole and not self._is_copy
+        ):  # a state that was loaded in part may be saved in part
             self._job.saves.warm_up(state)
         return restored
 
     def wait(self) -> None:
-        """Waits for the save under way. On rank 0 old checkpoints are deleted then. Raises as `close` does.
+        """Waits for the save under way; then rank 0 deletes old checkpoints. Raises what `close` raises.
 
-        A step that is in memory alone is saved before. A forked child waits for nothing.
+        A step that is only in memory is saved first. A forked child does not wait.
         """
         if self._is_copy:
             return
@@ -300,9 +303,9 @@ class CheckpointManager:
 
     @property
     def stopping(self) -> bool:
-        """Returns whether the job is to stop.
+        """Returns whether the job is to stop, because a signal has come on some rank.
 
-        A signal has come on any rank. It changes in `save` alone, which saves then.
+        It changes only in `save`, which then saves.
         """
         return self._stopping
 
@@ -318,17 +321,18 @@ class CheckpointManager:
         return self._writer.hold_optimizer(optimizer)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the save under way and what comes after it, and ends the writer process. Idempotent.
+        """Waits for the save under way and the deletions after it, and ends the writer process. Idempotent.
 
-        A step that is in memory alone is saved before, unless there is a timeout: so every rank has to close. What is
-        kept in memory is given back, unless the last save has failed. In a forked child nothing of this is done.
+        Without a timeout, a step that is only in memory is saved first, so every rank has to close. The memory of kept
+        states is freed, unless the last save has failed. In a forked child it does nothing.
 
         Args:
-            timeout: Seconds that this may take. Then the save under way is abandoned, and the checkpoint before stays.
+            timeout: Seconds that this may take. After that the save under way is abandoned, and the checkpoint before
+                it stays.
 
         Raises:
-            TypeError, ValueError: the timeout is no number of seconds.
-            CheckpointError: the last save has failed, and nobody has been told.
+            TypeError, ValueError: the timeout is not a number of seconds.
+            CheckpointError: the last save has failed, and no call has raised that yet.
         """
         if self._is_over or self._is_copy:
             return
@@ -346,11 +350,11 @@ class CheckpointManager:
             self._writer.close(timeout)
             self._job.saves.wait(deadline)
             if self._job.saves.failures or self._job.saves.is_busy or self._job.saves.held_step is not None:
-                self._job.survival.leave(deadline)  # what is in memory is all that there is of the newest step
+                self._job.survival.leave(deadline)  # the newest step exists only in memory
             self._job.survival.end(deadline, has_saved=self._job.saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
         self._job.retaining.wait(deadline)
-        self._is_over = True  # not before: whoever was interrupted may close it once more
+        self._is_over = True  # last, so that after an interruption it can be closed again
         self._job.saves.tell()
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
@@ -365,13 +369,13 @@ class CheckpointManager:
         return [step.number for step in self._job_here().members()]
 
     def latest(self) -> int | None:
-        """The highest of the `steps`; None if there is none. Raises as `steps` does."""
+        """The highest of the `steps`; None if there is none. Raises what `steps` raises."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
         """The step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it.
 
-        Raises as `steps` does, and `ValueError` without ``keep_best``.
+        Raises what `steps` raises, and `ValueError` without ``keep_best``.
         """
         if self._retention.metric is None:
             raise ValueError("there is no best checkpoint without keep_best=")
@@ -379,11 +383,11 @@ class CheckpointManager:
         return None if best is None else best.number
 
     def path(self, step: int) -> str:
-        """Returns the path of a step's checkpoint, also where there is none yet: a path, or a URL as the folder's."""
+        """Returns the path or URL of a step's checkpoint, even if it does not exist yet."""
         return self._job_here().path(check_step(step))
 
     def wait_remote(self, timeout: float | None = None) -> bool:
-        """Waits until the folder has what lies in ``local``: see `TensorizerStorageWriter.wait_remote`."""
+        """Waits until the folder has everything from ``local``: see `TensorizerStorageWriter.wait_remote`."""
         self._check_at_home()
         return self._writer.wait_remote(timeout)
 
@@ -398,7 +402,7 @@ class CheckpointManager:
     # --- in a forked child ------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Lets go in a forked child: the job and its saves are the parent's."""
+        """Closes this copy in a forked child: the job and its saves belong to the parent."""
         self._is_copy = self._is_new_copy = True
 
     def _check_at_home(self) -> None:
@@ -410,7 +414,7 @@ class CheckpointManager:
             )
 
     def _job_here(self) -> Job:
-        """The job; in a forked child one that reads by itself, over connections of its own, and stands where it did."""
+        """The job; in a forked child a copy at the same step, which reads by itself, over connections of its own."""
         if self._is_new_copy:
             self._folder = self._open_folder()
             self._job = self._job.alone(self._folder)

@@ -1,4 +1,4 @@
-"""Planning: planners for ``torch.distributed.checkpoint`` that do a rank's work once for what is alike.
+"""Planners for ``torch.distributed.checkpoint`` that do the work for equal tensors and equal plans only once.
 
 `SavePlanner`, whose cost hardly grows with the ranks:
 
@@ -45,29 +45,28 @@ class SavePlanner(DefaultSavePlanner):
         for step in ...:
             dcp.async_save(state_dict, storage_writer=writer, planner=planner)
 
-    What is saved is the same, and so is the ``Metadata``. The costs are not: torch's planner makes a dozen objects for
-    each item on each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns,
-    and where a rank's plan is as it was in one of the last saves, a digest.
+    It saves the same, with the same ``Metadata``, but faster. torch's planner makes a dozen objects for each item on
+    each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns, or only a
+    digest if a rank's plan equals that of one of the last saves.
 
     A plan is refused if chunks overlap, are missing or lie outside their tensor. The error names the keys.
 
-    Subclasses may override what those of ``DefaultSavePlanner`` may. What columns cannot hold is planned by torch.
-    Use one planner for each process group.
+    Subclasses may override the same methods as those of ``DefaultSavePlanner``. Plans that columns cannot hold are left
+    to torch. Use one planner for each process group.
 
     Args:
         flatten_state_dict: Save the members of nested dicts and lists one by one.
         flatten_sharded_tensors: Take apart ``ShardedTensor`` in ``ShardedTensor``.
         dedup_replicated_tensors: Without effect, as in torch.
-        dedup_save_to_lowest_rank: Have the lowest rank write what several have; otherwise plans are balanced.
-        enable_plan_caching: Remember the last plans, so that a repeat is neither sent nor planned again. They belong
-            to this planner, and are told apart by their contents. In PROCESS mode nothing is remembered: DCP sends a
-            copy of the planner with each save.
+        dedup_save_to_lowest_rank: The lowest rank writes values that several ranks have; otherwise plans are balanced.
+        enable_plan_caching: Remember the last plans by their contents, so that equal ones are neither sent nor made
+            again. In PROCESS mode nothing is remembered, because DCP sends a copy of the planner with each save.
     """
 
     plans_as_torch: ClassVar[type[DefaultSavePlanner]]
     _history: History | None = None
     written_elsewhere: frozenset[str] = frozenset()
-    """Keys of the tensors that this rank has and other ranks write, by the plan of the last save."""
+    """Keys of this rank's tensors that other ranks write, according to the plan of the last save."""
 
     def __init__(
         self,
@@ -77,14 +76,14 @@ class SavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = True,
     ) -> None:
-        # torch's own cache is one for all planners of a process.
+        # torch's own cache is shared by all planners of a process.
         super().__init__(
             flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
         )
         self._history = History() if enable_plan_caching else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has sent nothing yet, and needs nothing of the save before."""
+        """Leaves out the history: a copy has sent nothing yet."""
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_A_SAVE}
         return {**state, "_history": None if self._history is None else History()}
 
@@ -92,7 +91,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with what is to be saved."""
+        """Called by DCP with the state to save."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     @collector_paused()
@@ -109,7 +108,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: who writes what.
+        """Decides, on the coordinator, which rank writes which item.
 
         Raises:
             WriteError: chunks overlap, are missing or lie outside their tensor; names the keys.
@@ -124,7 +123,7 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_global_plan(plans)
         result = self._planned(sources, tables)
         coordinator = None if self._history is None else self._history.id
-        shared: dict[bytes, Table] = {}  # a new one: most of what has been decoded is not needed again
+        shared: dict[bytes, Table] = {}  # only the tables that are in use, not all that were decoded
         self.global_plan = [
             CompactPlan.of(Items(source, choice, coordinator=coordinator, tables=shared), plan.storage_data)
             for source, choice, plan in zip(sources, result.choices, plans, strict=True)
@@ -133,7 +132,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Finishes the plan of what this rank is to write."""
+        """Finishes the plan of the items that this rank writes."""
         if self._history is not None:
             if isinstance(new_plan.items, Answer):
                 columns = self._history.answered(new_plan.items)
@@ -149,27 +148,27 @@ class SavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if local is None else local
 
     def _may_refer(self) -> bool:
-        """Returns whether nobody but this class sees what ranks send: a subclass gets whole plans."""
+        """Returns whether a rank may send a digest instead of its plan: not to a subclass, which gets whole plans."""
         cls = type(self)
         return cls.create_global_plan is SavePlanner.create_global_plan and cls.finish_plan is SavePlanner.finish_plan
 
     def _plans_its_own_way(self) -> bool:
-        """Returns whether a subclass overrides what torch's ``create_global_plan`` calls."""
+        """Returns whether a subclass overrides methods that torch's ``create_global_plan`` calls."""
         names = ("_dedup_save_plans", "_create_global_plan")
         return any(getattr(type(self), name, None) is not getattr(DefaultSavePlanner, name, None) for name in names)
 
     def _resolved(self, rank: int, plan: SavePlan, tables: dict[bytes, Table]) -> SavePlan:
-        """A rank's plan with its items, also where it only referred to them."""
+        """A rank's plan with its items, even if the rank sent only a digest."""
         items = plan.items
         if isinstance(items, Reference):
-            history = self._history or History()  # a new one knows nothing, and says so
+            history = self._history or History()  # an empty one raises for an unknown digest
             return CompactPlan.of(Items(history.received(rank, items), tables=tables), plan.storage_data)
         if isinstance(items, Items) and isinstance(items.source, EncodedColumns):
             items.tables = tables
         return plan
 
     def _planned(self, sources: list[EncodedColumns], tables: dict[bytes, Table]) -> GlobalPlan:
-        """Plans for all ranks, or returns what was planned before for the same plans."""
+        """Plans for all ranks, or returns the earlier result for the same plans."""
         options = {"to_lowest_rank": self.dedup_save_to_lowest_rank, "merges_paths": self.flatten_state_dict}
         if self._history is None:
             return make_global_plan([source.decode(tables) for source in sources], **options)
@@ -182,7 +181,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 SavePlanner.plans_as_torch = SavePlanner
-"""What it plans it describes, unless a subclass plans otherwise; see `_saving.write_plan`."""
+"""Marks the planner whose items describe its plan exactly; see `_saving.write_plan`. Subclasses may plan otherwise."""
 
 _OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}
 
@@ -194,13 +193,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
         dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner())
 
-    What is loaded is the same, but for values in dicts with keys that are no strings: see `load_bytes`.
+    It loads the same, except for values in dicts whose keys are not strings: see `load_bytes`.
 
-    torch's planner intersects the stored chunks with the target of each tensor. This one
-    does so once for all tensors of one shape and sharding that are stored whole, or are shown so: see
-    `TensorizerStorageReader.read_metadata`.
+    torch's planner intersects the stored chunks with the target of each tensor. This one does so once for all tensors
+    of one shape and sharding that the metadata shows as one chunk: see `TensorizerStorageReader.read_metadata`.
 
-    Subclasses may override what those of ``DefaultLoadPlanner`` may. The arguments are those of that class, by name:
+    Subclasses may override the same methods as those of ``DefaultLoadPlanner``. The arguments are those of that class,
+    by name:
 
     - ``flatten_state_dict``: the members of nested dicts and lists were saved one by one; True by default.
     - ``flatten_sharded_tensors``: take apart ``ShardedTensor`` in ``ShardedTensor``; True by default.
@@ -213,7 +212,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with what is to be loaded into."""
+        """Called by DCP with the state to load into."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     @collector_paused()
@@ -226,9 +225,10 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(read_items_of(self.state_dict, self.metadata, strict=not self.allow_partial_load))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Sets a value that is no tensor, also in a dict with keys that are no strings.
+        """Sets a value that is not a tensor, also in a dict whose keys are not strings.
 
-        Paths have strings for them: torch's planner adds a value under ``"1"`` to a dict that has it under ``1``.
+        Paths have strings for such keys: torch's planner would add a value under ``"1"`` to a dict that has it under
+        ``1``.
         """
         key = read_item.dest_index.fqn
         if not self.flatten_state_dict or key not in self.mappings:
@@ -250,7 +250,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _own_key(container: Any, part: Any) -> Any:
-    """The key in a dict of what a path calls ``part``."""
+    """The key in a dict that a path names ``part``."""
     if not isinstance(container, Mapping) or part in container:
         return part
     if isinstance(part, str) and part.isdigit() and int(part) in container:
@@ -259,4 +259,4 @@ def _own_key(container: Any, part: Any) -> Any:
 
 
 LoadPlanner.delivers_as_torch = LoadPlanner
-"""It gives tensors as torch's planner does, unless a subclass gives others; see `_loading.deliver`."""
+"""Marks the planner that returns tensors like torch's; see `_loading.deliver`. Subclasses may return others."""

@@ -52,7 +52,7 @@ __all__ = ["ReaderOptions", "TensorizerStorageReader"]
 
 
 class ReaderOptions(TypedDict, total=False):
-    """The options of `TensorizerStorageReader`, for what passes them on: a type checker then knows their names."""
+    """The options of `TensorizerStorageReader`, so that type checkers know their names where they are passed on."""
 
     storage_options: Mapping[str, Any] | None
     verify: bool
@@ -70,33 +70,34 @@ class ReaderOptions(TypedDict, total=False):
 class TensorizerStorageReader(StorageReader):
     """Loads what `TensorizerStorageWriter` saved, onto any number of ranks and any sharding.
 
-    Each rank reads the bytes it needs and no others, in parallel, straight into its tensors where their dtype and
-    memory layout allow that.
+    Each rank reads only the bytes that it needs, in parallel, and straight into its tensors if their dtype and memory
+    layout allow that.
 
     Args:
         path: The checkpoint: a local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load``
             overrides it.
         storage_options: Passed to the fsspec filesystem.
-        verify: Compare everything that is read with the digests that were stored with it. Without it, lengths,
-            coverage and the metadata's own digest are still checked.
-        allow_pickle: Load objects of any type. Without it, types of the standard library, NumPy and torch that are
-            data are loaded, and those passed to ``torch.serialization.add_safe_globals``. Others can run any code: only
-            for checkpoints that you trust as you trust a program.
+        verify: Compare everything that is read with its stored digests. Lengths, coverage and the metadata's own digest
+            are always checked.
+        allow_pickle: Load objects of any type, which can run any code: only for checkpoints that you trust as you trust
+            a program. Without it, data types of the standard library, NumPy and torch are loaded, and those passed to
+            ``torch.serialization.add_safe_globals``.
         thread_count: Parallel reads; None for a number that suits the storage.
-        page_cache: Leave what is read from a local disk in the page cache, so that the next load of it need not read
-            the disk. None: if there is room for it, that is twice the bytes that the ranks of this machine read.
+        page_cache: Leave the data of local disks in the page cache, for the next load. None: if there is room for twice
+            the bytes that the ranks of this machine read.
         timeout: Seconds after which a wait for a remote storage is given up; 600 by default. Requests to S3 and SFTP
             servers that stay silent for a tenth of that are tried again.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
             checkpoint that is not encrypted is refused.
         on_progress: Called while tensors are read, with the bytes that are done and the bytes in all; by several
             threads, one at a time.
-        exchange: A process group. What all its ranks want is read once: each reads a part, and they exchange the parts.
-            It pays where ranks hold the same (DDP; the replicas of HSDP: pass their group), and the network between
-            ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of it must load together.
+        exchange: A process group. Data that all its ranks want is read once: each rank reads a part, and they exchange
+            the parts. It pays if ranks hold the same state (DDP; for HSDP, pass the group of the replicas), and the
+            network between ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of the group
+            must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. An error in it is logged; the
             load does not fail.
-        local: The folder that was the writer's ``local``: what is whole there is read from there. Then ``path`` is the
+        local: The writer's ``local`` folder. Files that are whole there are read from there. Then ``path`` is the
             writer's path, and the checkpoint, below it, is the ``checkpoint_id`` of ``dcp.load``.
 
     Raises:
@@ -188,13 +189,14 @@ class TensorizerStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
 
-        Each tensor is one whole chunk in it, whose parts the reader finds when they are read: DCP's planner goes
-        through all chunks of all tensors on each rank. Where the stored chunks do not make a tensor up, and where each
-        rank saved for itself, the chunks are those that are stored. `stored_metadata` always has those.
+        In it each tensor is one whole chunk, because DCP's planner visits all chunks of all tensors on each rank. The
+        reader finds the stored chunks when it reads. If the stored chunks do not make a tensor up, or if each rank
+        saved for itself, the metadata has the stored chunks. `stored_metadata` always has them.
 
-        DCP swallows what is raised here and asks again for the rank's own. A rank that gets an answer then skips the
-        collectives that the other ranks wait in. So a checkpoint of all ranks never answers ``rank=``, and an error is
-        kept for `set_up_storage_reader`, or a planner that looks before: there DCP hands it to every rank.
+        DCP swallows an error here, and asks again for the rank's own. A rank that gets an answer then skips the
+        collectives in which the other ranks wait. So a checkpoint of all ranks never answers ``rank=``, and the error
+        is kept for `set_up_storage_reader`, or for a planner that looks at the metadata before: there DCP sends it to
+        every rank.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -236,10 +238,10 @@ class TensorizerStorageReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises what `read_metadata` could not; keeps the metadata, and checks that the key is the checkpoint's.
+        """Raises the error of `read_metadata`, if there was one; keeps the metadata, and checks the key.
 
         Raises:
-            DecryptionError: the checkpoint is encrypted with another key, or is encrypted and there is none, or is not.
+            DecryptionError: the key is missing or wrong, or the checkpoint is not encrypted.
         """
         if self._error is not None:
             raise self._error
@@ -261,17 +263,17 @@ class TensorizerStorageReader(StorageReader):
                 check_coverage(storage.path, index, {read_item.storage_index.fqn for read_item in plan.items})
             self._located = Located(index, plan.items)
         check_files(storage, index.files, self._located.files - {"", *index.in_memory})
-        # Where each rank saved for itself, each reads a save of its own, and there is nothing to agree on.
+        # If each rank saved for itself, each reads its own save, and there is nothing to agree on.
         read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._exchange))
         self._plan = RetainedPlan.keep(plan, self._rank, read_from)
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks have read the metadata of one save, while another job may replace it.
+        """Checks that all ranks have read the metadata of the same save, which another job may replace.
 
         Raises:
             MetadataError: they have not; no target has changed.
-            ReadError: some of the ranks that are to exchange what they read do not load, or have no group.
+            ReadError: some ranks of the ``exchange`` group do not load, or do not pass the group.
         """
         path, carried = self._opened()[0].path, [plan.storage_data for plan in plans]
         check_one_save(path, carried)
@@ -285,17 +287,17 @@ class TensorizerStorageReader(StorageReader):
         """Reads everything in the plan into the targets that the planner gives.
 
         Raises:
-            MetadataError: this rank saved other parts of a tensor for itself than its target holds; names the key.
+            MetadataError: this rank saved for itself, and other parts of a tensor than its target holds; names the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
-            UntrustedObject: objects could run code; names keys and types, before any target changes.
+            UntrustedObject: objects could run code; names keys and types; no target has changed.
         """
         self._clock.begin_reading()
         storage, index = self._opened()
         assert self._metadata is not None
         warn_of_empty_dicts(storage.path, planner)
         located = self._located or Located(index, ())
-        self._located = self._plan = None  # the plan has come back
+        self._located = self._plan = None  # no longer needed
         group = None if self._reads_alone else self._exchange
         source = LoadSource(storage, index, located, self._metadata, self._cipher, self._per_rank, group)
         progress = LoadProgress(storage.path, self._on_progress)
@@ -316,12 +318,12 @@ class TensorizerStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        """Returns whether it is a local path, or a URL of a known protocol. It is not opened."""
         return is_location(checkpoint_id)
 
     @property
     def _save_id(self) -> str:
-        """The id of the save whose metadata was read; empty where that does not say."""
+        """The id of the save whose metadata was read; empty if the metadata has none."""
         assert self._metadata is not None
         meta = self._metadata.storage_meta
         return "" if meta is None else meta.save_id or ""
@@ -335,13 +337,13 @@ class TensorizerStorageReader(StorageReader):
         index = self._index = read_index(storage, rank)
         if rank is not None:
             check_world_size(storage, index is not None, world_size())
-        if index is None:  # DCP's first question only finds out that there is a second one to ask
+        if index is None:  # DCP then asks again with `rank=`
             raise not_committed(storage.path) if rank is None else nothing_committed(storage)
         metadata = index.metadata()
         metadata.storage_meta = dataclasses.replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
         return metadata
 
     def _unlock(self) -> Cipher | None:
-        """The checkpoint's key, before any target changes."""
+        """The checkpoint's key, checked before any target changes."""
         storage, index = self._opened()
         return unlock(self._encryption, index.encryption, storage.path, self._cipher)

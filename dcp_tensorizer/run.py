@@ -1,4 +1,4 @@
-"""Runs a script or a module with this package's storage in the place of torch's own, see `dcp_tensorizer.install`.
+"""Runs a script or a module with this package's storage instead of torch's; see `dcp_tensorizer.install`.
 
 ::
 

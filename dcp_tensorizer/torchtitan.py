@@ -29,12 +29,12 @@ __all__ = ["TensorizerCheckpointManager"]
 class TensorizerCheckpointManager(CheckpointManager):
     """torchtitan's ``CheckpointManager`` with this package's storage.
 
-    Folders, steps, what is saved and when, are as torchtitan has them. It differs in:
+    Folders, steps, the saved state and the times of saves are torchtitan's. It differs in:
 
     - ``async_mode="async"`` saves while training goes on. ``save`` returns when the state is copied.
     - ``async_mode="async_with_pinned_mem"`` also copies while training goes on. torchtitan's trainer waits for the copy
       before the next optimizer step. The copy is in pinned memory in both modes.
-    - What is resumed from, and ``initial_load_path``, may be of any format that `open_reader` loads. So a job that has
+    - A job resumes from any format that `open_reader` loads, also by ``initial_load_path``. So a job that has
       saved by torchtitan's own manager goes on with this one.
     - Old checkpoints are removed when the save that replaces them has committed: by the next save, or by ``close``.
       torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile, and
@@ -83,7 +83,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads what is there, by `open_reader`; with ``from_hf`` it is renamed as torchtitan does it."""
+        """Loads any format that `open_reader` recognises; with ``from_hf`` it is renamed as torchtitan does it."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -91,15 +91,15 @@ class TensorizerCheckpointManager(CheckpointManager):
         self.states[MODEL].load_state_dict(state_dict)
 
     def _wait_for_saving(self) -> None:
-        under_way, self.save_future = self.save_future, None  # what failed is raised once
+        under_way, self.save_future = self.save_future, None  # an error is raised only once
         assert under_way is not None
         under_way.result()
         self._purge_stale_checkpoints()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Removes what is older than the ``keep_latest_k`` newest checkpoints that have committed."""
+        """Removes all but the ``keep_latest_k`` newest committed checkpoints."""
         if self.save_future is not None or not self._should_purge():
-            return  # with a save under way it is asked for again, when that is over
+            return  # called again when the save under way is over
         matches = [re.search(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
         paths = {int(match[1]): filesystem.join(self.folder, match.string) for match in matches if match}
         committed = [step for step, path in paths.items() if filesystem.isfile(filesystem.join(path, ".metadata"))]

@@ -48,9 +48,10 @@ __all__ = ["TensorizerStorageWriter", "WriterOptions"]
 
 
 class WriterOptions(TypedDict, total=False):
-    """The options of `TensorizerStorageWriter` that `CheckpointManager` passes on: type checkers then know their names.
+    """The options of `TensorizerStorageWriter` that `CheckpointManager` passes on, so that type checkers know their
+    names.
 
-    All but ``survive``, which the manager has itself.
+    ``survive`` is missing, because the manager has it itself.
     """
 
     cache_staged_state_dict: bool
@@ -70,7 +71,7 @@ class WriterOptions(TypedDict, total=False):
 
 
 class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
-    """Writes checkpoints as tensorizer files, without training noticing.
+    """Writes checkpoints as tensorizer files, while training goes on.
 
     Pass it as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), and close it before
     ``destroy_process_group()``::
@@ -87,51 +88,52 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     `prewarm` starts. So there may be a new writer for every save. It need not be closed if the future of the last save
     is waited for.
 
-    Memory: one buffer of the size of the rank's state (allocated by `prewarm` in the background, or else in the first
-    save, which then takes longer; again when the state outgrows it), kept between saves; and in the writer process up
-    to ``limits.buffer_bytes`` for the parts of a file that are being made (64 MB for local files, which stay there),
-    over some 40 MB for its imports (200 MB with ``staging="device"``). ``dcp.save`` writes from the tensors themselves.
+    Memory: one buffer of the size of the rank's state is kept between saves. `prewarm` allocates it in the background;
+    otherwise the first save does, and takes longer. It is allocated again when the state outgrows it. The writer
+    process takes some 40 MB for its imports (200 MB with ``staging="device"``), and up to ``limits.buffer_bytes`` for
+    the parts of files (64 MB for local files, which it keeps). ``dcp.save`` writes from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
             ``checkpoint_id`` overrides it for that save.
         cache_staged_state_dict: Keep the staging buffer between saves.
-        staging: ``"buffer"``: everything is copied to the staging buffer. ``"shared"``: but for CPU tensors that are in
-            shared memory already, which are written from where they are, and may be changed when they are written;
-            not together with encryption. ``"device"``: CUDA tensors are copied to it by the writer process, which
-            then has a CUDA context of its own. Unless staging overlaps, ``async_save`` returns when the state may be
-            changed.
-        overlap_staging: Have ``async_save`` return before the state is copied, with an ``AsyncSaveResponse``: the state
-            may be changed when its ``staging_completion`` is done, see `lock`.
+        staging: ``"buffer"``: everything is copied to the staging buffer. ``"shared"``: everything except CPU tensors
+            in shared memory. Those are written from there, and may be changed when they are written; not together with
+            encryption. ``"device"``: the writer process copies CUDA tensors to the buffer, and has a CUDA context of
+            its own. Unless staging overlaps, ``async_save`` returns when the state may be changed.
+        overlap_staging: ``async_save`` returns before the state is copied, with an ``AsyncSaveResponse``. The state may
+            be changed when its ``staging_completion`` is done; see `lock`.
         overwrite: Replace a checkpoint at the path; if False, that is an error.
         sync_files: Return only when data is on permanent storage (fsync). Without it a checkpoint can be lost or
             damaged when the machine fails, not when the job does.
-        thread_count: Threads that copy while training waits, and that hash in the writer process; None for as many as
-            there are cores for each rank of the node, up to four.
-        storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket: they are
-            written nowhere.
+        thread_count: Threads that copy while training waits, and that hash in the writer process; None: the cores of
+            the node divided by its ranks, up to four.
+        storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
+            written to disk.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
             committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
-        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It costs 0.6 s of CPU time a GB in the
-            writer process. Both find damage. Neither keeps somebody who may write there from changing data and hash.
+        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It takes 0.6 s of CPU time per GB in the
+            writer process. Both find damage. Neither protects against somebody who may write there, and can change the
+            hash with the data.
         reuse_unchanged: Do not write again what has not changed since the last saves: their files get another name by
             hard link, or are copied by the object store. Every checkpoint is whole by itself. Not with encryption.
-        encryption: `tensorizer.EncryptionParams`, the same on every rank: a key that all tensors and objects are
-            encrypted with. Names, shapes and dtypes stay readable. The key reaches the writer process through a
-            socket: it is written nowhere.
+        encryption: `tensorizer.EncryptionParams`, the same on every rank: the key with which all tensors and objects
+            are encrypted. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket,
+            and is never written to disk.
         limits: How long a save may wait, how much memory it may take, and how many may fail: see `SaveLimits`.
         local: A folder on a disk of each node, which mirrors the path: saves are durable there first, and are flushed
             to the path when no save needs the writer process. Then ``on_report`` is called once more.
-        max_unflushed: Training waits for the path when so many checkpoints are in the local folder alone; 3 by default.
-        survive: Seconds that a state stays in this machine's memory when the trainer has died while it was being saved
-            by ``async_save``. `open_reader` loads it from there. 0: nothing is kept.
+        max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
+        survive: Seconds for which a state stays in this machine's memory if the trainer dies during its ``async_save``.
+            `open_reader` loads it from there. 0: nothing is kept.
 
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed, or two of them exclude each other: ``encryption`` and
             ``sha256``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"`` or
             ``cache_staged_state_dict=False``; ``local`` without a path.
-        WriteError: there is a key, and no libsodium; or the path is only read (http), or has no working directory.
+        WriteError: there is a key, but no libsodium; the path is read-only (http); or it is relative, and there is no
+            working directory.
     """
 
     _synchronize_after_execute = False
@@ -193,30 +195,30 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer for state dicts of this size.
 
-        It returns at once: memory is made ready in the background, and the first save waits for it if need be.
-        ``Stateful`` values are asked for their state, as a save does. To be called when there is one: before the
-        first optimizer step, ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which
-        Adam counts.
+        It returns at once: memory is allocated in the background, and the first save waits for it if necessary.
+        ``Stateful`` values are asked for their state, as in a save. Call it after the first optimizer step: before,
+        ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which Adam counts.
 
         Raises:
-            StagingError: memory is short, or the state dict holds what cannot be saved; names the key.
+            StagingError: memory is short, or a value cannot be saved; names the key.
         """
         self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 
     def close(self, timeout: float | None = None) -> None:
         """Waits for this writer's saves, and with ``local`` until they are at the path, too. Idempotent.
 
-        If no other writer that has staged something is open, it ends the writer process and gives the memory back.
-        To be called before ``destroy_process_group()``, which would fail that save. A signal's handler may call it,
-        whatever it has interrupted. A save whose state the interrupted thread is copying is abandoned at once.
+        If no other writer that has staged something is open, it ends the writer process and frees the memory. Call it
+        before ``destroy_process_group()``, which would make a running save fail. A signal handler may call it at any
+        time. If it has interrupted the copying of a state, the save of that state is abandoned at once.
 
         Args:
-            timeout: Seconds that all of this may take, 0 for none. Then the save under way is abandoned, its writer
-                process is killed, and the checkpoint before it stays. None: as long as the save takes. What is not at
-                the path by then stays in the local folder, for the next job, and the log says so.
+            timeout: Seconds that all of this may take, 0 for none. After that the save under way is abandoned, its
+                writer process is killed, and the checkpoint before it stays. None: as long as the save takes.
+                Checkpoints that are not at the path by then stay in the local folder for the next job, and the log says
+                so.
 
         Raises:
-            TypeError, ValueError: the timeout is no number of seconds.
+            TypeError, ValueError: the timeout is not a number of seconds.
         """
         if timeout is not None:
             check_timeout(timeout, least=0)
@@ -227,15 +229,14 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
             self._saver.free(deadline)
 
     def wait_remote(self, timeout: float | None = None) -> bool:
-        """Waits until the path has everything that lies in the local folder, also what a dead job has left there.
+        """Waits until the path has everything from the local folder, also from jobs that died; returns whether it has.
 
         Args:
             timeout: Seconds that this may take. None: as long as the flush makes progress.
 
-        Returns whether it has.
-
         Raises:
-            TypeError, ValueError, WriteError: the timeout is no number of seconds; a checkpoint was given up.
+            TypeError, ValueError: the timeout is not a number of seconds.
+            WriteError: a checkpoint was given up.
         """
         if timeout is not None:
             check_timeout(timeout, least=0)
@@ -271,38 +272,38 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         return self._stage(state_dict, SaveDescription())
 
     def _stage(self, state_dict: dict[str, Any], save: SaveDescription) -> dict[str, Any] | StagingFuture:
-        self._end_session()  # of a synchronous save that failed: it holds on to its directory
+        self._end_session()  # of a failed synchronous save, which still has its directory
         staged = self._saver.stage(state_dict, save)
         return StagingFuture(staged) if self._options.overlap_staging else staged
 
     def synchronize_staging(self) -> None:
-        """Returns when training may change everything that was staged."""
+        """Waits until training may change everything that was staged."""
         self._saver.stager.wait_released()
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Makes what is done inside wait for the copies that are still running. It locks nothing.
+        """Makes the code inside wait for copies that are still running.
 
-        To be entered around ``optimizer.step()``, with ``overlap_staging``::
+        With ``overlap_staging``, enter it around ``optimizer.step()``::
 
             with writer.lock():
                 optimizer.step()
 
-        The name is the one that users of other checkpointers know. Several threads may be inside at once, and leaving
-        does nothing. If all copies that are left come from a GPU, entering returns at once, and what is queued inside,
-        on the current stream, waits for them. Otherwise entering waits until the state may be changed.
+        It is not a real lock: several threads may be inside at once, and leaving does nothing. The name is known from
+        other checkpointers. If the remaining copies all come from a GPU, entering returns at once, and work that is
+        queued inside on the current stream waits for them. Otherwise entering waits until the state may be changed.
         """
         self._saver.stager.hold_training()
         yield
 
     def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Makes each step of an optimizer wait as inside `lock`: for ``overlap_staging``, without a change to the loop.
+        """Makes each step of an optimizer wait as inside `lock`, for ``overlap_staging`` without a change to the loop.
 
-        It holds `optimizer.step()` alone. What changes the state elsewhere needs `lock`: a forward pass with BatchNorm,
-        moving averages of the weights, optimizers that step in the backward pass, the scales of FP8.
+        It applies only to `optimizer.step()`. Other code that changes the state needs `lock`: a forward pass with
+        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8.
 
         Args:
-            optimizer: Whose steps wait, as long as the writer lives.
+            optimizer: Its steps wait as long as the writer lives.
 
         Returns:
             A handle, whose ``remove()`` ends it.
@@ -319,31 +320,34 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The destination of the calling thread's save, or else of the next one that is given no ``checkpoint_id``."""
+        """The destination of the calling thread's save; without one, of the next save without a ``checkpoint_id``."""
         return getattr(self._local, "path", None) or self._path
 
     @property
     def save_id(self) -> str:
-        """The id of the save that began last, in this process; before the first one, of that."""
+        """The id of the last save that began in this process; before the first one, of the first."""
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a save that is given a ``checkpoint_id``: it holds for the calling thread's save, and
-        for the next one without an id if a ``state_dict()`` or a planner's ``set_up_planner`` fails first. It may be
-        relative to the working directory in which the save was staged."""
+        """Called by DCP before a save with a ``checkpoint_id``.
+
+        The path holds for the calling thread's save. If a ``state_dict()`` or a planner's ``set_up_planner`` fails
+        before the save begins, it holds for the next save without an id. It may be relative to the working directory at
+        the time of staging.
+        """
         if checkpoint_id is not None:
             check_path(checkpoint_id)
         self._local.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """Says where the calling thread's save goes, and its id.
+        """Returns the destination of the calling thread's save, and its id.
 
-        It is DCP's first hook in every save, inside the step in which DCP hands errors round. The save of what was
-        staged begins here, and any other with the next hook: so whoever only asks begins nothing.
+        It is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. The save of a
+        staged state begins here. Other saves begin with the next hook, so that a call of this one alone begins nothing.
 
         Raises:
             StagingError: this rank could not stage its state dict.
-            WriteError: there is no path to save what was staged to, or the writer is closed.
+            WriteError: there is no path for the staged state, or the writer is closed.
         """
         staged_save = self._saver.stager.begin_save()
         if staged_save is not None:
@@ -352,12 +356,12 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
             return StorageMeta(checkpoint_id=begun.path, save_id=begun.id)
         path, context = self.checkpoint_id, self._context_of_trainer
         if path is not None:
-            with suppress(WriteError):  # the save will say so
+            with suppress(WriteError):  # the save will report it
                 path = redact(str(absolute_path(path, None if context is None else context.directory)))
         return StorageMeta(checkpoint_id=path, save_id=self._saver.next_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP with this rank's part in the save: one that was not staged begins here.
+        """Called by DCP with this rank's part in the save. A save without staging begins here.
 
         Raises:
             StagingError: this rank could not stage its state dict.
@@ -372,7 +376,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory; the coordinator locks it, and removes what dead saves left there.
+        """Creates the directory. The coordinator locks it, and removes the files of dead saves.
 
         Raises:
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
@@ -381,7 +385,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         return self._session.prepare(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: the plans, with what each rank may leave out of its results."""
+        """Adds to the plans, on the coordinator, what each rank may leave out of its results."""
         age_objects()
         return self._session.answer(plans)
 
@@ -389,7 +393,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         """Writes this rank's items and makes them durable.
 
         Raises:
-            WriteError: naming path, rank and, where known, key; nothing of this rank's is left behind.
+            WriteError: names path, rank and, where known, key; this rank's files are removed.
         """
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._session.write(plan, planner))
@@ -405,7 +409,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it is a local path, or a URL of a protocol that fsspec knows. It is not opened."""
+        """Returns whether it is a local path, or a URL of a known protocol. It is not opened."""
         return is_location(checkpoint_id)
 
     @property
@@ -415,40 +419,35 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
     def _begin_session(self, staged_save: StagedSave | None) -> SaveSession:
         """Begins the calling thread's save; raises what `Saver.begin` does."""
         if staged_save is None:
-            self._saver.stager.wait_turn()  # a synchronous save, or one that was staged by another stager
+            self._saver.stager.wait_turn()  # for a synchronous save, or one that another stager has staged
         self._end_session()
         context = self._context(staged_save)
         directory = None if context is None else context.directory
         try:
             session = self._saver.begin(self.checkpoint_id, directory, staged_save, self._error_of_trainer)
         except BaseException:
-            self._local.path = None  # it was that save's
+            self._local.path = None  # it was for that save
             raise
         self._local.session = session
         return session
 
     def _begun(self) -> SaveSession | None:
-        """The calling thread's save of what was staged, if it has begun and DCP has not set the writer up for it.
+        """The calling thread's save of a staged state, if it has begun, and DCP has not called `set_up_storage_writer`.
 
-        After a planner that failed in between, DCP goes on to another path, or nothing is left of what was staged.
+        None after a planner failed between the two hooks: then DCP goes on to another path, or the state is dropped.
         """
         path, session = getattr(self._local, "begun", None) or (None, None)
         return None if session is None or session.is_dropped or path != self.checkpoint_id else session
 
     def _end_session(self) -> None:
-        """This thread's save before is over: if another rank failed, no hook has said so."""
+        """Ends this thread's last save, if no hook has: DCP calls none when another rank has failed."""
         session: SaveSession | None = getattr(self._local, "session", None)
         if session is not None:
             session.end()
 
 
 class DescribedStager(AsyncStager):
-    """Stages for one save of a writer, and says what that is. To close it ends nothing.
-
-    Args:
-        writer: Stages.
-        save: What is staged for.
-    """
+    """Stages for one save of a writer, which ``save`` describes. Closing it ends nothing."""
 
     _synchronize_after_execute = TensorizerStorageWriter._synchronize_after_execute
 
@@ -462,7 +461,7 @@ class DescribedStager(AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """That of the writer."""
+        """Returns the writer's answer."""
         return self._writer.should_synchronize_after_execute
 
     def synchronize_staging(self) -> None:
@@ -470,4 +469,4 @@ class DescribedStager(AsyncStager):
         self._writer.synchronize_staging()
 
     def close(self) -> None:
-        """Does nothing: the writer is closed by whoever has it."""
+        """Does nothing: the writer's owner closes it."""

@@ -1,4 +1,4 @@
-"""What every storage must do, as tests that those of each storage inherit."""
+"""The contract of storages, as a class of tests to inherit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ print(open_storage(location, options).read(".metadata").decode())
 class StorageTests:
     """Tests of the contract of a storage, for a class of tests to inherit.
 
-    The class gives the fixture `url`, the URL or path of a directory that does not exist yet, another one for each
-    test. If the storage takes options, it gives `options`, too. The storage's package must be installed, so that its
+    The class defines the fixture `url`: the URL or path of a directory that does not exist yet, a new one for each
+    test. If the storage takes options, it defines `options`, too. The storage's package must be installed, so that its
     entry point is found.
 
     Attributes:
