@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import tempfile
@@ -25,7 +26,9 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 # Not a WeakKeyDictionary, which calls Python code when an owner is freed. If a signal handler raised an exception
-# there, such as SystemExit, the interpreter would drop it.
+# there, such as SystemExit, the interpreter would drop it. Each key is a number that is used once: the `id` of a dead
+# owner may be a new owner's already.
+_numbers = itertools.count()
 _owners: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
 _FEW = 64
 _most = _FEW  # entries before dead owners are removed
@@ -38,11 +41,11 @@ def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
     """
     global _most
     if len(_owners) >= _most:
-        for number, (reference, _) in list(_owners.items()):
+        for number, (reference, _) in _owners.copy().items():  # a copy is made at once, whatever other threads do
             if reference() is None:
                 _owners.pop(number, None)
         _most = max(_FEW, 2 * len(_owners))
-    _owners[id(owner)] = weakref.ref(owner), let_go
+    _owners[next(_numbers)] = weakref.ref(owner), let_go
 
 
 def free_in_child(lock: _T) -> _T:
@@ -60,11 +63,23 @@ def _free(lock: Any) -> None:
 class Finalizer(weakref.finalize):  # type: ignore[type-arg]
     """A `weakref.finalize` that does nothing in forked children, so that they end nothing of their parent's."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_pid")
 
     def __init__(self, owner: object, end: Callable[..., object], /, *arguments: Any) -> None:
+        self._pid = os.getpid()
         super().__init__(owner, end, *arguments)
         in_child(self, Finalizer.detach)
+
+    def __call__(self, _: object = None) -> Any:
+        """Ends it; does nothing in a forked child.
+
+        In a child the interpreter first clears the parent's other threads, and only then calls what was registered.
+        So owners that only those threads held die while locks are still held.
+        """
+        if self._pid == os.getpid():
+            return super().__call__(_)
+        self.detach()
+        return None
 
 
 class Home:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import threading
 from collections.abc import Callable
 
@@ -75,6 +76,34 @@ def test_a_finalizer_ends_nothing_in_a_child() -> None:
     assert _is_so_in_child(goes)
     owners.clear()
     assert ended == ["ended"]
+
+
+def test_an_owner_that_only_another_thread_holds_ends_nothing_in_a_child() -> None:
+    """It dies there before any function of a child has run, while the lock that its end waits for is still held."""
+    of_thread, lock, ended = threading.local(), free_in_child(threading.Lock()), os.pipe()
+    is_ready, goes_on = threading.Event(), threading.Event()
+
+    def end() -> None:
+        os.write(ended[1], b"ended")
+
+    def hold() -> None:
+        of_thread.owner = _Owner()
+        Finalizer(of_thread.owner, end)
+        with lock:
+            is_ready.set()
+            goes_on.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_ready.wait()
+    try:
+        assert _is_so_in_child(lambda: not select.select([ended[0]], [], [], 0)[0] and lock.acquire(blocking=False))
+    finally:
+        goes_on.set()
+        thread.join()
+    assert os.read(ended[0], 5) == b"ended"
+    for descriptor in ended:
+        os.close(descriptor)
 
 
 def test_a_copy_is_not_at_home_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
