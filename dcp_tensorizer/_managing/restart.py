@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import closing
@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
-from .._restart.checkpoint import KeptCheckpoint
-from .._restart.client import KeeperDied, KeeperProcess, Visit, visits
-from .._restart.find import holders, reachable, taken
+from .._restart.client import KeeperProcess, visits
+from .._restart.find import Predecessors
 from .._restart.protocol import KeptHead
 from .._restart.runtime_directory import identity, job_name
 from .._runtime.threads import NEVER, Deadline, in_background
@@ -95,12 +94,10 @@ class Survival:
         self._spares = buffers - 1
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
-        self._process: KeeperProcess | None = None
-        self._predecessors = Predecessors(folder, agreement, self.run, [])
+        self._keeper: KeeperProcess | None = None
+        self._predecessors = Predecessors()
         self._keeping: Future[None] | None = None
         self._count = 0
-        self._kept: dict[str, SharedBuffer] = {}
-        self._written_last: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # and its digests
         self._newest: str | None = None  # the state that came last, until it is known of all ranks whether they keep it
 
     # --- keeping ----------------------------------------------------------------------------------------------------
@@ -118,28 +115,26 @@ class Survival:
         for visit in found:
             if visit.found.job == self.run:  # another rank was quicker
                 visit.close()
-        before = [visit for visit in found if visit.found.job != self.run]
-        self._predecessors = Predecessors(self._folder, self._agreement, self.run, before)
-        refusal = _stopped(silent[0]) if silent else self._predecessors.claim()
+        self._predecessors = Predecessors([visit for visit in found if visit.found.job != self.run])
+        refusal = _stopped(silent[0]) if silent else self._predecessors.claim(self.run)
         if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
             self._predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
         self._saver.engine.saves.spares[self] = self._spares
         try:
-            self._process = KeeperProcess(job, self.run, self._seconds)
+            self._keeper = KeeperProcess(job, self.run, self._seconds)
         except WriteError as error:
             self._stop_keeping(str(error))
 
     def settle(self) -> tuple[bool, bool]:
         """Waits until the newest state is kept; whether it could not be, and whether this rank keeps no more."""
         keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            error = keeping.exception()
-            if isinstance(error, KeeperDied):
-                self._stop_keeping(str(error))
-            elif error is not None:
-                logger.warning("a state is not kept in memory: %s", describe(error))
+        error = None if keeping is None else keeping.exception()
+        if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
+            self._stop_keeping("the keeper has ended" if error is None else describe(error))
+        elif error is not None:
+            logger.warning("a state is not kept in memory: %s", describe(error))
         if self._stage is _Stage.ON:
             self._look_for_room()
         has_failed = self._newest is not None and self._newest not in self._kept
@@ -190,8 +185,8 @@ class Survival:
         )
 
         def keep(staged: StagedStateDict) -> None:
-            if not staged.staged_save.abandoned:  # a save writes it
-                staged.staged_save.on_written = functools.partial(self._written, number)
+            if self._keeper is not None and not staged.staged_save.abandoned:  # a save writes it
+                staged.staged_save.on_written = functools.partial(self._keeper.written, number)
             self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
 
         return keep
@@ -199,8 +194,10 @@ class Survival:
     def restore(
         self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: RestoreChoice
     ) -> SaveRecord | Problem | None:
-        """Loads what a run before has kept: see `Predecessors.restore`."""
-        return self._predecessors.restore(state, selection, options, choice) if self._stage is not _Stage.OFF else None
+        """Loads what a run before has kept: see `load_kept`."""
+        if self._stage is _Stage.OFF:
+            return None
+        return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice)
 
     def discard(self) -> None:
         """Forgets what runs before have kept: it is not wanted."""
@@ -225,10 +222,9 @@ class Survival:
         if has_saved:
             self._predecessors.end()
         self._predecessors.close()
-        process, self._process = self._process, None
-        if process is not None:
-            process.end(deadline)
-        self._release(list(self._kept))
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.end(deadline)
         self._saver.engine.saves.spares.pop(self, None)
 
     def leave(self, deadline: Deadline = NEVER) -> None:
@@ -237,46 +233,30 @@ class Survival:
             wait_for([self._keeping], deadline.left)
         self.has_left = True
         self._predecessors.close()
-        process, self._process = self._process, None
-        if process is not None:
-            process.leave(deadline)
-        self._kept.clear()  # and nothing is written to their buffers any more
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.leave(deadline)
+
+    @property
+    def _kept(self) -> dict[str, SharedBuffer]:
+        """The buffers of the states that are kept, by their ids; the oldest comes first."""
+        return {} if self._keeper is None else self._keeper.kept
 
     def _keep(self, head: KeptHead, staged: StagedStateDict) -> None:
         staged_save = staged.staged_save
         try:
             staged_save.wait_copied()
             buffer = staged_save.buffer
-            assert buffer is not None and self._process is not None
+            assert buffer is not None and self._keeper is not None
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
             message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
-            self._process.keep(message, buffer)
-        except BaseException as error:
-            if (buffer := staged_save.buffer) is not None:
-                if isinstance(error, KeeperDied) and self._process is not None:
-                    self._process.kill()  # it may have got the state, and answer later
-                buffer.is_kept = False
+            self._keeper.keep(message, buffer)
+        except BaseException:
+            if staged_save.buffer is not None:
+                staged_save.buffer.is_kept = False
             raise
-        self._kept[head.id] = buffer
-        self._tell_digests(head.id)
-
-    def _written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """A save has written a state, and taken these digests, before or after the keeper has been told of it."""
-        self._written_last = number, known
-        if number in self._kept:
-            self._tell_digests(number)
-
-    def _tell_digests(self, number: str) -> None:
-        """Tells the digests if the state has been written.
-
-        Both threads may come here at once: the keeper may be told twice.
-        """
-        (written, known), process = self._written_last, self._process
-        if written == number and process is not None:
-            process.written(number, known)
-            self._written_last = "", {}
 
     def _look_for_room(self) -> None:
         """Keeps no more, if another state cannot be staged without the memory of those that are kept."""
@@ -302,24 +282,11 @@ class Survival:
         self._forget_all_but([])
 
     def _forget_all_but(self, kept: Sequence[str]) -> None:
-        forgotten = [number for number in self._kept if number not in kept]
-        if not forgotten:
-            return
         try:
-            if self._process is not None:
-                self._process.forget(forgotten)
-        except WriteError as error:  # also one that does not answer: what it has is to be overwritten
-            if self._process is not None:
-                self._process.kill()
-            self._release(forgotten)
+            if self._keeper is not None:
+                self._keeper.forget([state_id for state_id in self._kept if state_id not in kept])
+        except WriteError as error:
             self._stop_keeping(str(error))
-        else:
-            self._release(forgotten)
-
-    def _release(self, numbers: Iterable[str]) -> None:
-        for number in numbers:
-            if (buffer := self._kept.pop(number, None)) is not None:
-                buffer.is_kept = False
 
 
 def _stopped(path: Path) -> str:
@@ -331,9 +298,6 @@ def _stopped(path: Path) -> str:
 
 
 # What runs of the job before have kept in memory: whether it can be loaded, on all ranks, and is not outdated.
-
-_DEATH_SECONDS = 5.0  # until a keeper has seen that its trainer is gone
-_FIND_SECONDS = 0.05
 
 
 class Problem(NamedTuple):
@@ -352,148 +316,101 @@ class Problem(NamedTuple):
     has_touched: bool
 
 
-class Predecessors:
-    """The keepers of runs before, on this machine.
+def load_kept(
+    found: Predecessors,
+    folder: Storage,
+    agreement: Agreement,
+    state: dict[str, Any],
+    selection: Selection,
+    options: Mapping[str, Any],
+    choice: RestoreChoice,
+) -> SaveRecord | Problem | None:
+    """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
 
     Args:
+        found: The keepers of runs before.
         folder: Of the job.
         agreement: Of all ranks.
-        run: This run of the job.
-        visits: Connections to them.
+        state: What to load it into.
+        selection: Which keys.
+        options: For the reader.
+        choice: What is on storage.
 
-    Attributes:
-        nbytes: Of the buffer that this rank has loaded from; 0 if there is none.
+    Returns:
+        What was recorded with it. None, or why it could not be loaded: the state is to be loaded from storage.
+        The log says why.
+
+    Raises:
+        CheckpointError: it is whole and does not fit, as `load_first` says, or a rank is gone; on all ranks.
     """
+    head = _chosen(found, folder, agreement, choice)
+    if head is None:
+        return None
+    started = time.perf_counter()
+    path = f"the memory of step {head.step} on rank {agreement.rank}"
+    loaded, own = _loaded(found, head, agreement.rank, path, state, selection, options)
+    if problem := _joint(agreement.gathered(own)):
+        logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
+        return problem
+    found.forget_all_but(head.id)
+    for key, value in loaded.items():
+        if isinstance(state[key], Stateful):
+            state[key].load_state_dict(value)
+        else:
+            state[key] = value
+    seconds = time.perf_counter() - started
+    logger.info("%s: step %d is restored from memory (%.3f s)", folder.path, head.step, seconds)
+    return head.record
 
-    def __init__(self, folder: Storage, agreement: Agreement, run: str, visits: Sequence[Visit]) -> None:
-        self._folder = folder
-        self._agreement = agreement
-        self._run = run
-        self.nbytes = 0
-        self._visits = list(visits)
 
-    def claim(self) -> str:
-        """Makes the keepers wait for this run; says why one does not, which is that a run of the job is alive."""
-        deadline = time.monotonic() + _DEATH_SECONDS
-        for visit in self._visits:
-            while True:
-                try:
-                    if visit.claim(self._run):
-                        break
-                except ReadError:  # it has just ended
-                    break
-                if time.monotonic() > deadline:
-                    return (
-                        f"another run of this job is alive (its trainer is process {visit.found.trainer} on "
-                        f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
-                        f"replace each other's checkpoints"
-                    )
-                time.sleep(_FIND_SECONDS)
-        return ""
+def _chosen(found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice) -> KeptHead | None:
+    """The newest state that all ranks can reach, if it is not outdated; the same on all ranks."""
+    states = found.states()
+    own = {kept.head.id: kept.head for kept in states if kept.serves([agreement.rank], agreement.size)}
+    everywhere = agreement.gathered(own)
+    common = set.intersection(*map(set, everywhere))
+    if not common:
+        if states or any(everywhere):
+            logger.warning(
+                "%s: no state in memory is there for all ranks, as where a machine was replaced: this run goes on "
+                "from storage, which may be some steps older",
+                folder.path,
+            )
+        return None
+    # What the first rank's keeper says of it counts.
+    head = max((everywhere[0][state_id] for state_id in common), key=lambda h: (h.step, h.number, h.id))
+    tip = choice.candidates[0][0] if choice.candidates else None
+    there, ids = identity(folder.location), {step.save_id for step in choice.steps}
+    refusal = agreement.decided(lambda: _outdated(head, tip, there, ids))
+    if refusal:
+        logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, refusal)
+        return None
+    return head
 
-    def restore(
-        self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: RestoreChoice
-    ) -> SaveRecord | Problem | None:
-        """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
 
-        Args:
-            state: What to load it into.
-            selection: Which keys.
-            options: For the reader.
-            choice: What is on storage.
-
-        Returns:
-            What was recorded with it. None, or why it could not be loaded: the state is to be loaded from storage.
-            The log says why.
-
-        Raises:
-            CheckpointError: it is whole and does not fit, as `load_first` says, or a rank is gone; on all ranks.
-        """
-        head = self._chosen(choice)
-        if head is None:
-            return None
-        started = time.perf_counter()
-        loaded, own = self._load(head, state, selection, options)
-        if problem := _joint(self._agreement.gathered(own)):
-            logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
-            return problem
-        for visit in self._visits:
-            visit.forget_all_but(head.id)
-        for key, value in loaded.items():
-            if isinstance(state[key], Stateful):
-                state[key].load_state_dict(value)
-            else:
-                state[key] = value
-        seconds = time.perf_counter() - started
-        logger.info("%s: step %d is restored from memory (%.3f s)", self._folder.path, head.step, seconds)
-        return head.record
-
-    def end(self) -> None:
-        """Ends them, and gives their memory back: what they have is not wanted any more. Idempotent."""
-        self.nbytes = 0
-        visits, self._visits = self._visits, []
-        for visit in visits:
-            visit.end()
-
-    def close(self) -> None:
-        """Leaves them as they are. Idempotent."""
-        visits, self._visits = self._visits, []
-        for visit in visits:
-            visit.close()
-
-    def _chosen(self, choice: RestoreChoice) -> KeptHead | None:
-        """The newest state that all ranks can reach, if it is not outdated; the same on all ranks."""
-        everywhere = self._agreement.gathered(reachable(self._visits, self._agreement.rank, self._agreement.size))
-        common = set.intersection(*map(set, everywhere))
-        if not common:
-            if any(everywhere) or any(visit.found.heads for visit in self._visits):
-                logger.warning(
-                    "%s: no state in memory is there for all ranks, as where a machine was replaced: this run goes on "
-                    "from storage, which may be some steps older",
-                    self._folder.path,
-                )
-            return None
-        # What the first rank's keeper says of it counts.
-        head = max((everywhere[0][number] for number in common), key=lambda h: (h.step, h.number, h.id))
-        tip = choice.candidates[0][0] if choice.candidates else None
-        folder, ids = identity(self._folder.location), {step.save_id for step in choice.steps}
-        refusal = self._agreement.decided(lambda: _outdated(head, tip, folder, ids))
-        if refusal:
-            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, refusal)
-            return None
-        return head
-
-    def _load(
-        self, head: KeptHead, state: dict[str, Any], selection: Selection, options: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Problem | None]:
-        """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
-        path = f"the memory of step {head.step} on rank {self._agreement.rank}"
-        planner = SelectivePlanner(path, selection, state)
-        is_whole = True
-        try:
-            plain = StatePart().of(state)
-            checkpoint, is_whole = self._opened(head, path)
-            with closing(checkpoint), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
-                dcp_load(
-                    plain,
-                    storage_reader=KeptReader(checkpoint, options),
-                    planner=planner,
-                    no_dist=True,
-                )
-        except (Exception, CheckpointException) as error:
-            cause = error_of_load(path, error)
-            return {}, Problem(cause, isinstance(cause, ReadError), is_whole, planner.has_begun)
-        return plain, None
-
-    def _opened(self, head: KeptHead, path: str) -> tuple[KeptCheckpoint, bool]:
-        """A state as a checkpoint, and whether this machine has all of it; raises `ReadError`."""
-        try:
-            states = taken(holders(self._visits, head.id, self._agreement.rank), head.id)
-            self.nbytes = states[-1][0].state.nbytes
-            return KeptCheckpoint(path, states), len(states) == head.world_size
-        except Exception as error:  # it is of another release, say
-            raise ReadError(f"{path} cannot be read: {describe(error)}") from error
+def _loaded(
+    found: Predecessors,
+    head: KeptHead,
+    rank: int,
+    path: str,
+    state: dict[str, Any],
+    selection: Selection,
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Any], Problem | None]:
+    """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
+    planner = SelectivePlanner(path, selection, state)
+    is_whole = True
+    try:
+        plain = StatePart().of(state)
+        checkpoint = found.open(head.id, rank, path)
+        is_whole = checkpoint.is_whole
+        with closing(checkpoint), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
+            dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
+    except (Exception, CheckpointException) as error:
+        cause = error_of_load(path, error)
+        return {}, Problem(cause, isinstance(cause, ReadError), is_whole, planner.has_begun)
+    return plain, None
 
 
 def _joint(problems: Sequence[Problem | None]) -> Problem | None:

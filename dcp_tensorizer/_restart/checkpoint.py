@@ -36,18 +36,22 @@ class KeptCheckpoint(Storage):
 
     Args:
         path: For messages.
-        states: Of the ranks, each with the descriptor of its buffer, which is closed here. Of what several of them
-            have, the last one's is loaded: that of the rank that loads.
+        states: Of the ranks, each with its buffer, which is closed here. Of what several of them have, the last one's
+            is loaded: that of the rank that loads.
+
+    Attributes:
+        is_whole: The states of all ranks are there.
 
     Raises:
         CheckpointError: an item cannot be described; names its key.
     """
 
-    def __init__(self, path: str, states: Sequence[tuple[KeptContent, int]]) -> None:
+    def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor]]) -> None:
+        self.is_whole = len(states) == states[0][0].state.head.world_size
         self.path = self.location = path
         self.reads = ReadTuning(max_threads=cores(), min_threads=cores(), slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
-        self._buffers = {_names(content)[0]: _Buffer(fd, content.state.nbytes) for content, fd in states}
+        self._buffers = {_names(content)[0]: _Buffer(buffer, content.state.nbytes) for content, buffer in states}
         plans = [kept_plan(content.state) for content, _ in states]
         meta = StorageMeta(save_id=states[0][0].state.head.id)
         metadata = Metadata({}, planner_data=_merged(plans), storage_meta=meta)
@@ -102,13 +106,13 @@ class KeptCheckpoint(Storage):
 
 
 class _Buffer(RangeReader):
-    """A staging buffer of another process, whose descriptor is closed with this object.
+    """A staging buffer of another process.
 
     It is read as a file: mapping it first takes as long as copying it.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._descriptor = Descriptor(fd)
+    def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
+        self._descriptor = descriptor
         self.nbytes = nbytes
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:

@@ -6,12 +6,12 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._runtime.forks import Descriptor, Home, anonymous_file, free_in_child, too_many
+from .._runtime.forks import Descriptor, anonymous_file, free_in_child, in_child, too_many
 from .._runtime.threads import NEVER, Deadline, Patience, in_background
 from .._writer_process.child import kill, said_by, socket_pair, start
 from .._writer_process.protocol import LOOK_SECONDS, Channel
@@ -44,22 +44,30 @@ _END_SECONDS = 5.0
 
 
 class KeeperDied(WriteError):
-    """The keeper has ended, or does not answer."""
+    """The keeper has ended, or does not answer. All that it had is lost."""
 
 
 class KeeperProcess:
-    """A keeper, started at once.
+    """A keeper, started at once, and the staging buffers whose states it keeps.
+
+    A keeper that may not do as it is told is ended, and its buffers are free: it must not have what is overwritten.
 
     Args:
         job: What its socket is named by.
         run: The run of the job.
         seconds: How long it waits for a successor when this process is gone, and has left no state; see `Keep`.
 
+    Attributes:
+        kept: The buffers of the states that it keeps, by the states' ids. Each has ``is_kept`` set.
+        is_ours: It is there for this process: it has not ended, and is not left to a successor, nor a forked parent's.
+
     Raises:
         WriteError: it cannot be started.
     """
 
     def __init__(self, job: str, run: str, seconds: float) -> None:
+        self.kept: dict[str, SharedBuffer] = {}
+        self.is_ours = True
         self._lock = free_in_child(threading.Lock())
         try:
             self._path = socket_path(runtime_directory(), job)
@@ -78,34 +86,52 @@ class KeeperProcess:
         except OSError as error:
             raise WriteError(f"the keeper of states in memory cannot be started: {too_many(error) or error}") from error
         self._channel = Channel(ours)
-        self._started = self._is_left = False
-        self._home = Home()
+        self._started = False
+        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # last, and its digests
+        in_child(self, KeeperProcess._disown)
 
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
-        """Lets the keeper keep a state; raises `WriteError`, and `KeeperDied` if no other will be."""
-        self._ask(state, [buffer.fd])
+        """Lets the keeper keep a state. Its buffer is not written to until it is forgotten, or the keeper is lost.
 
-    def written(self, number: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """A state has been written; see `Digests`.
-
-        It returns at once: a keeper that is stopped must not hold up a commit. One that does not answer is ended, for
-        a late answer would be taken for that to the next request.
+        Raises:
+            WriteError: it does not keep this one.
+            KeeperDied: it keeps nothing any more.
         """
+        state_id = state.head.id
+        self.kept[state_id], buffer.is_kept = buffer, True
+        try:
+            self._ask(state, [buffer.fd])
+        except BaseException as error:
+            if not isinstance(error, WriteError):  # it may have got the state
+                self._lose()
+            self._release([state_id])
+            raise
+        self._tell_digests(state_id)
 
-        def tell() -> None:
-            try:
-                self._ask(WrittenDigests(number, known))
-            except KeeperDied:
-                if not self._is_left:
-                    self.kill()
-            except WriteError:  # it is busy, and takes the digests itself when they are wanted
-                pass
+    def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
+        """Takes the digests of a state that a save has written, before it is kept or later; see `WrittenDigests`.
 
-        in_background(tell, name="digests", daemon=True)
+        It returns at once: a keeper that is stopped must not hold up a commit.
+        """
+        self._written = state_id, known
+        if state_id in self.kept:
+            self._tell_digests(state_id)
 
-    def forget(self, ids: Sequence[str]) -> None:
-        """Lets the keeper forget states: their buffers may be written to now. Raises `KeeperDied`."""
-        self._ask(Forget(tuple(ids)))
+    def forget(self, ids: Collection[str]) -> None:
+        """Lets the keeper forget some of the states that it keeps: their buffers are free, also if this fails.
+
+        Raises:
+            WriteError: it does not answer, and is ended: it keeps nothing any more.
+        """
+        forgotten = [state_id for state_id in ids if state_id in self.kept]
+        if not forgotten:
+            return
+        try:
+            self._ask(Forget(tuple(forgotten)))
+        except BaseException:
+            self._lose()
+            raise
+        self._release(forgotten)
 
     def end(self, deadline: Deadline = NEVER) -> None:
         """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
@@ -121,44 +147,69 @@ class KeeperProcess:
                 pass
             finally:
                 self._lock.release()
-        if self._popen.poll() is None:
-            self.kill()
-        self._close()
-
-    def kill(self) -> None:
-        """Ends it at once, whatever it does; in a forked child it does nothing, for there it is the parent's."""
-        if self._home.is_here:
-            kill(self._popen)
-            remove(self._path)
+        self._lose()
 
     def leave(self, deadline: Deadline = NEVER) -> None:
-        """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent."""
-        self._is_left = True
+        """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent.
+
+        Nothing is written to its buffers any more.
+        """
+        self._disown()
         self._popen.returncode = 0  # it is not waited for: it outlives this process
         self._channel.hang_up(deadline.within(_END_SECONDS))
         self._close()
+
+    def _disown(self) -> None:
+        self.is_ours = False
+
+    def _lose(self) -> None:
+        """Ends it at once, whatever it does, unless it is another process's: its buffers are free."""
+        if not self.is_ours:
+            return
+        self._disown()
+        if self._popen.poll() is None:
+            kill(self._popen)
+        remove(self._path)
+        self._close()
+        self._release(list(self.kept))
+
+    def _release(self, numbers: Sequence[str]) -> None:
+        for state_id in numbers:
+            if (buffer := self.kept.pop(state_id, None)) is not None:
+                buffer.is_kept = False
 
     def _close(self) -> None:
         self._channel.close()
         self._output.close()
 
+    def _tell_digests(self, state_id: str) -> None:
+        """Tells the keeper the digests of a state, if they are there. It may be told twice."""
+        written, known = self._written
+        if written == state_id:
+
+            def tell() -> None:
+                with suppress(WriteError):  # it is busy, and takes the digests itself when they are wanted
+                    self._ask(WrittenDigests(state_id, known))
+
+            in_background(tell, name="digests", daemon=True)
+
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
+        """Raises `KeeperDied` where a later answer would be taken for that to the next request: it is ended."""
         if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted its holder
             raise WriteError(f"the keeper (pid {self._popen.pid}) is busy")
         try:
-            try:
-                if not self._started:
-                    _receive(self._channel, _START_SECONDS)
-                    self._started = True
-                self._channel.send(request, fds, _ANSWER_SECONDS)
-                answer = _receive(self._channel, _ANSWER_SECONDS)
-            except (EOFError, OSError) as error:
-                raise KeeperDied(
-                    f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}"
-                ) from error
-            except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
-                self.kill()
-                raise
+            if not self._started:
+                _receive(self._channel, _START_SECONDS)
+                self._started = True
+            self._channel.send(request, fds, _ANSWER_SECONDS)
+            answer = _receive(self._channel, _ANSWER_SECONDS)
+        except (EOFError, OSError) as error:
+            died = KeeperDied(f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}")
+            self._lose()
+            raise died from error
+        except BaseException:  # a KeyboardInterrupt
+            self._lose()
+            raise
         finally:
             self._lock.release()
         if isinstance(answer, Missing):
@@ -205,26 +256,26 @@ class Visit:
             self.found = _found(self._ask(Look()))
         return holds
 
-    def forget_all_but(self, number: str) -> None:
+    def forget_all_but(self, state_id: str) -> None:
         """Lets the keeper forget all other states. A keeper that has ended has done so."""
         with suppress(CheckpointError):
-            self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != number)))
+            self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
-    def take(self, number: str) -> tuple[KeptContent, int]:
-        """A state, and the descriptor of its buffer, which is the caller's to close.
+    def take(self, state_id: str) -> tuple[KeptContent, Descriptor]:
+        """A state, and its buffer.
 
         Raises:
             ReadError: it is not there any more.
         """
         try:
-            self._channel.send(Take(number), timeout=_ANSWER_SECONDS)
+            self._channel.send(Take(state_id), timeout=_ANSWER_SECONDS)
             answer, fds = _receive_with(self._channel, _DIGEST_SECONDS)
         except (EOFError, OSError) as error:
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error
         if not isinstance(answer, KeptContent):
             why = answer.why if isinstance(answer, Missing) else "it gave no answer"
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
-        return answer, fds[0]
+        return answer, Descriptor(fds[0])
 
     def end(self) -> None:
         """Ends the keeper, and gives its memory back."""

@@ -1,4 +1,4 @@
-"""States whose process is gone: which of them a rank can load, and the one that was being saved to a path.
+"""States whose trainers are gone: the keepers on this machine that have them, and what a rank can load of them.
 
 Each rank decides for itself, because one may read a checkpoint alone. What it decides depends only on what is on its
 machine, so that the ranks of a machine decide alike. Machines that differ are found out when plans are compared.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from .._format.names import metadata_file_name
 from .._index.container import find_index
-from .._runtime.forks import in_child
+from .._runtime.forks import Descriptor, in_child
 from .._runtime.threads import ranks_of_node
 from .._storage.base import Storage
 from .._storage.open import absolute_path
-from ..errors import CheckpointError, describe
+from ..errors import CheckpointError, ReadError, describe
 from .checkpoint import KeptCheckpoint
 from .client import Visit, visits
 from .protocol import KeptContent, KeptHead
@@ -28,6 +30,8 @@ from .runtime_directory import SAVES, identity, job_name, location_of
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 5.0  # a keeper answers in a millisecond, where it has a core
+_DEATH_SECONDS = 5.0  # until a keeper has seen that its trainer is gone
+_CLAIM_SECONDS = 0.05  # between two tries
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class KeptInfo:
 
 
 @dataclass(frozen=True)
-class _State:
-    """A state in this machine's memory: the head of each rank's part."""
+class KeptParts:
+    """A state in this machine's memory: the head of each rank's part that is here."""
 
     by_rank: dict[int, KeptHead]
 
@@ -63,6 +67,99 @@ class _State:
     @property
     def is_whole(self) -> bool:
         return len(self.by_rank) == self.head.world_size
+
+    def serves(self, ranks: Collection[int], world_size: int) -> bool:
+        """Returns whether these ranks can load it from this machine's memory: all of it, or each its own part."""
+        return self.is_whole or (self.head.world_size == world_size and self.by_rank.keys() >= set(ranks))
+
+
+class Predecessors:
+    """The keepers of trainers before, on this machine.
+
+    Args:
+        visits: Connections to them.
+
+    Attributes:
+        nbytes: Of the buffer that this rank has loaded from; 0 if there is none.
+    """
+
+    def __init__(self, visits: Sequence[Visit] = ()) -> None:
+        self.nbytes = 0
+        self._visits = list(visits)
+
+    def __bool__(self) -> bool:
+        return bool(self._visits)
+
+    def claim(self, run: str) -> str:
+        """Makes the keepers wait for a run of the job; says why one does not, which is that another run is alive."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        for visit in self._visits:
+            while True:
+                try:
+                    if visit.claim(run):
+                        break
+                except ReadError:  # it has just ended
+                    break
+                if time.monotonic() > deadline:
+                    return (
+                        f"another run of this job is alive (its trainer is process {visit.found.trainer} on "
+                        f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
+                        f"replace each other's checkpoints"
+                    )
+                time.sleep(_CLAIM_SECONDS)
+        return ""
+
+    def states(self, wanted: Callable[[KeptHead], bool] = lambda head: True) -> list[KeptParts]:
+        """The states that are wanted; of saves, only where the folder is the one that they went to."""
+        states: dict[str, dict[int, KeptHead]] = {}
+        for head in (head for visit in self._visits for head in visit.found.heads):
+            if wanted(head) and (not head.path or head.folder in (None, identity(os.path.dirname(head.path)))):
+                states.setdefault(head.id, {})[head.rank] = head
+        return [KeptParts(by_rank) for by_rank in states.values()]
+
+    def open(self, state_id: str, rank: int, path: str) -> KeptCheckpoint:
+        """A state as a checkpoint, of which a rank gets its own part where several have the same.
+
+        Args:
+            state_id: Which one.
+            rank: That loads it.
+            path: For messages.
+
+        Raises:
+            ReadError: a keeper does not have it any more, or it cannot be read.
+        """
+        by_rank = {head.rank: visit for visit in self._visits for head in visit.found.heads if head.id == state_id}
+        parts: list[tuple[KeptContent, Descriptor]] = []
+        try:
+            for other in sorted(by_rank, key=lambda other: (other == rank, other)):
+                parts.append(by_rank[other].take(state_id))
+            checkpoint = KeptCheckpoint(path, parts)
+        except BaseException as error:
+            for _, buffer in parts:
+                buffer.close()
+            if not isinstance(error, Exception):  # a KeyboardInterrupt
+                raise
+            raise ReadError(f"{path} cannot be read: {describe(error)}") from error  # it is of another release, say
+        self.nbytes = parts[-1][0].state.nbytes
+        return checkpoint
+
+    def forget_all_but(self, state_id: str) -> None:
+        """Lets the keepers forget all other states."""
+        for visit in self._visits:
+            visit.forget_all_but(state_id)
+
+    def end(self) -> None:
+        """Ends them, and gives their memory back: what they have is not wanted any more. Idempotent."""
+        self.nbytes = 0
+        visits, self._visits = self._visits, []
+        for visit in visits:
+            visit.end()
+
+    def close(self) -> None:
+        """Leaves them as they are. Idempotent."""
+        visits, self._visits = self._visits, []
+        for visit in visits:
+            visit.close()
 
 
 def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
@@ -85,9 +182,8 @@ def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
         return head.path.startswith(f"{name}/")
 
     found = _orphans(is_below)
-    for visit in found:
-        visit.close()
-    infos = (_info(state) for state in _states(found, is_below))
+    infos = [_info(state) for state in found.states(is_below)]
+    found.close()
     return tuple(sorted(infos, key=lambda info: info.started, reverse=True))
 
 
@@ -111,24 +207,19 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
     if not found:
         return None
     try:
-        states = _states(found, is_there)
+        states = found.states(is_there)
         if not states:
             logger.warning("%s is in memory, and its folder is another one now: it is not used", name)
-            return None
-        chosen = _newest(states, storage, rank, world_size)
-        if chosen is None:
-            return None
-        contents = taken(holders(found, chosen.id, rank), chosen.id)
-        checkpoint = KeptCheckpoint(f"{name} (in memory)", contents)
-        loaded.add(chosen, contents[-1][0].state.nbytes)
+        elif (chosen := _newest(states, storage, rank, world_size)) is not None:
+            checkpoint = found.open(chosen.id, rank, f"{name} (in memory)")
+            loaded.add(chosen, found.nbytes)
+            logger.info("%s is loaded from memory, where an ended process has left it", name)
+            return checkpoint
     except Exception as error:  # whatever is wrong with what is in memory: storage is there
         logger.warning("%s is in memory, and cannot be loaded from there: %s", name, describe(error))
-        return None
     finally:
-        for visit in found:
-            visit.close()
-    logger.info("%s is loaded from memory, where an ended process has left it", name)
-    return checkpoint
+        found.close()
+    return None
 
 
 class Loaded:
@@ -152,20 +243,19 @@ class Loaded:
     @property
     def nbytes(self) -> int:
         """The bytes of the largest one; 0 if there is none."""
-        return max(self._sizes.values(), default=0)
+        return max(list(self._sizes.values()), default=0)
 
     def add(self, head: KeptHead, nbytes: int) -> None:
-        """One more has been loaded."""
+        """Adds one that has been loaded."""
         self.is_replaced = False
         self.last_number = max(self.last_number, head.number)
         self._sizes[head.id] = nbytes
 
     def release(self) -> None:
         """Frees their memory, which is no longer needed."""
-        numbers = set(self._sizes)
-        self._sizes.clear()
-        for visit in _orphans(lambda head: head.id in numbers) if numbers else ():
-            visit.end()
+        released, self._sizes = self._sizes, {}
+        if released:
+            _orphans(lambda head: head.id in released).end()
 
 
 loaded = Loaded()
@@ -181,41 +271,8 @@ def committed_id(storage: Storage) -> str | None:
     return None if index is None else str(index.head.save_id)
 
 
-def reachable(found: Sequence[Visit], rank: int, world_size: int) -> dict[str, KeptHead]:
-    """The states that a rank can load by itself from this machine's memory, by their ids."""
-    return {
-        state.head.id: state.head
-        for state in _states(found, lambda head: True)
-        if state.is_whole or (state.head.world_size == world_size and rank in state.by_rank)
-    }
-
-
-def holders(found: Sequence[Visit], number: str, rank: int) -> list[Visit]:
-    """The keepers on this machine that have a part of a state, that of this rank's number last."""
-    by_rank = {head.rank: visit for visit in found for head in visit.found.heads if head.id == number}
-    return [by_rank[other] for other in sorted(by_rank, key=lambda other: (other == rank, other))]
-
-
-def taken(found: Sequence[Visit], number: str) -> list[tuple[KeptContent, int]]:
-    """Takes the parts of a state from its keepers, with the descriptors of the buffers, which are the caller's to
-    close.
-
-    Raises:
-        ReadError: one of them does not have it any more.
-    """
-    contents: list[tuple[KeptContent, int]] = []
-    try:
-        for visit in found:
-            contents.append(visit.take(number))
-    except BaseException:
-        for _, fd in contents:
-            os.close(fd)
-        raise
-    return contents
-
-
-def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
-    """Connections to the keepers whose trainers are gone, and that have a state that is wanted."""
+def _orphans(wanted: Callable[[KeptHead], bool]) -> Predecessors:
+    """The keepers whose trainers are gone, and that have a state of a save that is wanted."""
     found, silent = visits(job_name(SAVES), _LOOK_SECONDS)
     for path in silent:
         logger.warning("what a keeper has in memory is not looked at: it does not answer at %s, so it is stopped", path)
@@ -223,25 +280,16 @@ def _orphans(wanted: Callable[[KeptHead], bool]) -> list[Visit]:
     for visit in found:
         if visit not in orphans:
             visit.close()
-    return orphans
+    return Predecessors(orphans)
 
 
-def _states(found: Sequence[Visit], wanted: Callable[[KeptHead], bool]) -> list[_State]:
-    """Groups the parts of each state that is wanted; of saves, only where the folder is the one that they went to."""
-    states: dict[str, dict[int, KeptHead]] = {}
-    for head in (head for visit in found for head in visit.found.heads):
-        if wanted(head) and (not head.path or head.folder in (None, identity(os.path.dirname(head.path)))):
-            states.setdefault(head.id, {})[head.rank] = head
-    return [_State(by_rank) for by_rank in states.values()]
-
-
-def _info(state: _State) -> KeptInfo:
+def _info(state: KeptParts) -> KeptInfo:
     head = state.head
     started = datetime.fromtimestamp(head.number / 1e9, timezone.utc)
     return KeptInfo(head.path, head.id, started, head.world_size, tuple(sorted(state.by_rank)))
 
 
-def _newest(states: Sequence[_State], storage: Storage, rank: int, world_size: int) -> KeptHead | None:
+def _newest(states: Sequence[KeptParts], storage: Storage, rank: int, world_size: int) -> KeptHead | None:
     """The newest state that goes on from what is at the path, if all ranks of this machine can load it."""
     now = committed_id(storage)
     for state in sorted(states, key=lambda state: state.head.number, reverse=True):
@@ -250,9 +298,7 @@ def _newest(states: Sequence[_State], storage: Storage, rank: int, world_size: i
             return head if state.is_whole else None  # storage has the same, and all of it
         if now == "" or head.replaces != now:
             logger.warning("%s is in memory, and another save is committed there since: it is not used", storage.path)
-        elif state.is_whole or (
-            head.world_size == world_size and state.by_rank.keys() >= _ranks_here(rank, world_size)
-        ):
+        elif state.serves(_ranks_here(rank, world_size), world_size):
             return head
         else:
             logger.warning("%s is in memory, but not for all ranks: it is not used", storage.path)

@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
@@ -66,13 +65,17 @@ class KeptSave:
     Args:
         keeping: Of the process.
         where: The save's path.
+        storage: The same.
         seconds: How long the state is kept when this process is gone.
         staged_save: What is saved.
     """
 
-    def __init__(self, keeping: Keeping, where: str | Path, seconds: float, staged_save: StagedSave) -> None:
+    def __init__(
+        self, keeping: Keeping, where: str | Path, storage: Storage, seconds: float, staged_save: StagedSave
+    ) -> None:
         self._keeping = keeping
         self._path = location_of(where)
+        self._storage = storage
         self._seconds = seconds
         self._staged_save = staged_save
         self._plan: SavePlan | None = None
@@ -82,24 +85,24 @@ class KeptSave:
         """Takes what this rank could write: also what another one will."""
         self._plan = plan
 
-    def begin(self, storage: Storage, save_id: str, world_size: int) -> KeptState:
+    def begin(self, save_id: str, world_size: int) -> KeptState:
         """On the coordinator: what all ranks are told."""
-        replaces = committed_id(storage)
+        replaces = committed_id(self._storage)
         number = max(time.time_ns(), loaded.last_number + 1)  # the clock may have been set back since
         self._state = KeptState(save_id, number, world_size, replaces, loaded.is_replaced)
         return self._state
 
-    def keep(self, told: KeptState | None, storage: Storage, planner: SavePlanner, rank: int) -> None:
+    def keep(self, told: KeptState | None, planner: SavePlanner, rank: int) -> None:
         """Lets the keeper keep the state until the save is over. If that fails, the log says so, and the save goes on.
 
         Args:
             told: By the coordinator; None on itself, and where the planner has lost it.
-            storage: Where it is saved.
             planner: Gives the data.
             rank: This one.
         """
-        state, plan = self._state or told, self._plan
-        if plan is None or self._staged_save.buffer is None:
+        state, buffer = self._state or told, self._staged_save.buffer
+        plan, self._plan = self._plan, None  # this lives on, until the next state is staged
+        if plan is None or buffer is None:
             return
         if state is None or not plan.usable:
             logger.warning(
@@ -113,20 +116,30 @@ class KeptSave:
             loaded.release()
         where = None, None, None, identity(Path(self._path).parent), self._path, state.replaces
         head = KeptHead(state.id, state.number, self._keeping.run, rank, state.world_size, *where)
-        self._keeping.keep(head, plan, planner, self._staged_save, storage, self._seconds)
+        self._state = state
+        self._keeping.saves[state.id] = self
+        try:
+            keeper = self._keeping.keeper(self._seconds)
+            keeper.keep(described(head, plan, planner, buffer, self._seconds, digests_follow=True), buffer)
+            self._staged_save.on_written = functools.partial(keeper.written, state.id)
+        except KeeperDied as error:
+            _log_loss(error)
+        except Exception as error:
+            logger.warning("%s: the state is not kept in memory: %s", self._path, describe(error))
 
     def committed(self) -> None:
         """On the coordinator: the save is committed."""
         loaded.is_replaced = True
 
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the save has ended."""
+        return self._staged_save.over()
 
-class _KeptBuffer(NamedTuple):
-    """A state that is kept."""
-
-    id: str
-    staged_save: StagedSave
-    buffer: SharedBuffer
-    storage: Storage
+    @property
+    def is_on_storage(self) -> bool:
+        """Looks whether the save is committed."""
+        return self._state is not None and committed_id(self._storage) == self._state.id
 
 
 class Keeping:
@@ -134,48 +147,38 @@ class Keeping:
 
     Attributes:
         run: This process, as the run of a job.
+        saves: Those that keep their states, by the ids of these. Several threads change it, without a lock that one
+            could die with.
     """
 
     def __init__(self) -> None:
         self.run = uuid.uuid4().hex
-        self._process: KeeperProcess | None = None
-        self._kept: list[_KeptBuffer] = []  # changed by several threads, without a lock that one could die with
+        self.saves: dict[str, KeptSave] = {}
+        self._keeper: KeeperProcess | None = None
         self._ends_at_exit = False
         self._starting = free_in_child(threading.Lock())
 
-    def keep(
-        self,
-        head: KeptHead,
-        plan: SavePlan,
-        planner: SavePlanner,
-        staged_save: StagedSave,
-        storage: Storage,
-        seconds: float,
-    ) -> None:
-        """Keeps a state until its save is over. It raises no `Exception`: the save goes on without."""
-        buffer = staged_save.buffer
-        assert buffer is not None
-        buffer.is_kept = True
-        try:
-            process = self._started(seconds)
-            process.keep(described(head, plan, planner, buffer, seconds, digests_follow=True), buffer)
-            self._kept.append(_KeptBuffer(head.id, staged_save, buffer, storage))
-            staged_save.on_written = functools.partial(process.written, head.id)
-        except BaseException as error:
-            is_interrupted = not isinstance(error, Exception)
-            if is_interrupted or isinstance(error, KeeperDied):  # it may have got the state
-                self._lose(error)
-            else:
-                logger.warning("%s: the state is not kept in memory: %s", head.path, describe(error))
-            buffer.is_kept = False
-            if is_interrupted:
-                raise
+    def keeper(self, seconds: float) -> KeeperProcess:
+        """The keeper, which is started if there is none; raises `WriteError` if it cannot be."""
+        with self._starting:
+            if self._keeper is None or not self._keeper.is_ours:
+                self._keeper = KeeperProcess(job_name(SAVES), self.run, seconds)
+            if not self._ends_at_exit:
+                self._ends_at_exit = True
+                # `atexit` is not called where multiprocessing ends a process.
+                Finalize(None, lambda: self.end(Deadline(_EXIT_SECONDS)), exitpriority=0)
+            return self._keeper
 
     def begin_staging(self, saves: StagedSaves) -> None:
         """Forgets the states whose saves are over; and what was loaded from memory, if there is no room beside it."""
-        over = [kept for kept in list(self._kept) if kept.staged_save.over()]
-        if over:
-            self._forget(over)
+        over = [state_id for state_id, save in list(self.saves.items()) if save.is_over]
+        for state_id in over:
+            self.saves.pop(state_id, None)
+        try:
+            if self._keeper is not None:
+                self._keeper.forget(over)
+        except Exception as error:  # the next save starts another one: one rank alone would not stage
+            _log_loss(error)
         if loaded.nbytes:
             saves.reclaim()
             if why := lack_of_room(saves, loaded.nbytes):
@@ -189,64 +192,30 @@ class Keeping:
             deadline: Of the look at storage, and of the waiting for the keeper.
             is_abandoned: A save was not over, and nothing is looked at.
         """
-        process, self._process = self._process, None
-        kept, self._kept = self._kept, []
-        if process is None:
+        keeper, self._keeper = self._keeper, None
+        saves, self.saves = self.saves, {}
+        if keeper is None:
             return
-        if is_abandoned or not _are_committed(kept, deadline):
-            process.leave(deadline)
+        kept = [save for state_id, save in saves.items() if state_id in keeper.kept]
+        if is_abandoned or not _are_on_storage(kept, deadline):
+            keeper.leave(deadline)
             return
-        process.end(deadline)
+        keeper.end(deadline)
         if kept:
             loaded.release()
-        for state in kept:
-            state.buffer.is_kept = False
-
-    def _started(self, seconds: float) -> KeeperProcess:
-        with self._starting:
-            if self._process is None:
-                self._process = KeeperProcess(job_name(SAVES), self.run, seconds)
-            if not self._ends_at_exit:
-                self._ends_at_exit = True
-                # `atexit` is not called where multiprocessing ends a process.
-                Finalize(None, lambda: self.end(Deadline(_EXIT_SECONDS)), exitpriority=0)
-            return self._process
-
-    def _forget(self, over: Sequence[_KeptBuffer]) -> None:
-        """Their buffers are free then, whatever comes of it. No `Exception` does: one rank alone would not stage."""
-        for kept in over:
-            with suppress(ValueError):  # all are lost
-                self._kept.remove(kept)
-        try:
-            if self._process is not None:
-                self._process.forget([kept.id for kept in over])
-        except BaseException as error:
-            self._lose(error)
-            if not isinstance(error, Exception):  # a KeyboardInterrupt
-                raise
-        finally:
-            for kept in over:
-                kept.buffer.is_kept = False
-
-    def _lose(self, error: BaseException) -> None:
-        """The keeper has ended, or is of no use. The next save starts another one."""
-        logger.warning("what was kept in memory is lost: %s", describe(error))
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()  # it may have got a state that it did not answer for, and that is overwritten soon
-            process.end()
-        kept, self._kept = self._kept, []
-        for state in kept:
-            state.buffer.is_kept = False
 
 
-def _are_committed(kept: Sequence[_KeptBuffer], deadline: Deadline) -> bool:
-    """Returns whether all states are on storage, as far as that can be seen in time."""
-    if not kept:
+def _log_loss(error: Exception) -> None:
+    logger.warning("what was kept in memory is lost: %s", describe(error))
+
+
+def _are_on_storage(saves: Sequence[KeptSave], deadline: Deadline) -> bool:
+    """Returns whether all saves are on storage, as far as that can be seen in time."""
+    if not saves:
         return True
 
     def look() -> bool:
-        return all(committed_id(state.storage) == state.id for state in kept)
+        return all(save.is_on_storage for save in saves)
 
     try:
         looking = in_background(look, name="look", daemon=True)

@@ -187,7 +187,9 @@ class Saver(SaveContext):
             self._check_group(where, staged_save)
             place = self._place(where)
             storage = None if place is not None else self._open(where)
-            kept = self._kept(where, staged_save)
+            kept = None
+            if storage is not None and staged_save is not None and self.options.survive:
+                kept = KeptSave(self.engine.keeping, where, storage, self.options.survive, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
@@ -286,12 +288,6 @@ class Saver(SaveContext):
                 'once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
                 redact(str(where)),
             )
-
-    def _kept(self, where: str | Path, staged_save: StagedSave | None) -> KeptSave | None:
-        """The part of a save that is kept in memory; None if nothing is."""
-        if staged_save is None or not self.options.survive:
-            return None
-        return KeptSave(self.engine.keeping, where, self.options.survive, staged_save)
 
     def _place(self, where: str | Path) -> str | None:
         """The place of a checkpoint below the local folder; None if there is no such folder."""

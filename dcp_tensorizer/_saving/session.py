@@ -146,7 +146,7 @@ class SaveSession:
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: the plans of all ranks, with what each may leave out."""
         with self._or_fail():
-            state = None if self._kept is None else self._kept.begin(self.storage, self.id, len(plans))
+            state = None if self._kept is None else self._kept.begin(self.id, len(plans))
             return [self._tables.answer(plan, state) for plan in plans]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -315,7 +315,7 @@ class SaveSession:
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
         if self._kept is not None and not self._context.closed:
-            self._kept.keep(self._tables.told(plan), self.storage, planner, self._rank)
+            self._kept.keep(self._tables.told(plan), planner, self._rank)
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         written = self._write_files(items)

@@ -225,14 +225,16 @@ def taken_from(sockets: Path, number: str) -> tuple[KeptContent, dict[Extent, by
     assert connection is not None
     with closing(Visit(connection)) as visit:
         visit.look(WAIT)
-        content, fd = visit.take(number)
+        content, buffer = visit.take(number)
     digests = {}
     for extent in content.state.extents:
         digester = Digester(block_size(extent.nbytes))
         inline = content.state.inline[extent.offset :][: extent.nbytes]
-        digester.update(memoryview(inline if extent.is_inline else os.pread(fd, extent.nbytes, extent.offset)))
+        digester.update(
+            memoryview(inline if extent.is_inline else os.pread(buffer.number, extent.nbytes, extent.offset))
+        )
         digests[extent] = digester.digests()
-    os.close(fd)
+    buffer.close()
     return content, digests
 
 

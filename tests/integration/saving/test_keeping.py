@@ -21,6 +21,7 @@ from dcp_tensorizer._saving import keeping
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
 from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._staging.buffer_pool import StagedSaves
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 
 from ...support import end_keepers, keepers_below, run_python
@@ -29,6 +30,11 @@ from ...waiting import WAIT
 
 def keeping_of_process() -> Keeping:
     return engine_of_process(devices=False).keeping
+
+
+def kept_buffers() -> list[SharedBuffer]:
+    """Those of the states that the keeper of this process has."""
+    return list(keeping_of_process().keeper(WAIT).kept.values())
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -97,9 +103,9 @@ def test_no_more_than_a_state_is_kept_and_it_takes_no_memory_of_its_own(
     buffers = []
     for value in range(1, 5):
         save(writer, tmp_path / str(value), value)
-        (kept,) = keeping_of_process()._kept
-        buffers.append(kept.buffer)
-        assert kept.buffer.is_kept
+        (buffer,) = kept_buffers()
+        buffers.append(buffer)
+        assert buffer.is_kept
     assert len(set(map(id, buffers))) == 1
     assert [loaded(tmp_path / str(value)) for value in range(1, 5)] == [1, 2, 3, 4]
 
@@ -142,7 +148,7 @@ def test_a_planner_that_hides_its_plan(
             save(writer, tmp_path / str(value), value, DefaultSavePlanner(enable_plan_caching=True))
     assert [loaded(tmp_path / str(value)) for value in (1, 2)] == [1, 2]
     assert [m for m in caplog.messages if "use dcp_tensorizer.SavePlanner, or no plan caching" in m]
-    assert keeping_of_process()._kept == []
+    assert kept_buffers() == []
 
 
 def test_a_keeper_that_is_killed(
@@ -156,7 +162,7 @@ def test_a_keeper_that_is_killed(
             save(writer, tmp_path / str(value), value)
     assert [loaded(tmp_path / str(value)) for value in (2, 3, 4)] == [2, 3, 4]
     assert len([m for m in caplog.messages if "what was kept in memory is lost" in m]) == 1
-    assert len(keeping_of_process()._kept) == 1
+    assert len(kept_buffers()) == 1
 
 
 def test_a_save_that_is_interrupted_while_the_keeper_answers(
@@ -164,15 +170,15 @@ def test_a_save_that_is_interrupted_while_the_keeper_answers(
 ) -> None:
     """The keeper ends, so that nobody takes its answer for another one; the buffer is used again."""
     save(writer, tmp_path / "a", 1)
-    ((_, _, buffer, _),) = keeping_of_process()._kept
+    (buffer,) = kept_buffers()
     (keeper,) = keepers_below(sockets)
     with monkeypatch.context() as patch:
         patch.setattr(client, "_receive", _interrupts)
         with pytest.raises(KeyboardInterrupt):
             save(writer, tmp_path / "b", 2)
-    assert (buffer.is_kept, keeping_of_process()._kept, keeper.is_running()) == (False, [], False)
+    assert (buffer.is_kept, keeper.is_running()) == (False, False)
     save(writer, tmp_path / "c", 3)
-    assert [kept.buffer for kept in keeping_of_process()._kept] == [buffer]
+    assert kept_buffers() == [buffer]
     assert loaded(tmp_path / "c") == 3
 
 
@@ -180,43 +186,41 @@ def _interrupts(*arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_save_that_is_interrupted_while_it_tells_the_keeper(
+def test_a_save_that_is_interrupted_before_the_keeper_is_asked(
     tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with what it may have got, and the buffer is free."""
     buffers: list[SharedBuffer] = []
 
-    def interrupts(process: KeeperProcess, state: object, buffer: SharedBuffer) -> None:
-        buffers.append(buffer)
+    def interrupts(keeper: KeeperProcess, *arguments: object) -> None:
+        buffers.extend(keeper.kept.values())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(KeeperProcess, "keep", interrupts)
+    monkeypatch.setattr(KeeperProcess, "_ask", interrupts)
     with pytest.raises(BaseException, match="KeyboardInterrupt"):
         save(writer, tmp_path / "a", 1)
     assert [buffer.is_kept for buffer in buffers] == [False]
     assert keepers_below(sockets) == []
 
 
-def test_a_keeper_that_refuses_to_forget(
+def test_a_keeper_that_cannot_be_asked_to_forget(
     tmp_path: Path,
     sockets: Path,
     writer: TensorizerStorageWriter,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Staging goes on, as it does on other ranks, and another keeper gets the next state."""
-
-    def refuses(process: KeeperProcess, kept: object) -> None:
-        raise WriteError("the keeper is busy")
-
+    """As in a signal's handler that interrupts a request: staging goes on, and another one gets the next state."""
     save(writer, tmp_path / "a", 1)
     (first,) = keepers_below(sockets)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
-        patch.setattr(KeeperProcess, "forget", refuses)
-        save(writer, tmp_path / "b", 2)
-    assert len([m for m in caplog.messages if m == "what was kept in memory is lost: the keeper is busy"]) == 1
-    (second,) = keepers_below(sockets)
-    assert (first == second, len(keeping_of_process()._kept), loaded(tmp_path / "b")) == (False, 1, 2)
+        patch.setattr(client, "_ANSWER_SECONDS", 0.1)
+        with keeping_of_process().keeper(WAIT)._lock:
+            keeping_of_process().begin_staging(StagedSaves())
+    assert [m for m in caplog.messages if "what was kept in memory is lost" in m and "is busy" in m]
+    assert (first.is_running(), keepers_below(sockets)) == (False, [])
+    save(writer, tmp_path / "b", 2)
+    assert (len(kept_buffers()), loaded(tmp_path / "b")) == (1, 2)
 
 
 def test_a_state_that_cannot_be_staged(tmp_path: Path, writer: TensorizerStorageWriter) -> None:
@@ -225,7 +229,7 @@ def test_a_state_that_cannot_be_staged(tmp_path: Path, writer: TensorizerStorage
         dcp.async_save({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path, storage_writer=writer).result()
     assert any(isinstance(cause, StagingError) for cause, _ in caught.value.failures.values())
     save(writer, tmp_path / "a", 1)
-    assert len(keeping_of_process()._kept) == 1
+    assert len(kept_buffers()) == 1
 
 
 def test_a_folder_that_is_another_one_now(

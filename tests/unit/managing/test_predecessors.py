@@ -11,11 +11,13 @@ from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.agreement import Agreement
 from dcp_tensorizer._managing.lineage import RestoreChoice
-from dcp_tensorizer._managing.restart import Predecessors, Problem, _joint, _outdated
+from dcp_tensorizer._managing.restart import Problem, _joint, _outdated, load_kept
 from dcp_tensorizer._managing.restore import Selection
 from dcp_tensorizer._managing.step_folder import Step
 from dcp_tensorizer._restart.client import Visit
+from dcp_tensorizer._restart.find import Predecessors
 from dcp_tensorizer._restart.protocol import Found, Keep, KeptContent, KeptHead
+from dcp_tensorizer._runtime.forks import Descriptor
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ...support import open_descriptors, quietly
@@ -83,10 +85,12 @@ class _Keeper(Visit):
         self.found = Found("run", 7, True, (kept,))
         self.has_ended = has_ended
 
-    def take(self, number: str) -> tuple[KeptContent, int]:
+    def take(self, state_id: str) -> tuple[KeptContent, Descriptor]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
-        return KeptContent(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), os.open("/dev/null", os.O_RDONLY)
+        return KeptContent(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), Descriptor(
+            os.open("/dev/null", os.O_RDONLY)
+        )
 
 
 def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:
@@ -94,8 +98,8 @@ def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> No
     visits = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
     before = open_descriptors()
     with quietly():
-        problem = Predecessors(LocalStorage(tmp_path), Agreement(None), "next", visits).restore(
-            {}, Selection(), {}, RestoreChoice([], [])
+        problem = load_kept(
+            Predecessors(visits), LocalStorage(tmp_path), Agreement(None), {}, Selection(), {}, RestoreChoice([], [])
         )
     assert isinstance(problem, Problem)
     assert (problem.is_damage, problem.has_touched) == (True, False)

@@ -19,13 +19,14 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._restart.checkpoint import KeptCheckpoint
 from dcp_tensorizer._restart.keeper import _KeptState
 from dcp_tensorizer._restart.protocol import KeptContent, KeptHead
+from dcp_tensorizer._runtime.forks import Descriptor
 from dcp_tensorizer._saving.keeping import described
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer.any_format import KeptReader
 
 
-def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[KeptContent, int]:
-    """A state as a keeper gives it, and the descriptor of its buffer."""
+def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[KeptContent, Descriptor]:
+    """A state as a keeper gives it, and its buffer."""
     staged = Stager().stage(dict(state))
     buffer = staged.staged_save.buffer
     assert buffer is not None
@@ -35,13 +36,13 @@ def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[
     held = _KeptState(described(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
     held.take_digests()
     content = KeptContent(held.state, held.digests.result())
-    fd = os.dup(held.fd)
+    copy = Descriptor(os.dup(held.fd))
     held.forget()
     held.close()
-    return content, fd
+    return content, copy
 
 
-def load(state: dict[str, Any], *states: tuple[KeptContent, int], **options: Any) -> None:
+def load(state: dict[str, Any], *states: tuple[KeptContent, Descriptor], **options: Any) -> None:
     reader = KeptReader(KeptCheckpoint("memory", states), options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,10 +92,10 @@ def test_a_load_without_a_template() -> None:
 
 def test_memory_that_has_changed_is_an_error() -> None:
     """It names the key."""
-    content, fd = kept({"a": torch.ones(300_000)})
-    os.pwrite(fd, b"\x01", 1000)
+    content, buffer = kept({"a": torch.ones(300_000)})
+    os.pwrite(buffer.number, b"\x01", 1000)
     with pytest.raises(CheckpointException) as caught:
-        load({"a": torch.zeros(300_000)}, (content, fd))
+        load({"a": torch.zeros(300_000)}, (content, buffer))
     error = unwrap(caught.value)
     assert isinstance(error, ChecksumMismatch)
     assert "'a'" in str(error)
