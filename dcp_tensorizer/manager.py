@@ -284,9 +284,7 @@ class CheckpointManager:
         restored = self._job_here().restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
-        if (
-            restored is not None and is_whole and not self._is_copy
-        ):  # a state that was loaded in part may be saved in part
+        if restored is not None and is_whole and not self._is_copy:  # a part may be all that is saved, too
             self._job.saves.warm_up(state)
         return restored
 

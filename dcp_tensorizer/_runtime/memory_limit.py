@@ -23,7 +23,7 @@ def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
 
 def available_memory() -> int | None:
     """Bytes that can still be allocated on this machine and in this cgroup, page cache included; None if unknown."""
-    bounds = [bound for bound in (_machine_headroom(), _cgroup_headroom()) if bound is not None]
+    bounds = [bound for bound in (_machine_headroom(), cgroup_headroom()) if bound is not None]
     return min(bounds, default=None)
 
 
@@ -37,7 +37,7 @@ def _machine_headroom() -> int | None:
     return None
 
 
-def _cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Room below the tightest memory limit of this process's cgroups and their ancestors; page cache counts as room."""
     try:
         lines = own.read_text().splitlines()

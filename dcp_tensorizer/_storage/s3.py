@@ -111,7 +111,7 @@ class S3Client:
                     body.seek(0)
                 return getattr(self._connected(client), operation)(**arguments)
         except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
-            raise _translated(error, arguments, repeats) from None
+            raise translated(error, arguments, repeats) from None
 
     def checksum(self, data: memoryview) -> dict[str, str]:
         """The CRC-32 of a body, as arguments of a request; empty if the user chose otherwise.
@@ -226,7 +226,7 @@ def _repeats(error: Any) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
 
 
-def _translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSError:
+def translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSError:
     """Translates an error of botocore's to one of Python's, with the server's message.
 
     ``repeats`` counts the retries of botocore's rounds before the last one.
@@ -368,7 +368,7 @@ class S3Storage(RemoteStorage):
         return True
 
     def open(self, name: str) -> RangeReader:
-        return _S3Reader(self, name)
+        return S3Reader(self, name)
 
     def remove(self, *names: str) -> None:
         in_threads(lambda name: self.call("delete_object", name), names)
@@ -429,7 +429,7 @@ class S3Storage(RemoteStorage):
             self.call("put_object", name, Body=data)
 
     def _read(self, name: str, most: int | None) -> bytes:
-        return _S3Reader(self, name).read(most)
+        return S3Reader(self, name).read(most)
 
     def _head(self, name: str) -> int:
         return int(self.call("head_object", name)["ContentLength"])
@@ -458,7 +458,7 @@ class S3Storage(RemoteStorage):
             query |= following
 
 
-class _S3Reader(RangeReader):
+class S3Reader(RangeReader):
     """Reads ranges of an object. When a body breaks off, the rest of it is requested."""
 
     def __init__(self, storage: S3Storage, name: str) -> None:

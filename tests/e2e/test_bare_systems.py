@@ -59,15 +59,15 @@ with TensorizerStorageWriter(os.path.join(path, "saved")) as writer:
     dcp.async_save(state(2), storage_writer=writer).result()
     assert writer.last_report.attempts == 1
     check(os.path.join(path, "saved"), 2)
-    os.kill(writer._saver.engine.client._process.pid, signal.SIGSTOP)
+    os.kill(writer.saver.engine.client._process.pid, signal.SIGSTOP)
     future = dcp.async_save(state(3), storage_writer=writer)
-    while not writer._saver.engine.client._process._lock.locked():
+    while not writer.saver.engine.client._process._lock.locked():
         pass
     files += close_all()  # in the middle of one, which has not been read yet
-    process = writer._saver.engine.client._process
+    process = writer.saver.engine.client._process
     future.result()
     assert writer.last_report.attempts == 2
-    assert writer._saver.engine.client._process is process
+    assert writer.saver.engine.client._process is process
     check(os.path.join(path, "saved"), 3)
     dcp.async_save(state(4), storage_writer=writer).result()
     check(os.path.join(path, "saved"), 4)

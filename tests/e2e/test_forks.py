@@ -36,10 +36,10 @@ def links():
 
 with TensorizerStorageWriter(os.path.join(folder, "parent")) as writer:
     dcp.async_save(state(1), storage_writer=writer).result()
-    process = writer._saver.engine.client._process.pid
+    process = writer.saver.engine.client._process.pid
     os.kill(process, signal.SIGSTOP)
     future = dcp.async_save(state(2), storage_writer=writer)
-    while not writer._saver.engine.client._process._lock.locked():
+    while not writer.saver.engine.client._process._lock.locked():
         pass
     with collector_paused():
         child = os.fork()
@@ -52,14 +52,14 @@ with TensorizerStorageWriter(os.path.join(folder, "parent")) as writer:
             os._exit(0)
         if sys.argv[2] == "saves":
             dcp.async_save(state(3), storage_writer=writer, checkpoint_id=os.path.join(folder, "child")).result()
-            assert writer._saver.engine.client._process.pid != process
+            assert writer.saver.engine.client._process.pid != process
             assert loaded("child") == [3.0]
     else:
         assert os.waitpid(child, 0)[1] == 0
         os.kill(process, signal.SIGCONT)
         future.result()
         assert writer.last_report.attempts == 1
-        assert writer._saver.engine.client._process.pid == process
+        assert writer.saver.engine.client._process.pid == process
 if child != 0:
     assert loaded("parent") == [2.0]
     print("fine")
@@ -111,12 +111,12 @@ writer = TensorizerStorageWriter()
 
 def child():
     save(writer, "child")
-    own = writer._saver.engine
+    own = writer.saver.engine
     assert own is not engine
 
     def grandchild():
-        assert writer._saver.engine is not own
-        assert writer._saver.engine is engine_of_process(devices=False)
+        assert writer.saver.engine is not own
+        assert writer.saver.engine is engine_of_process(devices=False)
         save(writer, "grandchild")
 
     forked(grandchild)

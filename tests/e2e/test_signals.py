@@ -41,7 +41,7 @@ def signal_in(owner, name):
     setattr(owner, name, signalled)
 
 def suspend(writer):
-    os.kill(writer._saver.engine.client._process.pid, signal.SIGSTOP)
+    os.kill(writer.saver.engine.client._process.pid, signal.SIGSTOP)
 
 def copying(writer):
     signal_in(Copies, "copy_from_host")
@@ -62,14 +62,14 @@ def waiting_for_memory(writer):
 
 def giving_memory_back(writer):
     save(writer).result()
-    writer._saver.stager.wait_turn()
+    writer.saver.stager.wait_turn()
     suspend(writer)
     signal_in(WriterProcess, "_wait")  # it has the lock of the requests
     save(writer, 100_000)
 
 def starting_the_process(writer):
-    os.kill(writer._saver.engine.client._process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, writer._saver.engine.client._process.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(writer.saver.engine.client._process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, writer.saver.engine.client._process.pid, os.WEXITED | os.WNOWAIT)
     signal_in(subprocess.Popen, "_execute_child")
     save(writer)
 
@@ -106,7 +106,7 @@ PLACES = [
 
 def run(place, told):
     writer = TensorizerStorageWriter(os.path.join(folder, place.__name__))
-    writer._saver.engine.client.ensure_process()
+    writer.saver.engine.client.ensure_process()
     def stop(number, frame):
         started = time.monotonic()
         writer.close(timeout=timeout)

@@ -93,13 +93,13 @@ def test_what_is_staged_while_the_engine_ends_stays(tmp_path: Path) -> None:
     """Closing waits for the writer process to end. What another writer stages meanwhile keeps its buffer and order."""
     gate, first = Gate(), TensorizerStorageWriter(tmp_path / "first")
     dcp.async_save(state(1.0), storage_writer=first).result()
-    first._saver.close(Deadline(None))
+    first.saver.close(Deadline(None))
     with TensorizerStorageWriter(tmp_path / "second") as second:
         future = dcp.async_save(state(2.0), storage_writer=second, planner=HeldPlanner(gate))
         gate.wait_reached()
-        (saved,) = second._saver.engine.saves.of(second._saver.stager)
-        first._saver.free(Deadline(None))
-        assert second._saver.engine.saves.of(second._saver.stager) == [saved]
+        (saved,) = second.saver.engine.saves.of(second.saver.stager)
+        first.saver.free(Deadline(None))
+        assert second.saver.engine.saves.of(second.saver.stager) == [saved]
         assert saved.buffer is not None
         assert saved.buffer.can_be_sent
         gate.open()
@@ -140,7 +140,7 @@ def test_saves_of_one_thread_run_in_order_whichever_writer_saves(tmp_path: Path)
         earlier = dcp.async_save(state(1.0), storage_writer=first, planner=HeldPlanner(gate))
         gate.wait_reached()
         later: list[Any] = []
-        staging = in_thread(lambda: later.append(first._saver.stager.saves.wait_turn(second._saver.stager)))
+        staging = in_thread(lambda: later.append(first.saver.stager.saves.wait_turn(second.saver.stager)))
         staging.join(WAIT)  # another thread, another writer: it need not wait
         assert later == [None]
         ordered = threading.Thread(target=gate.open)
@@ -259,14 +259,14 @@ def test_a_flush_that_another_has_replaced_starts_no_process_when_the_engine_has
 def test_a_writer_that_is_closed_while_it_starts_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread: the save is refused, and neither process nor memory is left."""
     writer = TensorizerStorageWriter(tmp_path)
-    ensure, before = writer._saver._ensure_process, memory_files()
+    ensure, before = writer.saver._ensure_process, memory_files()
 
     def ensure_late() -> None:
         in_thread(writer.close).join(WAIT)
         ensure()
 
-    monkeypatch.setattr(writer._saver, "_ensure_process", ensure_late)
+    monkeypatch.setattr(writer.saver, "_ensure_process", ensure_late)
     with pytest.raises(CheckpointException, match="closed"):
         dcp.async_save(state(1.0), storage_writer=writer).result()
-    assert not writer._saver.engine.client.is_running
+    assert not writer.saver.engine.client.is_running
     assert memory_files() == before

@@ -70,7 +70,7 @@ def test_what_another_rank_has_failed_goes_with_the_writer(
 
 def _begun(run: Run, writer: TensorizerStorageWriter) -> TieredSession:
     """A save of one rank that has written."""
-    saver = writer._saver
+    saver = writer.saver
     assert saver.flushing is not None
     session = TieredSession(saver, ID, saver.flushing, "a", None)
     session.set_up(rank=0, is_coordinator=False, use_collectives=True)

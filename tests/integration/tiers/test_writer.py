@@ -308,7 +308,7 @@ def test_what_cannot_be_brought_either_fails_the_save(tmp_path: Path, monkeypatc
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with quietly(), run.writer() as writer, monkeypatch.context() as patch:
-        saver = writer._saver
+        saver = writer.saver
         assert saver.flushing is not None
         session = TieredSession(saver, "a" * 32, saver.flushing, "step-1", None)
         session.set_up(rank=1, is_coordinator=False, use_collectives=True)

@@ -57,24 +57,24 @@ def test_the_tightest_cgroup_bounds(tmp_path: Path, version: str, top: str) -> N
     membership.write_text(version)
     root, v1 = tmp_path / "cgroup", version == V1
     own = root / top / "job" / "rank:0"
-    assert memory_limit._cgroup_headroom(membership, root) is None
+    assert memory_limit.cgroup_headroom(membership, root) is None
     cgroup(own.parent, str(1 << 40) if v1 else "max", v1=v1)
-    assert memory_limit._cgroup_headroom(membership, root) == (1 << 40 if v1 else None)
+    assert memory_limit.cgroup_headroom(membership, root) == (1 << 40 if v1 else None)
     cgroup(own, "9000", used=3000, active=100, inactive=20, v1=v1)
-    assert memory_limit._cgroup_headroom(membership, root) == 6120
+    assert memory_limit.cgroup_headroom(membership, root) == 6120
     cgroup(root / top, "4000", used=3500, v1=v1)
-    assert memory_limit._cgroup_headroom(membership, root) == 500
+    assert memory_limit.cgroup_headroom(membership, root) == 500
     cgroup(root / top, "1000", used=5000, v1=v1)
-    assert memory_limit._cgroup_headroom(membership, root) == 0
+    assert memory_limit.cgroup_headroom(membership, root) == 0
 
 
 @pytest.mark.parametrize("content", ["", "much", "12x"])
 def test_a_cgroup_that_cannot_be_read_is_no_bound(tmp_path: Path, content: str) -> None:
     """Files that are missing, or say what nobody expects, are passed over."""
-    assert memory_limit._cgroup_headroom(tmp_path / "missing", tmp_path) is None
+    assert memory_limit.cgroup_headroom(tmp_path / "missing", tmp_path) is None
     membership = tmp_path / "membership"
     membership.write_text(V2)
     own = tmp_path / "job" / "rank:0"
     cgroup(own, "1000")
     (own / "memory.current").write_text(content)
-    assert memory_limit._cgroup_headroom(membership, tmp_path) is None
+    assert memory_limit.cgroup_headroom(membership, tmp_path) is None

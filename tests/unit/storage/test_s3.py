@@ -8,7 +8,7 @@ import botocore.exceptions
 import pytest
 
 from dcp_tensorizer._storage.remote import Retries, is_transient
-from dcp_tensorizer._storage.s3 import PastEnd, _S3Reader, _translated
+from dcp_tensorizer._storage.s3 import PastEnd, S3Reader, translated
 
 
 class Body:
@@ -36,7 +36,7 @@ def test_a_server_that_ignores_ranges_is_an_error() -> None:
     """The reader does not return the wrong bytes, and closes the body."""
     storage: Any = IgnoresRanges()
     with pytest.raises(OSError, match="a request for a range with the whole object"):
-        _S3Reader(storage, "x").read_into([memoryview(bytearray(10))], 5)
+        S3Reader(storage, "x").read_into([memoryview(bytearray(10))], 5)
     assert storage.body.closed
 
 
@@ -54,9 +54,9 @@ def test_a_server_that_ignores_ranges_is_an_error() -> None:
 )
 def test_connections_that_may_come_back(error: Exception, transient: bool) -> None:
     """A server that refuses connections while it restarts is waited for, and a wrong certificate is not."""
-    translated = _translated(error, {}, 0)
-    assert is_transient(translated) == transient
-    assert str(translated).startswith(type(error).__name__)
+    as_ours = translated(error, {}, 0)
+    assert is_transient(as_ours) == transient
+    assert str(as_ours).startswith(type(error).__name__)
 
 
 def test_the_end_of_a_file_is_final() -> None:
