@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext, environment
-from .._runtime.threads import NEVER, Deadline, in_background
+from .._runtime.threads import NEVER, Deadline, Patience, in_background
 from .._tiers.flush import FlushThread
 from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, FlushEntry, FlushRecord, Queue
 from .._tiers.target import FlushTarget
@@ -168,29 +168,40 @@ class Flushing:
         """A value that changes as long as the flush goes on."""
         return [(entry.name, entry.changed) for entry, _ in self.open_records()]
 
-    def wait(self, deadline: Deadline = NEVER, *, until: Callable[[], bool] | None = None) -> bool:
+    def wait(
+        self,
+        deadline: Deadline = NEVER,
+        *,
+        until: Callable[[], bool] | None = None,
+        progress: Callable[[], object] = lambda: None,
+        patience: Patience | None = None,
+        every: float = _LOOK_SECONDS / 4,
+    ) -> bool:
         """Waits until the remote has everything, or something else is so; whether it is.
 
-        It gives up when nothing has gone on for the target's timeout.
+        It gives up when nothing has gone on for too long.
 
         Args:
             deadline: When to give up in any case.
             until: What to wait for instead.
+            progress: Gives a value that changes as long as anything goes on, beside the flush.
+            patience: How long to wait without progress; by default the target's.
+            every: Seconds from one look to the next.
 
         Raises:
             ReadError: nobody can tell whether the remote has everything: the folder cannot be read.
         """
         is_over = until or (lambda: not self._open())
         before: object = None
-        patience = self.target.patience()
+        patience = patience or self.target.patience()
         while not is_over():
-            now = self.progress()
+            now = self.progress(), progress()
             if now != before:
                 before = now
                 patience.renew()
             if deadline.left == 0 or patience.is_over():
                 return False
-            time.sleep(deadline.within(_LOOK_SECONDS / 4))
+            time.sleep(deadline.within(every))
         self._look_now()  # others are told before whoever waited
         return True
 

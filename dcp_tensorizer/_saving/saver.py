@@ -20,18 +20,18 @@ from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes
-from .._storage.base import Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._tiers.target import place_of
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import WrittenFiles
 from .context import SaveContext
+from .destination import Destination
 from .keeping import KeptSave
 from .options import SaveOptions
 from .report import SaveReport
 from .session import SaveSession
-from .tiered_session import TieredSession
+from .tiered_destination import TieredDestination
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -185,23 +185,20 @@ class Saver(SaveContext):
                 raise StagingError(str(error))
             where = self._where(path, directory, staged_save)
             self._check_group(where, staged_save)
-            place = self._place(where)
-            storage = None if place is not None else self._open(where)
+            destination = self._destination(where, staged_save)
             kept = None
-            if storage is not None and staged_save is not None and self.options.survive:
-                kept = KeptSave(self.engine.keeping, where, storage, self.options.survive, staged_save)
+            if staged_save is not None and self.options.survive:
+                kept = KeptSave(self.engine.keeping, where, destination.storage, self.options.survive, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
         with self._numbering:
             self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
-            if storage is None:
-                assert self.flushing is not None and place is not None
+            if self.flushing is not None:
                 self._flushes = True
                 self.engine.open(self)  # also for a save that stages nothing: its flush needs the process
-                return TieredSession(self, self.save_id, self.flushing, place, staged_save)
-            self.engine.connection = storage.connection
-            return SaveSession(self, self.save_id, storage, staged_save, kept)
+            self.engine.connection = destination.storage.connection
+            return SaveSession(self, self.save_id, destination, staged_save, kept)
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends the engine if nobody else uses it. `free` has to follow."""
@@ -289,20 +286,19 @@ class Saver(SaveContext):
                 redact(str(where)),
             )
 
-    def _place(self, where: str | Path) -> str | None:
-        """The place of a checkpoint below the local folder; None if there is no such folder."""
-        if self.options.target is None:
-            return None
-        place = place_of(self.options.target.remote, where)
+    def _destination(self, where: str | Path, staged_save: StagedSave | None) -> Destination:
+        """The destination of a save: with a local folder, its place there, and on the remote."""
+        options, flushing = self.options, self.flushing
+        if flushing is None:
+            storage = open_storage(where, options.write.storage_options, options.limits.timeout)
+            return Destination(self, storage, staged_save)
+        place = place_of(flushing.target.remote, where)
         if place is None:
             raise WriteError(
-                f"{redact(str(where))} is not below {self.options.target.name}, which {self.options.target.local} "
+                f"{redact(str(where))} is not below {flushing.target.name}, which {flushing.target.local} "
                 f"mirrors: save below the writer's path, or use a writer without local="
             )
-        return place
-
-    def _open(self, where: str | Path) -> Storage:
-        return open_storage(where, self.options.write.storage_options, self.options.limits.timeout)
+        return TieredDestination(self, flushing, place, staged_save)
 
 
 # A writer that is copied to another process, or to a forked child.

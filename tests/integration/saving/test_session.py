@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter, WriteError, unwrap
-from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._saving.destination import Destination
 
 from ...support import writer_process
 
@@ -25,17 +25,17 @@ def save(writer: TensorizerStorageWriter) -> None:
     dcp.async_save(STATE, storage_writer=writer).result()
 
 
-@pytest.mark.parametrize("step", ["_open", "_write_files", "_replaced_files", "_commit"])
+@pytest.mark.parametrize("step", ["open", "write", "commit"])
 def test_an_error_that_nobody_has_foreseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
     """It is raised as it is, logged and counted, and nobody says that another rank failed."""
 
-    def fails(*arguments: object) -> None:
+    def fails(*arguments: object, **options: object) -> None:
         raise RuntimeError("a bug")
 
     path = tmp_path / "a"
-    monkeypatch.setattr(SaveSession, step, fails)
+    monkeypatch.setattr(Destination, step, fails)
     with (
         TensorizerStorageWriter(path, limits=SaveLimits(max_consecutive_failures=1)) as writer,
         caplog.at_level(logging.ERROR, "dcp_tensorizer"),

@@ -13,12 +13,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._saving.tiered_destination import TieredDestination
+from dcp_tensorizer._saving.writer_client import Written
+from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue
 from dcp_tensorizer._tiers.target import FlushTarget
+from dcp_tensorizer._writer_process.protocol import FileResult, WriteDone
 
 NUMBERS = 300_000
+ID = "a" * 32
 
 
 def state_of(value: int) -> dict[str, Any]:
@@ -80,6 +84,27 @@ class Run:
         assert state["w"].unique().tolist() == [float(state["step"])]
         step: int = state["step"]
         return step
+
+
+def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> TieredDestination:
+    """The destination "a" of a rank that does not commit, and has written one small file there."""
+    saver = writer.saver
+    assert saver.flushing is not None
+    destination = TieredDestination(saver, saver.flushing, "a", None)
+    destination.set_up(rank, is_coordinator=False, use_collectives=True)
+
+    def write(storage: Storage) -> Written:
+        done = written(rank)
+        Path(storage.path, done.done.files[0].name).write_bytes(b"data")
+        return done
+
+    destination.write(ID, write, has_bytes=True)
+    return destination
+
+
+def written(rank: int = 0) -> Written:
+    """Says that a rank has written one small file."""
+    return Written(WriteDone((FileResult(f"__{rank}_0_{ID}.tensors", 4, ()),), 0.0, 0.0, 0.0))
 
 
 def files_below(folder: Path) -> set[str]:

@@ -11,14 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageWriter, WriteError
-from dcp_tensorizer._saving.tiered_session import TieredSession
 from dcp_tensorizer._tiers.flush import undo
 from dcp_tensorizer._tiers.queue import FlushRecord, Queue
 
 from ...support import quietly
-from .support import Run, files_below, state_of
+from .support import ID, Run, begun, files_below, state_of, written
 
-ID = "a" * 32
 FILE = f"__0_0_{ID}.tensors"
 
 
@@ -68,25 +66,13 @@ def test_what_another_rank_has_failed_goes_with_the_writer(
     assert (run.states(), files_below(run.local)) == ([], set())
 
 
-def _begun(run: Run, writer: TensorizerStorageWriter) -> TieredSession:
-    """A save of one rank that has written."""
-    saver = writer.saver
-    assert saver.flushing is not None
-    session = TieredSession(saver, ID, saver.flushing, "a", None)
-    session.set_up(rank=0, is_coordinator=False, use_collectives=True)
-    session._begin()
-    (run.local / "a" / FILE).write_bytes(b"data")
-    session._local_files = {FILE: 4}
-    return session
-
-
 def test_a_save_that_nobody_knows_any_more_is_removed(tmp_path: Path) -> None:
-    """An asynchronous save's thread ends, and nobody ends its session."""
+    """An asynchronous save's thread ends, and nobody ends it."""
     run = Run(tmp_path)
     with run.writer() as writer:
-        session = _begun(run, writer)
+        destination = begun(run, writer)
         assert run.states() == ["writing"]
-        del session
+        del destination
         assert (run.states(), files_below(run.local), (run.local / "a").exists()) == ([], {".flush/.writer"}, False)
     assert files_below(run.local) == set()
 
@@ -96,10 +82,10 @@ def test_what_the_flush_has_stays(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.cut()
     with run.writer() as writer:
-        session = _begun(run, writer)
-        session._hand_over(None, b"")
-        session.end()
-        del session
+        destination = begun(run, writer)
+        destination.wrote(written())
+        destination.end()
+        del destination
         assert (run.states(), os.listdir(run.local / "a")) == (["unflushed"], [FILE])
         run.queue.remove(run.queue.entries()[0])
 
@@ -108,10 +94,10 @@ def test_a_save_that_was_ended_is_not_handed_over(tmp_path: Path) -> None:
     """A signal's handler may close the writer between two hooks; the save fails then, since its files are gone."""
     run = Run(tmp_path)
     with run.writer() as writer:
-        session = _begun(run, writer)
-        session.end()
+        destination = begun(run, writer)
+        destination.end()
         with pytest.raises(WriteError, match="the save was interrupted"):
-            session._wrote()
+            destination.wrote(written())
     assert (run.states(), files_below(run.local)) == ([], set())
 
 
@@ -134,7 +120,7 @@ def test_an_interrupted_hand_over_loses_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_forked_child_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter frees the sessions of threads that are not there in a child; their saves are the parent's."""
+    """The interpreter frees the saves of threads that are not there in a child; their saves are the parent's."""
     queue = Queue(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / FILE).write_bytes(b"data")
@@ -152,9 +138,9 @@ def test_the_folder_of_another_save_stays(tmp_path: Path) -> None:
     run = Run(tmp_path)
     (run.local / "a").mkdir(parents=True)
     with run.writer() as writer:
-        session = _begun(run, writer)
-        lock = session.storage.lock_directory()
+        destination = begun(run, writer)
+        lock = destination.storage.lock_directory()
         lock.share(10.0)
-        session.end()
+        destination.end()
         assert os.listdir(run.local / "a") == []
         lock.release()

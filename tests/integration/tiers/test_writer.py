@@ -26,8 +26,7 @@ from dcp_tensorizer import (
     TensorizerStorageWriter,
     WriteError,
 )
-from dcp_tensorizer._saving import tiered_session
-from dcp_tensorizer._saving.tiered_session import TieredSession
+from dcp_tensorizer._saving import tiered_destination
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue, Writing
@@ -35,7 +34,7 @@ from dcp_tensorizer.errors import unwrap
 
 from ...servers import S3Server
 from ...support import quietly
-from .support import Run, files_below, state_of, unlistable
+from .support import Run, begun, files_below, state_of, unlistable, written
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -67,7 +66,7 @@ def test_a_synchronous_save_is_flushed_too(tmp_path: Path) -> None:
 
 def test_large_states_are_flushed_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrives on the remote tells other nodes that this one is alive: one file for all would say nothing."""
-    monkeypatch.setattr(tiered_session, "_MAX_FILE_BYTES", 4096)
+    monkeypatch.setattr(tiered_destination, "_MAX_FILE_BYTES", 4096)
     run, state = Run(tmp_path), {f"w{n}": torch.full((900,), float(n)) for n in range(3)}
     with run.writer() as writer:
         dcp.save(state, storage_writer=writer, checkpoint_id=run.remote / "step-1")
@@ -302,23 +301,17 @@ def test_what_cannot_be_written_down_is_brought_to_the_remote(
 
 def test_what_cannot_be_brought_either_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that can neither write down what it has, nor read it, keeps nothing of it anywhere."""
-    run, name = Run(tmp_path), f"__1_0_{'a' * 32}.tensors"
+    run = Run(tmp_path)
 
     def fails(*args: Any, **options: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with quietly(), run.writer() as writer, monkeypatch.context() as patch:
-        saver = writer.saver
-        assert saver.flushing is not None
-        session = TieredSession(saver, "a" * 32, saver.flushing, "step-1", None)
-        session.set_up(rank=1, is_coordinator=False, use_collectives=True)
-        session._begin()
-        (run.local / "step-1" / name).write_bytes(b"data")
-        session._local_files = {name: 4}
+        destination = begun(run, writer, rank=1)
         patch.setattr(Writing, "written", fails)
         patch.setattr(LocalStorage, "open_uncached", fails)
         with pytest.raises(WriteError, match=r"cannot write to .*Input/output error.*; and cannot open .*Input/output"):
-            session._wrote()
+            destination.wrote(written(rank=1))
     assert files_below(run.folder) == set()
 
 

@@ -1,0 +1,264 @@
+"""Where a save goes: the directory that a rank writes to, and in which the whole becomes a checkpoint."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from .._format.names import metadata_file_name, save_id_in
+from .._index.locations import RankPlaces
+from .._runtime.threads import Hung, in_background, in_time
+from .._staging.staged_save import StagedSave
+from .._storage.base import DirectoryLock, Refused, Storage
+from ..errors import WriteError
+from .commit import (
+    agree_on_key,
+    begin,
+    commit,
+    drop_record,
+    put_records,
+    remove_records,
+    remove_with_records,
+    replaced_files,
+)
+from .context import SaveContext
+from .report import SaveReport
+from .writer_client import Written
+
+_T = TypeVar("_T")
+
+_CLEAN_UP_SECONDS = 20.0  # the other ranks wait for what follows a commit
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+class Destination:
+    """The directory of one save, as one rank uses it, from the first look at it to the commit.
+
+    All calls come from the save's thread. Where the storage has no timeouts of its own and the save has a thread of its
+    own, nothing waits for a call that hangs in the kernel: training waits for the save's thread.
+
+    Args:
+        context: Of the writer.
+        storage: The directory.
+        staged_save: What was staged for the save, if anything was.
+
+    Attributes:
+        storage: The directory that this rank writes to.
+        path: The checkpoint's path for messages and reports, without credentials.
+        is_given_up: It has hung for too long.
+        commits: This rank commits, for all or for itself.
+        rank: This one.
+        metadata_rank: The rank in the name of the metadata file; None where one file is for all.
+    """
+
+    meta = StorageMeta
+    """DCP sends one to all ranks when the save is committed."""
+    has_one_id = False
+    """The files of all ranks have the coordinator's id of the save in their names."""
+
+    def __init__(self, context: SaveContext, storage: Storage, staged_save: StagedSave | None) -> None:
+        self.storage = storage
+        self.path = storage.path
+        self.is_given_up = False
+        self.rank, self.commits = 0, True
+        self.metadata_rank: int | None = None
+        self._context = context
+        self._staged_save = staged_save
+        if staged_save is not None:
+            storage.umask = staged_save.context.umask
+        self._is_on_own_thread = staged_save is not None and staged_save.staged_on is not threading.current_thread()
+        self._lock: DirectoryLock | None = None
+        self._replaced: concurrent.futures.Future[set[str]] | None = None
+
+    def set_up(self, rank: int, *, is_coordinator: bool, use_collectives: bool) -> None:
+        """Takes this rank's part in the save."""
+        self.rank = rank
+        self.commits = is_coordinator or not use_collectives
+        self.metadata_rank = None if use_collectives else rank
+
+    def open(self) -> None:
+        """Creates the directory; who commits locks it, and removes what dead saves left there.
+
+        Raises:
+            WriteError: it cannot be created, or holds a checkpoint that must not be replaced.
+        """
+        self._in_time(self._open)
+
+    def _open(self) -> None:
+        self.storage.make_directory()
+        self._check_free(self.storage)
+        if self.commits:
+            self._lock = begin(self.storage, self._context.options.limits.timeout)
+
+    def _check_free(self, storage: Storage) -> None:
+        """Raises `WriteError` where there is a checkpoint that must not be replaced."""
+        refuses = self.commits and not self._context.options.overwrite
+        if refuses and storage.head(metadata_file_name(self.metadata_rank)) is not None:
+            raise WriteError(
+                f"{storage.path}: Checkpoint already exists and overwrite=False: save to another path, or pass "
+                f"overwrite=True"
+            )
+        if self.metadata_rank is not None and storage.head(metadata_file_name()) is not None:
+            raise WriteError(
+                f"{storage.path} holds a checkpoint of all ranks, which every load would take for the one "
+                f"that is saved here without collectives: remove that, or save to another path"
+            )
+
+    def write(self, save_id: str, write: Callable[[Storage], Written], *, has_bytes: bool) -> Written:
+        """Has this rank's files written, which makes them durable.
+
+        Args:
+            save_id: Part of the files' names.
+            write: Writes them to a storage.
+            has_bytes: There is something to write.
+
+        Raises:
+            WriteError: nothing of them is left.
+        """
+        if self.commits:
+            ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
+            self._replaced = in_background(ask, daemon=True)
+        if has_bytes:
+            self._in_time(lambda: put_records(self.storage, [save_id]))
+        return write(self.storage)
+
+    def wrote(self, written: Written) -> None:
+        """This rank's part is ready. The save may still fail on another rank."""
+        save = self._staged_save
+        if save is not None and save.files is not None:
+            save.files.note(self.storage, [file.name for file in written.done.files])
+
+    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+        """Makes the save the checkpoint at its path.
+
+        Args:
+            metadata: DCP's, with the save's id.
+            parts: What each rank has written.
+
+        Returns:
+            The files of the checkpoint that it replaces: they can be removed.
+
+        Raises:
+            WriteError: see `commit.commit`.
+        """
+        return self._in_time(lambda: self._commit(metadata, parts))
+
+    def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+        agree_on_key(self._context.options.write.cipher, parts, self.storage)
+        assert self._replaced is not None
+        context, options, replaced = self._context, self._context.options, self._replaced.result()
+        if self.storage.locks_are_visible:  # where it costs nothing to ask again: others may have saved here meanwhile
+            replaced |= replaced_files(self.storage, self.metadata_rank)
+        put_records(self.storage, map(save_id_in, replaced))
+        try:
+            commit(
+                self.storage,
+                metadata,
+                parts,
+                sync=options.write.sync_files,
+                overwrite=options.overwrite,
+                check=self._check_commit,  # at the last moment: the look at all ranks' data may have taken seconds
+                is_owned=context.owner is not None,
+                **self._index_options(),
+            )
+        except Exception:  # after a Ctrl-C nobody knows: it may be committed
+            remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
+            raise
+        return replaced
+
+    def _index_options(self) -> dict[str, Any]:
+        """The options of the index."""
+        context, save = self._context, self._staged_save
+        return {
+            "rank": self.metadata_rank,
+            "cipher": context.options.write.cipher,
+            "record": None if save is None else save.record,
+            "entries": context.engine.entries,
+        }
+
+    def check_wanted(self) -> None:
+        """Raises `Refused` if the save has been abandoned."""
+        if self.is_given_up:
+            raise Refused(f"{self.path} has hung for too long")
+        if self._context.closed and self._staged_save is not None:
+            raise Refused(f"the writer was closed before the save to {self.path} was over")
+
+    def _check_commit(self) -> None:
+        """Raises `Refused` if the save must not be committed: it has been abandoned, or another run has the folder."""
+        self.check_wanted()
+        if self._context.owner is not None:
+            self._context.owner.check()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files that no checkpoint names, and the records of their saves. It waits for no storage that hangs.
+
+        For two GB it takes a quarter of a second, and not on another thread: who has waited for the save may copy the
+        directory.
+        """
+        self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
+
+    def follow(self, report: SaveReport) -> None:
+        """Has the report come once more, where the checkpoint is not yet where it is to stay."""
+
+    def give_up(self) -> None:
+        """Waits for the storage no more: it hangs."""
+        self.is_given_up = True
+        self.storage.give_up()
+
+    def drop_record(self, save_id: str, after: concurrent.futures.Future[None] | None) -> None:
+        """Removes the record of a save that has failed here, when the files that it tells of are removed."""
+
+        def drop() -> None:
+            if after is not None:
+                after.exception()
+            drop_record(self.storage, save_id)
+
+        self._clean_up(drop)
+
+    def end(self) -> None:
+        """Lets others clean up there. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        if not self.is_given_up and self.storage.locks_are_visible:  # then it is the kernel's affair alone
+            lock.release()
+        else:
+            self._clean_up(lock.release)
+
+    def _in_time(self, operation: Callable[[], _T], most: float = math.inf) -> _T:
+        """Does something with the storage, and gives that up if it hangs.
+
+        Raises:
+            WriteError: it hangs.
+        """
+        timeout = min(most, self._context.options.limits.timeout)
+        if not (self._is_on_own_thread and self.storage.may_hang):
+            return operation()
+        try:
+            return in_time(operation, timeout)
+        except Hung:
+            self.give_up()
+            raise WriteError(
+                f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. What was "
+                f"begun there may come about later"
+            ) from None
+
+    def _clean_up(self, operation: Callable[[], object]) -> None:
+        """Does what nobody need wait for, if the storage hangs."""
+        if self.is_given_up:
+            in_background(operation, name="clean-up", daemon=True)
+            return
+        try:
+            self._in_time(operation, _CLEAN_UP_SECONDS)
+        except WriteError as error:
+            if not self.is_given_up:
+                raise
+            logger.warning("%s", str(error))

@@ -1,0 +1,290 @@
+"""A save that is durable in a local folder first, and flushed to the remote when it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from .._format.names import data_file_rank, metadata_file_name
+from .._index.locations import RankPlaces
+from .._runtime.forks import Finalizer
+from .._staging.staged_save import StagedSave
+from .._storage.base import DirectoryLock, Refused, Storage
+from .._storage.local import LocalStorage
+from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
+from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
+from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
+from .commit import agree_on_key, encoded, remove
+from .context import SaveContext
+from .destination import Destination
+from .flushing import CommittedMeta, Flushing
+from .report import SaveReport
+from .writer_client import Written
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOOK_SECONDS = 0.5
+_MAX_FILE_BYTES = 1 << 30
+"""Of a file that is flushed. Other nodes see only whole files arrive: where none does for long, a node looks lost."""
+
+
+class TieredDestination(Destination):
+    """A place in the local folder, or on the remote when this rank's disk does not take the save.
+
+    No rank looks at another's local folder: it may be on another node.
+
+    Args:
+        context: Of the writer.
+        flushing: Of the local folder.
+        place: Of the checkpoint in it.
+        staged_save: What was staged for the save, if anything was.
+    """
+
+    meta = CommittedMeta
+    has_one_id = True  # so it is known what a lost node has left
+
+    def __init__(self, context: SaveContext, flushing: Flushing, place: str, staged_save: StagedSave | None) -> None:
+        storage = LocalStorage(flushing.target.folder(place))
+        storage.max_file_bytes = _MAX_FILE_BYTES
+        super().__init__(context, storage, staged_save)
+        self.path = f"{flushing.target.name}/{place}" if place else flushing.target.name
+        self._flushing = flushing
+        self._place = place
+        self._writing: Writing | None = None  # as long as this rank's files are in the local folder
+        self._files: dict[str, int] = {}  # that are there
+        self._id = ""
+        self._is_published = False
+
+    def open(self) -> None:
+        """Asks the remote, only where that is needed."""
+        if self.commits and not (self._context.options.overwrite and self.metadata_rank is None):
+            self._check_free(self._remote())
+            self._check_not_on_its_way()
+
+    def _check_not_on_its_way(self) -> None:
+        name = metadata_file_name(self.metadata_rank)
+        for _, record in () if self._context.options.overwrite else self._flushing.open_records():
+            if record.place == self._place and record.commit is not None and record.commit.name == name:
+                raise WriteError(
+                    f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, and "
+                    f"not on the remote yet: save to another path, or pass overwrite=True"
+                )
+
+    # --- this rank's files ------------------------------------------------------------------------------------------
+
+    def write(self, save_id: str, write: Callable[[Storage], Written], *, has_bytes: bool) -> Written:
+        self._id = save_id
+        try:
+            self._begin()
+            return self._write_locally(write)
+        except WriterProcessDied:
+            raise
+        except (CheckpointError, OSError) as error:
+            self.end()
+            self._writing, self._files = None, {}
+            self._pass_by(error)
+        return write(self.storage)
+
+    def _begin(self) -> None:
+        """Locks the local folder, so that nobody clears it away."""
+        self._context.show_life()
+        record = FlushRecord(self._flushing.target.name, self._place, self.rank, self._id, self._context.id)
+        self._writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
+        self.storage.make_directory()
+        self._share()
+        assert self._lock is not None
+        # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
+        Finalizer(self, _end, self._writing, self._lock).atexit = False
+
+    def _write_locally(self, write: Callable[[Storage], Written]) -> Written:
+        """Writes to the local folder. If that fails, room is made there, where there is something to remove."""
+        try:
+            written = write(self.storage)
+        except WriterProcessDied:
+            raise
+        except CheckpointError:
+            if not free(self._flushing.queue):
+                raise
+            self.storage.make_directory()
+            written = write(self.storage)
+        self._files = {file.name: file.nbytes for file in written.done.files}
+        for name, nbytes in self._files.items():  # no other node can look
+            found = self.storage.head(name)
+            if found != nbytes:
+                raise WriteError(f"{self.storage.path}/{name} has {found} bytes after it was written, not {nbytes:,}")
+        return written
+
+    def wrote(self, written: Written) -> None:
+        """On a rank that does not commit, the flush has its files from now on."""
+        if self._writing is not None and not self.commits:
+            try:
+                self._hand_over(None, b"")
+            except CheckpointError as error:
+                self._bring(error)
+        elif self._writing is None:
+            super().wrote(written)
+        if not self.commits:
+            self.end()
+
+    def _hand_over(self, commit: Commit | None, index: bytes) -> None:
+        """This rank's local files are to be flushed. With a commit, the save is committed locally.
+
+        Raises:
+            CheckpointError: it could not be written down.
+        """
+        assert self._writing is not None
+        if commit is None and not self._files:
+            self._writing.abort()
+            self._writing = None
+            return
+        queue, sync = self._flushing.queue, self._context.options.write.sync_files
+        try:
+            try:
+                self._writing.written(self._files, sync=sync, commit=commit, index=index)
+            except (CheckpointError, OSError):
+                if not free(queue):
+                    raise
+                self._writing.written(self._files, sync=sync, commit=commit, index=index)
+        except OSError as error:
+            raise WriteError(f"cannot write to {queue.folder}: {error}") from error
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes what is on the remote. What is in the local folder the flush has, or `end` removes it."""
+        if self._writing is None:
+            super().remove(names)
+
+    def end(self) -> None:
+        super().end()
+        if self._writing is not None:
+            undo(self._writing)
+
+    # --- the commit -------------------------------------------------------------------------------------------------
+
+    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+        """Makes the save the checkpoint in the local folder, where this rank's files are there; else on the remote."""
+        agree_on_key(self._context.options.write.cipher, parts, self.storage)
+        index = encoded(self.storage, metadata, parts, **self._index_options())
+        files = dict(file for part in parts for file in part.files)
+        commit = Commit(metadata_file_name(self.metadata_rank), files, self._context.options.overwrite)
+        self.check_wanted()
+        if self._writing is not None:
+            try:
+                self._hand_over(commit, index)
+                return set()  # it is the flush that replaces
+            except CheckpointError as error:
+                self._bring(error)
+        return self._publish(index, commit)
+
+    def _publish(self, index: bytes, commit: Commit) -> set[str]:
+        """Commits the save on the remote: when what was saved before is there, and the files of all ranks are.
+
+        Raises:
+            WriteError: they have not come in time, or it cannot be committed. Of its files none is left there, unless
+                nobody knows what has become of the commit.
+        """
+        is_known = True
+        try:
+            self._wait_for_turn(commit)
+            is_known = False
+            before = {entry.id for entry in self._flushing.entries()}
+            replaced = publish(self.storage, index, commit, before, self._check_commit)
+        except BaseException as error:
+            if is_known or isinstance(error, (Refused, Superseded)):
+                remove(self.storage, commit.files)
+            raise
+        self._is_published = True
+        return replaced or set()
+
+    def _wait_for_turn(self, commit: Commit) -> None:
+        """Waits until the remote has what was saved before, and the files of all ranks.
+
+        Raises:
+            Refused: nothing of that has come for the timeout, or nobody wants the save any more.
+            ReadError: the remote cannot be looked at.
+        """
+        missing, ahead = set(commit.files), list[tuple[FlushEntry, FlushRecord]]()
+
+        def is_over() -> bool:
+            nonlocal missing, ahead
+            missing = missing_files(self.storage, missing, commit.files)
+            ahead = self._flushing.commits_before(self._id)
+            self.check_wanted()  # it may have waited for long
+            return not missing and not ahead
+
+        self._flushing.resume()
+        own = self._context.options.target
+        assert own is not None  # other writers with this local folder may have other timeouts
+        if not self._flushing.wait(
+            until=is_over, progress=lambda: len(missing), patience=own.patience(), every=_LOOK_SECONDS
+        ):
+            raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not come for {own.timeout:g} s")
+
+    def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
+        """Says what a commit waits for."""
+        if missing:
+            ranks = sorted({data_file_rank(name) for name in missing})
+            return f"data of rank {', '.join(map(str, ranks[:8]))} ({min(missing)})"
+        entry, record = ahead[0]
+        trouble = self._flushing.queue.trouble(entry)
+        words = f"{record.place or 'what'} was saved before, lies in {self._flushing.target.folder(record.place)}, and"
+        return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
+
+    def follow(self, report: SaveReport) -> None:
+        """Reports when the remote has the save."""
+        arrived = self._context.reports.arrived
+        if self._is_published:
+            arrived(report, report.durable_at)
+        elif self._writing is not None:
+            self._flushing.follow(self._writing.entry, report, arrived)
+            self._flushing.resume()
+
+    # --- past the local folder --------------------------------------------------------------------------------------
+
+    def _pass_by(self, error: Exception) -> None:
+        """Puts this rank's files on the remote from now on."""
+        logger.warning(
+            "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
+            *(self.rank, self.storage.path, self.path, describe(error)),
+        )
+        self.storage = self._remote()
+        self.storage.make_directory()
+        self._share()
+
+    def _bring(self, error: Exception) -> None:
+        """Brings this rank's files to the remote itself: they are in the local folder, which takes no record of them.
+
+        Raises:
+            WriteError: they cannot be read there any more, or not be written.
+        """
+        local, before = self.storage, self._lock
+        self._lock = None  # until they are there
+        try:
+            self._pass_by(error)
+            for name, nbytes in self._files.items():
+                copy_file(local, self.storage, name, nbytes, self.check_wanted)
+        except (CheckpointError, OSError) as failure:
+            with suppress(CheckpointError, OSError):
+                discard(self._remote(), *self._files)
+            raise WriteError(f"{describe(error)}; and {describe(failure)}") from failure
+        finally:
+            if before is not None:
+                before.release()
+            if self._writing is not None:
+                undo(self._writing)
+            self._writing, self._files = None, {}
+
+    def _remote(self) -> Storage:
+        return self._flushing.target.open(self._place)
+
+    def _share(self) -> None:
+        """Locks the directory that this rank writes to, so that nobody clears it away."""
+        self._lock = self.storage.lock_directory()
+        self._lock.share(self._context.options.limits.timeout)
+
+
+def _end(writing: Writing, lock: DirectoryLock) -> None:
+    lock.release()  # or else the folder would be in use, and stay
+    undo(writing)
