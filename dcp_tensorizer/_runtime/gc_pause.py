@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .forks import free_in_child, in_child
+from .threads import Borrowed
 
 _AGEINGS = 96
 """Agings without a full collection in between: some ten saves. Then one may run, for cycles that were aged and died."""
@@ -23,49 +22,33 @@ _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
 """Python 3.12 begins with about 375 frozen objects, which may be unfrozen. A trainer freezes many more."""
 
 
-class _Collector:
-    """Pauses the collector while any thread uses the pause."""
+class _Collector(Borrowed[tuple[int, int, int]]):
+    """The collector's thresholds. While the first one is 0, the collector is paused."""
 
     def __init__(self) -> None:
-        # Reentrant, because a signal handler that saves may interrupt its holder.
-        self._lock = free_in_child(threading.RLock())
-        self._users: set[object] = set()
-        self._thresholds: tuple[int, int, int] | None = None  # the trainer's, while it is paused
+        super().__init__()
         self._aged = 0
         self._full_collections = 0
-        in_child(self, _Collector._let_go)
 
-    def _let_go(self) -> None:
-        """Forgets the users in a forked child, which does not have their threads."""
-        self._users.clear()
-        thresholds, self._thresholds = self._thresholds, None
-        if thresholds is not None and gc.get_threshold() == (0, *thresholds[1:]):
-            gc.set_threshold(*thresholds)
+    def _change(self) -> tuple[int, int, int] | None:
+        thresholds = gc.get_threshold()
+        if not gc.isenabled() or not thresholds[0]:  # the trainer has switched it off
+            return None
+        gc.set_threshold(0, *thresholds[1:])
+        return thresholds
+
+    def _restore(self, before: tuple[int, int, int]) -> None:
+        if gc.get_threshold() == (0, *before[1:]):
+            gc.set_threshold(*before)
 
     def pause(self, user: object) -> None:
-        """Pauses the collector, unless it is paused already or the trainer has switched it off."""
-        with self._lock:
-            self._users.add(user)
-            thresholds = gc.get_threshold()
-            if self._thresholds is not None or not gc.isenabled() or not thresholds[0]:
-                return
-            self._thresholds = thresholds
-            gc.set_threshold(0, *thresholds[1:])
-        gc.collect(1)  # or else the trainer's garbage would count as old, and may hold memory of a GPU
+        """Pauses the collector for a user."""
+        if self.use(user):
+            gc.collect(1)  # or else the trainer's garbage would count as old, and may hold memory of a GPU
 
     def resume(self, user: object, *, ages: bool) -> None:
         """Ends the pause with its last user. With ``ages``, objects that live then count as old."""
-        with self._lock:
-            self._users.discard(user)
-            if self._users or self._thresholds is None:
-                return
-            try:
-                if ages and gc.isenabled():
-                    self._age()
-            finally:
-                thresholds, self._thresholds = self._thresholds, None
-                if gc.get_threshold() == (0, *thresholds[1:]):  # otherwise the program has set others, which stay
-                    gc.set_threshold(*thresholds)
+        self.leave(user, lambda: self._age() if ages and gc.isenabled() else None)
 
     def _age(self) -> None:
         """Makes all objects count as old without visiting them, which delays full collections.

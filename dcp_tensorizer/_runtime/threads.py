@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import sys
 import threading
@@ -245,42 +246,62 @@ _FIRST_TURN = 0.0001  # for the other thread to wake up
 _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
-class _Interval:
-    """The interpreter's switch interval, which is short while any thread uses the short one."""
+class Borrowed(abc.ABC, Generic[_T]):
+    """A setting of the whole process that is changed while it has users, and then set back."""
 
     def __init__(self) -> None:
         # Reentrant, because a signal handler or the collector may interrupt its holder.
         self._lock = free_in_child(threading.RLock())
-        self._users: set[int] = set()
-        self._before: float | None = None  # the trainer's, while it is short
-        in_child(self, _Interval._let_go)
+        self._users: set[object] = set()
+        self._before: _T | None = None  # the program's, while it is changed
+        in_child(self, Borrowed._return)  # none of the threads that use it is in a forked child
 
-    def _let_go(self) -> None:
-        """Forgets the users in a forked child, which does not have their threads."""
-        self._users.clear()
-        self._restore()
+    @abc.abstractmethod
+    def _change(self) -> _T | None:
+        """Changes the setting; returns the program's own, or None if that stays."""
 
-    def shorten(self, user: int) -> None:
+    @abc.abstractmethod
+    def _restore(self, before: _T) -> None:
+        """Sets the program's own again, unless the program has set a new one meanwhile."""
+
+    def use(self, user: object) -> bool:
+        """Adds a user; returns whether that has changed the setting."""
         with self._lock:
             self._users.add(user)
-            before = sys.getswitchinterval()
-            if self._before is None and before > _SECONDS:
-                self._before = before
-                sys.setswitchinterval(_SECONDS)
+            if self._before is not None:
+                return False
+            self._before = self._change()
+            return self._before is not None
 
-    def leave(self, user: int) -> None:
-        """Restores the interval after its last user."""
+    def leave(self, user: object, last: Callable[[], object] = lambda: None) -> None:
+        """Removes a user. After the last one, calls ``last`` and restores the setting."""
         with self._lock:
             self._users.discard(user)
-            if not self._users:
-                self._restore()
+            if not self._users and self._before is not None:
+                try:
+                    last()
+                finally:
+                    self._return()
 
-    def _restore(self) -> None:
+    def _return(self) -> None:
+        self._users.clear()
         before, self._before = self._before, None
-        is_ours = (
-            abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION
-        )  # otherwise the program has set another one, which stays
-        if before is not None and is_ours:
+        if before is not None:
+            self._restore(before)
+
+
+class _Interval(Borrowed[float]):
+    """The interpreter's switch interval, which is short while any thread uses the short one."""
+
+    def _change(self) -> float | None:
+        before = sys.getswitchinterval()
+        if before <= _SECONDS:
+            return None
+        sys.setswitchinterval(_SECONDS)
+        return before
+
+    def _restore(self, before: float) -> None:
+        if abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION:
             sys.setswitchinterval(before)
 
 
@@ -295,7 +316,7 @@ class QuickTurns:
     """
 
     def __init__(self) -> None:
-        _interval.shorten(id(self))
+        _interval.use(id(self))
         self._end = Finalizer(self, _interval.leave, id(self))
         time.sleep(_FIRST_TURN)
 
