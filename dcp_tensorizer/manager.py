@@ -35,7 +35,7 @@ from ._managing.restore import Selection, StatePart
 from ._managing.retention import Retention
 from ._managing.step_folder import StepNames
 from ._managing.together import Together
-from ._runtime.forks import in_child
+from ._runtime.forks import Home
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_path, check_timeout
 from ._storage.open import absolute_path
@@ -165,8 +165,7 @@ class CheckpointManager:
             self._writer.close()
             raise
         self._stopping = self._closed = self._is_over = False
-        self._is_copy = self._is_new_copy = False
-        in_child(self, CheckpointManager._let_go)
+        self._home = self._home_of_job = Home()
         self._signals.install()
 
     def __repr__(self) -> str:
@@ -347,7 +346,7 @@ class CheckpointManager:
             self._signals.restore()
             self._writer.close(timeout)
             self._job.saves.wait(deadline)
-            if self._job.saves.failures or self._job.saves.is_busy or self._job.saves.held_step is not None:
+            if self._job.saves.failures.count or self._job.saves.is_busy or self._job.saves.held_step is not None:
                 self._job.survival.leave(deadline)  # the newest step exists only in memory
             self._job.survival.end(deadline, has_saved=self._job.saves.has_saved)
         logger.info("%s: %s", self._folder.path, self.report())
@@ -399,9 +398,10 @@ class CheckpointManager:
 
     # --- in a forked child ------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        """Closes this copy in a forked child: the job and its saves belong to the parent."""
-        self._is_copy = self._is_new_copy = True
+    @property
+    def _is_copy(self) -> bool:
+        """True in a forked child: the job and its saves belong to the parent."""
+        return not self._home.is_here
 
     def _check_at_home(self) -> None:
         if self._is_copy:
@@ -413,8 +413,8 @@ class CheckpointManager:
 
     def _job_here(self) -> Job:
         """The job; in a forked child a copy at the same step, which reads by itself, over connections of its own."""
-        if self._is_new_copy:
+        if not self._home_of_job.is_here:
             self._folder = self._open_folder()
             self._job = self._job.alone(self._folder)
-            self._is_new_copy = False
+            self._home_of_job = Home()
         return self._job

@@ -218,7 +218,7 @@ class Job:
             is_due=self._policy.is_due(step),
             is_last=self.saves.is_last(step),
             is_there=step in self.place.numbers,
-            failures=self.saves.failures,
+            failures=self.saves.failures.count,
             must_write=must_write,
             is_busy=holds and self.saves.is_busy,
             is_due_in_memory=holds and self._policy.is_due_in_memory(step),

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from .._index.schema import SaveRecord
 from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
 from .._saving.commit import WrittenFiles, is_uncommitted
+from .._saving.engine import FailuresInARow
 from .._saving.saver import SaveDescription
 from .._staging.staged_save import StagedStateDict
 from .._staging.state_tree import fingerprint
@@ -102,9 +103,8 @@ class Saves:
         omits_replicas: What other ranks write need not be staged.
 
     Attributes:
-        failures: How many of the last saves have failed, one after the other.
+        failures: Those of the last saves, one after the other.
         error: Of the last save, if that has failed and nobody has been told.
-        last_error: What the last one that failed said.
         part: What is saved of states, from now on.
         together: Their ranks; None without ranks.
     """
@@ -121,9 +121,8 @@ class Saves:
         after: Callable[[Step], None],
         omits_replicas: bool,
     ) -> None:
-        self.failures = 0
+        self.failures = FailuresInARow()
         self.error: BaseException | None = None
-        self.last_error = ""
         self.part = StatePart()
         self._writer = writer
         self._planner = SavePlanner()
@@ -252,11 +251,7 @@ class Saves:
 
     def check(self, failures: int) -> None:
         """Raises `WriteError` if so many saves have failed in a row that training would go on without checkpoints."""
-        if self._max_failures is not None and failures >= self._max_failures:
-            raise WriteError(
-                f"{failures} saves in a row were not committed. The last error was: {self.last_error}. Mend the cause; "
-                f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
-            )
+        self.failures.check(self._max_failures, failures)
 
     def is_last(self, step: int) -> bool:
         """Returns whether the last save is of a step, and has not failed."""
@@ -317,7 +312,8 @@ class Saves:
             save_id = "" if meta is None else meta.save_id or ""
             branch, metrics = save.record.branch, save.record.metrics
             save.saved = Step(save.step, save.name, save_id, time.time_ns(), branch, metrics, save.record.job)
-            self.failures, self.error = 0, None
+            self.error = None
+            self.failures.committed(save.storage.path)
             self._clock.saved(save.began)
             try:
                 save.future.set_result(save.storage.location)
@@ -336,8 +332,8 @@ class Saves:
             failure = WriteError(f"{save.storage.path} was not saved: {describe(cause)}")
             failure.__cause__ = cause
             cause = failure
-        self.failures += 1
-        self.error, self.last_error = cause, str(cause)
+        self.error = cause
+        self.failures.failed(str(cause))
         self._clock.failed()
         save.future.set_exception(cause)
 

@@ -178,6 +178,45 @@ class _Outcome:
         return f"the save to {self.path}" if self.path else "a save without a path"
 
 
+class FailuresInARow:
+    """The saves that were not committed since the last one that was.
+
+    Attributes:
+        count: How many.
+        last_error: That of the last one that failed.
+        last_committed: The path of the last one that was committed.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last_error = ""
+        self.last_committed = "none"
+
+    def failed(self, error: str) -> None:
+        """One more was not committed."""
+        self.count += 1
+        self.last_error = error
+
+    def committed(self, path: str) -> None:
+        """A save was committed."""
+        self.count, self.last_committed = 0, path
+
+    def check(self, limit: int | None, count: int | None = None) -> None:
+        """Raises `WriteError` when so many saves in a row have failed.
+
+        Args:
+            limit: How many; None is no limit.
+            count: How many have failed, where another rank counts.
+        """
+        count = self.count if count is None else count
+        if limit is not None and count >= limit:
+            raise WriteError(
+                f"{count} saves in a row were not committed. The last error was: {self.last_error}. The last "
+                f"checkpoint that was committed: {self.last_committed}. Mend the cause; "
+                f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
+            )
+
+
 class FailureCounter:
     """Counts failed saves in a row, of all writers of a process. Frameworks make a writer for every save.
 
@@ -188,9 +227,7 @@ class FailureCounter:
     def __init__(self) -> None:
         self._saves: dict[threading.Thread, _Outcome] = {}
         self._is_coordinator: bool | None = None
-        self._failures = 0
-        self._last_error = ""
-        self._last_committed = "none"
+        self._in_a_row = FailuresInARow()
 
     def begin(self, path: str) -> None:
         """A save begins on the calling thread, so the one before is over."""
@@ -214,9 +251,7 @@ class FailureCounter:
     def committed(self) -> None:
         """The calling thread's save is the checkpoint at its path now."""
         save = self._saves.pop(threading.current_thread(), None)
-        if save is not None:
-            self._last_committed = save.path
-        self._failures = 0
+        self._in_a_row.committed(self._in_a_row.last_committed if save is None else save.path)
 
     def end(self) -> None:
         """Saves of the calling thread, and of threads that have ended, are over: unless committed, they failed."""
@@ -224,8 +259,7 @@ class FailureCounter:
             if thread is threading.current_thread() or not is_running(thread):
                 save = self._saves.pop(thread, None)
                 if save is not None and self._coordinates(save):
-                    self._failures += 1
-                    self._last_error = save.cause
+                    self._in_a_row.failed(save.cause)
                     logger.error("%s was not committed: %s", save.name, save.cause)
 
     def end_at_exit(self) -> None:
@@ -239,12 +273,7 @@ class FailureCounter:
 
     def check(self, limit: int | None) -> None:
         """Raises `WriteError` when that many saves in a row have failed; None is no limit."""
-        if limit is not None and self._failures >= limit:
-            raise WriteError(
-                f"{self._failures} saves in a row were not committed. The last error was: {self._last_error}. The last "
-                f"checkpoint that was committed: {self._last_committed}. Mend the cause; "
-                f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
-            )
+        self._in_a_row.check(limit)
 
     def _coordinates(self, save: _Outcome) -> bool:
         is_coordinator = self._is_coordinator if save.is_coordinator is None else save.is_coordinator

@@ -70,10 +70,9 @@ class StagedSave:
             buffer. The digests are empty if items are encrypted.
     """
 
-    def __init__(self, owner: object = None, *, keeps_buffer: bool = True, is_kept: bool = False) -> None:
+    def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
         self.owners: tuple[object, ...] = (owner,)
         self.keeps_buffer = keeps_buffer
-        self.is_kept = is_kept
         self.staged_on = threading.current_thread()
         self.group = name_of_group()
         self.buffer: SharedBuffer | None = None

@@ -118,7 +118,7 @@ class Stager:
         ranks (see `StagedStateDict`).
         """
         self.saves.reclaim()
-        staged = self._empty(is_kept=is_kept)
+        staged = self._empty()
         staged_save = staged.staged_save
         try:
             self.saves.add(staged_save)
@@ -132,11 +132,11 @@ class Stager:
             if self._overlap_staging:
                 if staged_save.shared is not None:  # in case its save ends without writing anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
-                copying = threading.Thread(target=self._copy, args=(snapshot, staged_save, staged), name="stage")
+                copying = threading.Thread(target=self._copy, args=(snapshot, staged, is_kept), name="stage")
                 staged_save.stager = copying
                 copying.start()
             else:
-                self._copy(snapshot, staged_save, staged)
+                self._copy(snapshot, staged, is_kept)
         except Exception as error:
             staged_save.fail(error)
             staged_save.finish()
@@ -179,20 +179,21 @@ class Stager:
         for staged_save in self.saves.of(self):
             staged_save.hold_training()
 
-    def _empty(self, *, is_kept: bool = False) -> StagedStateDict:
+    def _empty(self) -> StagedStateDict:
         """An empty staged state dict, which is not yet one of the saves that others wait for."""
-        staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer, is_kept=is_kept)
+        staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer)
         return StagedStateDict({}, staged_save, self.wait_turn)
 
     @torch.no_grad()
-    def _copy(self, snapshot: _Snapshot, staged_save: StagedSave, staged: StagedStateDict) -> None:
+    def _copy(self, snapshot: _Snapshot, staged: StagedStateDict, is_kept: bool) -> None:
         """Copies the tensors and builds the staged state dict; an error is kept in the staged save.
 
         The dict is built while devices copy, before any other wait.
         """
+        staged_save = staged.staged_save
         try:
             buffer = staged_save.buffer = self.saves.take_buffer(_nbytes(snapshot.sources))
-            buffer.is_kept = staged_save.is_kept
+            buffer.is_kept = is_kept
             if (index := self._pin_for(snapshot.devices)) is not None:
                 buffer.pin(self._device, index)
             tensors: dict[int, torch.Tensor] = {}

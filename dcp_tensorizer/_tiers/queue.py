@@ -558,16 +558,16 @@ class Writing:
             raise
         self.queue._unlink(self.entry.name)
         self.entry = entry
-        self._let_go()
+        self._unlock()
 
     def abort(self) -> None:
         """The save has failed here, and its files are gone. Idempotent; does nothing after `written`."""
         if self.is_unfinished:
             self._is_aborted = True
             self.queue.remove(self.entry)
-            self._let_go()
+            self._unlock()
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         with suppress(OSError):  # a forked child may have a copy of the descriptor, with which the lock would last
             fcntl.flock(self._descriptor.number, fcntl.LOCK_UN)
         self._descriptor.close()

@@ -318,7 +318,7 @@ def test_what_a_dead_save_has_left_is_removed(tmp_path: Path) -> None:
     for name in ids:
         (run.local / "step-1" / f"__0_0_{name}.tensors").write_bytes(b"half")
     dead, living = (run.queue.begin(FlushRecord(run.target.name, "step-1", 0, name)) for name in ids)
-    dead._let_go()
+    dead._unlock()
     assert Flusher(run.target).step() is None
     assert os.listdir(run.local / "step-1") == [f"__0_0_{ids[1]}.tensors"]
     assert run.states() == ["writing"]
@@ -338,7 +338,7 @@ def test_a_save_that_dies_before_it_has_written(tmp_path: Path, monkeypatch: pyt
         with quietly(), pytest.raises(CheckpointException):
             run.save_unflushed(1)
     assert not (run.local / "step-1").exists()
-    run.queue.begin(FlushRecord(run.target.name, "step-1", 0, "a" * 32))._let_go()
+    run.queue.begin(FlushRecord(run.target.name, "step-1", 0, "a" * 32))._unlock()
     assert Flusher(run.target).step() is None
     assert (run.states(), (run.local / "step-1").exists()) == ([], False)
 
