@@ -44,8 +44,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from ._managing.agreement import make_group
-from ._managing.together import Together
+from ._managing.agreement import Together, make_group
 from ._runtime.forks import free_in_child
 from .any_format import open_reader
 from .errors import WriteError

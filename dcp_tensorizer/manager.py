@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._managing.agreement import Agreement, make_groups
+from ._managing.agreement import Agreement, Together, make_groups
 from ._managing.arguments import (
     check_metrics,
     check_patterns,
@@ -34,7 +34,6 @@ from ._managing.policy import Action, SavePolicy, Schedule, StopSignals
 from ._managing.restore import Selection, StatePart
 from ._managing.retention import Retention
 from ._managing.step_folder import StepNames
-from ._managing.together import Together
 from ._runtime.forks import Home
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_path, check_timeout

@@ -20,7 +20,7 @@ from .._storage.claim import Ownership, claim_file_name
 from .._tiers.tiered_storage import NearestStorage
 from ..errors import CheckpointError, ReadError, WriteError, listed
 from ..writer import TensorizerStorageWriter
-from .agreement import Agreement
+from .agreement import Agreement, Together
 from .goodput import GoodputClock
 from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
 from .policy import Action, Decision, SavePolicy, Vote, decide
@@ -29,7 +29,6 @@ from .restore import Selection, load_first
 from .retention import Retention, retain
 from .saves import Saves
 from .step_folder import LATEST, Step, StepNames, leave, read_steps
-from .together import Together
 from .unflushed import settle
 
 logger = logging.getLogger("dcp_tensorizer")

@@ -36,10 +36,9 @@ from ..errors import (
     unwrap,
 )
 from ..planner import LoadPlanner
-from .agreement import is_of_ranks
+from .agreement import Together, is_of_ranks
 from .optimizer_state import OptimizerTarget, address_of
 from .step_folder import Step
-from .together import Together
 
 logger = logging.getLogger("dcp_tensorizer")
 

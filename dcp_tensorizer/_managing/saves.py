@@ -27,12 +27,11 @@ from .._storage.base import Storage
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
-from .agreement import Agreement, is_of_ranks
+from .agreement import Agreement, Together, is_of_ranks
 from .goodput import GoodputClock
 from .restart import OnStaged
 from .restore import StatePart
 from .step_folder import Step
-from .together import Together
 
 logger = logging.getLogger("dcp_tensorizer")
 
