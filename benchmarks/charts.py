@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from .harness import RESULTS, compare
+from .harness import RESULTS, Spread, compare
 
-Spread = Mapping[str, float]
 _DARK, _BAND, _BAND_TEXT = "#1a1a1a", "#cc79a7", "#9b3d70"
 # Okabe and Ito's colours, told apart also by those who see fewer; overlap has a pattern besides.
 _STYLES: dict[str, dict[str, Any]] = {
@@ -91,7 +90,7 @@ class Panel:
         if bar.kind != "peer" or bar.spread is None:
             return bar.kind
         reference = next((other.spread for other in bars if other.name == self.reference), None)
-        return "alone" if reference is None else compare(dict(reference), dict(bar.spread), self.more_is_better)
+        return "alone" if reference is None else compare(reference, bar.spread, self.more_is_better)
 
 
 def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], columns: int, size: Any) -> None:

@@ -16,15 +16,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .harness import RESULTS, machine, rewrite, store, stored, table
-from .pages import opening
+from .harness import RESULTS, Content, machine, run, store, stored, table
+from .junit import ROOT, run_tests
+from .pages import page
 
-ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST = "2.11.0"
 WITHOUT_PROCESSES = ("tests/unit", "tests/integration")
@@ -37,10 +37,9 @@ _NOT_RUN = {
     )
 }
 """By release of torch: a file of tests that is left out, and why."""
-_COUNTS = ("tests", "failures", "errors", "skipped")
 
 
-def run(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dict[str, Any]:
+def try_out(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dict[str, Any]:
     """The outcome of the tests in a new environment.
 
     Args:
@@ -72,38 +71,27 @@ def _left_out(torch: str) -> tuple[str, str] | None:
 
 
 def _test(python: str, folder: Path, suites: Sequence[str], left_out: tuple[str, str] | None) -> dict[str, Any]:
-    report = folder / "report.xml"
-    subprocess.run(
-        [
-            python,
-            "-m",
-            "pytest",
-            *suites,
-            *((f"--ignore={left_out[0]}",) if left_out else ()),
-            "--quiet",
-            "--show-capture=no",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-        ],
-        cwd=ROOT,
-        check=False,
-    )
-    if not report.exists():
+    ignored = [f"--ignore={left_out[0]}"] if left_out else []
+    found = run_tests(python, folder, *suites, *ignored, "-p", "no:cacheprovider")
+    if found is None:
         return {"error": "pytest ended without a report"}
-    suite = ElementTree.parse(report).getroot().find("testsuite")
-    assert suite is not None
-    failed = [f"{case.get('classname')}.{case.get('name')}" for case in suite if case.find("failure") is not None]
-    failed += [f"{case.get('classname')}.{case.get('name')}" for case in suite if case.find("error") is not None]
-    return {name: int(suite.get(name) or 0) for name in _COUNTS} | {"failed": failed}
+    counts = Counter(one.outcome for one in found)
+    failed = [f"{one.where}.{one.name}" for one in found if one.is_bad]
+    return {
+        "tests": len(found),
+        "failures": counts["failure"],
+        "errors": counts["error"],
+        "skipped": counts["skipped"],
+        "failed": failed,
+    }
 
 
 def _call(*command: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def page(content: dict[str, Any]) -> str:
-    """The results, as a page."""
+def render(content: Content) -> str:
+    """The page of results."""
     rows = []
     for result in content["results"]:
         suites = ", ".join(suite.removeprefix("tests/") for suite in result["suites"])
@@ -119,13 +107,8 @@ def page(content: dict[str, Any]) -> str:
     )
     notes = [f"Under torch {release}, `{file}` is left out: {why}." for release, (file, why) in _NOT_RUN.items()]
     header = ("Python", "torch", "tests", "passed", "skipped", "failed", "which")
-    return "\n\n".join(
-        [
-            opening("Compatibility", content["machine"], what, f"{len(rows)} environments", "compat", spreads=False),
-            table(header, rows),
-            *notes,
-        ]
-    )
+    sections = (table(header, rows), *notes)
+    return page(content, "Compatibility", what, f"{len(rows)} environments", "compat", *sections, spreads=False)
 
 
 def matrix(content: dict[str, Any]) -> str:
@@ -166,33 +149,37 @@ def _key(result: dict[str, Any]) -> list[list[int]]:
     return [python[:2], torch]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="The tests under several releases of Python and torch.")
-    parser.add_argument("--pythons", nargs="+", default=[p for p in PYTHONS if shutil.which(f"python{p}")])
-    parser.add_argument("--torch", nargs="+", default=[OLDEST, "newest"])
-    parser.add_argument("--all", action="store_true", help="all tests under every Python, not under this one alone")
-    parser.add_argument("--redraw", action="store_true", help="make the page from the stored results")
-    return parser
-
-
-def main() -> int:
-    """Runs what is asked for; the results of other environments stay. 1 if a test failed."""
-    arguments = _parser().parse_args()
-    if arguments.redraw:
-        rewrite("compat", page(stored("compat")))
-        return 0
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    """Runs what is asked for; the results of other environments stay."""
     known = stored("compat")["results"] if (RESULTS / "compat.json").exists() else []
-    here, bad = f"{sys.version_info.major}.{sys.version_info.minor}", False
-    for python, torch in itertools.product(arguments.pythons, arguments.torch):
-        suites = ALL if arguments.all or python == here else WITHOUT_PROCESSES
-        with tempfile.TemporaryDirectory(prefix="compat-") as folder:
-            result = run(f"python{python}", torch, Path(folder) / "venv", suites)
-        bad |= "error" in result or bool(result["failed"])
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for python, torch in itertools.product(options.pythons, options.torch):
+        suites = ALL if options.all or python == here else WITHOUT_PROCESSES
+        with tempfile.TemporaryDirectory(prefix="compat-") as environment:
+            result = try_out(f"python{python}", torch, Path(environment) / "venv", suites)
         known = sorted([*(other for other in known if _key(other) != _key(result)), result], key=_key)
-        content = {"machine": machine(), "results": known}
-        store("compat", content, page(content))
-    return int(bad)
+        so_far = {"machine": machine(), "results": known}
+        store("compat", so_far, render(so_far))  # each takes long
+    return {"results": known}
 
+
+def _failed(content: Content) -> str:
+    bad = [result for result in content["results"] if "error" in result or result["failed"]]
+    return ", ".join(f"Python {result['python']}, torch {result['torch']}" for result in bad)
+
+
+OPTIONS = {
+    "pythons": {"nargs": "+", "default": [p for p in PYTHONS if shutil.which(f"python{p}")]},
+    "torch": {"nargs": "+", "default": [OLDEST, "newest"]},
+    "all": {"action": "store_true", "help": "all tests under every Python, not under this one alone"},
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        "compat",
+        measure,
+        render,
+        about="The tests under several releases of Python and torch.",
+        options=OPTIONS,
+        bad=_failed,
+    )

@@ -19,8 +19,8 @@ from typing import Any
 from tests.differential.check import Tally, check
 from tests.differential.explained import ALWAYS, DIFFERENCES
 
-from .harness import machine, rewrite, store, stored, table
-from .pages import opening
+from .harness import Content, run, table
+from .pages import page
 
 _JOBS = 2
 _SHOWN = 500  # cases between two lines of progress
@@ -64,16 +64,19 @@ def render(content: dict[str, Any]) -> str:
     ]
     how_often = f"{tally['cases']} cases, in {_JOBS} processes. The run took {content['seconds']:.0f} s."
     again = f"differential --cases {content['cases']} --seed {content['seed']}"
-    return "\n\n".join(
-        (
-            opening("Against torch's own storage", content["machine"], _WHAT, how_often, again, spreads=False),
-            "## Cases",
-            table(("", "count"), [(title, f"{count:,}") for title, count in counts]),
-            "## Deliberate differences",
-            "[Compatibility](../../docs/compatibility.md#where-we-differ-from-torchs-own-storage) says what each of "
-            "them is, and why. A case may have several.",
-            table(("difference", "cases", "in every checkpoint"), explained),
-        )
+    return page(
+        content,
+        "Against torch's own storage",
+        _WHAT,
+        how_often,
+        again,
+        "## Cases",
+        table(("", "count"), [(title, f"{count:,}") for title, count in counts]),
+        "## Deliberate differences",
+        "[Compatibility](../../docs/compatibility.md#where-we-differ-from-torchs-own-storage) says what each of "
+        "them is, and why. A case may have several.",
+        table(("difference", "cases", "in every checkpoint"), explained),
+        spreads=False,
     )
 
 
@@ -85,33 +88,28 @@ _WHAT = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", help="where to save; /dev/shm otherwise", default="/dev/shm")
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without a run")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("differential", render(stored("differential")))
-        return
+def measure(options: argparse.Namespace, folder: Path) -> Content:
     started = time.monotonic()
     shares = [options.cases // _JOBS + (job < options.cases % _JOBS) for job in range(_JOBS)]
     context = multiprocessing.get_context("spawn")
-    arguments = [(share, options.seed * _JOBS + job, options.folder) for job, share in enumerate(shares)]
+    arguments = [(share, options.seed * _JOBS + job, str(folder)) for job, share in enumerate(shares)]
     with context.Pool(_JOBS) as pool:
         tally = sum(pool.starmap(_share, arguments, chunksize=1), Tally())
-    content = {"machine": machine(options.folder), "cases": options.cases, "seed": options.seed}
-    counted = {name: dict(value) if isinstance(value, Counter) else value for name, value in _fields(tally).items()}
-    content |= {"tally": counted, "seconds": time.monotonic() - started}
-    store("differential", content, render(content))
-    if tally.unexplained:
-        raise SystemExit(f"{len(tally.unexplained)} cases are unexplained")
+    fields = {field.name: getattr(tally, field.name) for field in dataclasses.fields(tally)}
+    counted = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}
+    seconds = time.monotonic() - started
+    return {"cases": options.cases, "seed": options.seed, "tally": counted, "seconds": seconds}
 
 
-def _fields(tally: Tally) -> dict[str, Any]:
-    return {field.name: getattr(tally, field.name) for field in dataclasses.fields(tally)}
+def _unexplained(content: Content) -> str:
+    count = len(content["tally"]["unexplained"])
+    return f"{count} cases are unexplained" if count else ""
 
+
+OPTIONS = {
+    "cases": {"type": int, "default": 10_000},
+    "seed": {"type": int, "default": 0},
+}
 
 if __name__ == "__main__":
-    main()
+    run("differential", measure, render, about=__doc__, options=OPTIONS, where="/dev/shm", bad=_unexplained)

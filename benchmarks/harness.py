@@ -1,16 +1,21 @@
-"""Runs cases interleaved, each in a process of its own; stores the results as JSON and as a page."""
+"""One way to run a benchmark: its command line, its cases in turns, the spread of what they give, its files of results.
+
+A benchmark is a module with a function `measure`, which runs cases by `run_cases` and sums up what they give, and one
+`render`, which makes a page of that by `pages`. A case is a dict: who is measured, with which setup. A function
+measures it, each time in a fresh process (`case`). No torch is needed here.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,41 +39,118 @@ _PACKAGES = (
     "numpy",
 )
 _CASE_SECONDS = 600
-_NOT_SHOWN = ("folder", "server")  # where it happens, and how to get in there
+_NOT_SHOWN = ("folder", "place", "server")  # where it happens, and how to get in there
+_LINES = 8  # of an error
 
 Case = dict[str, Any]
+Content = dict[str, Any]
+Spread = dict[str, float]
+"""A median, with the least and the greatest value: ``median``, ``min``, ``max``."""
 
 
-def run_cases(module: str, cases: Sequence[Case], rounds: int, seconds: float = math.inf) -> list[dict[str, Any]]:
+def run(
+    name: str,
+    measure: Callable[[argparse.Namespace, Path], Content],
+    render: Callable[[Content], str],
+    *,
+    about: str | None,
+    options: Mapping[str, Mapping[str, Any]] = {},
+    where: str | None = None,
+    plot: Callable[[Content], None] | None = None,
+    bad: Callable[[Content], str] = lambda content: "",
+) -> None:
+    """The command line of a benchmark: measures and stores the results, or makes its page again from those.
+
+    Args:
+        name: Of its module, and of the files of its results.
+        measure: Measures, by the options of the command line, and below a folder; returns what is stored.
+        render: Makes the page.
+        about: What the command line says of itself.
+        options: Its own options, as `argparse` takes them, by name. What is measured with ``--quick`` is stored apart.
+        where: To save, unless the command line says it; None: in the working directory.
+        plot: Draws the picture.
+        bad: What is wrong with the results: then the command fails.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
+    for option, settings in options.items():
+        parser.add_argument(f"--{option}", **settings)
+    parser.add_argument(
+        "--folder", default=where, help=f"where to save, as on a disk to be measured; {where or 'here'} otherwise"
+    )
+    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
+    given = parser.parse_args()
+    is_quick = getattr(given, "quick", False)
+    file = f"{name}-quick" if is_quick else name
+    if given.redraw:
+        content = stored(file)
+        (RESULTS / f"{file}.md").write_text(render(content) + "\n")
+    else:
+        with tempfile.TemporaryDirectory(dir=given.folder or Path.cwd()) as folder:
+            content = {"machine": machine(folder), **measure(given, Path(folder))}
+        store(file, content, render(content))
+    if plot is not None and not is_quick:
+        plot(content)
+    if words := bad(content):
+        raise SystemExit(words)
+
+
+QUICK: Mapping[str, Any] = {"action": "store_true", "help": "a smaller run, not to be quoted"}
+
+
+def run_cases(work: Callable[..., Any], cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
     """Runs every case once a round, so that a drift of the machine's speed meets all of them alike.
 
-    What fails, or does not fit into ``seconds`` in all, is a result with an ``error``.
+    What fails, or takes longer than ten minutes, is a result with an ``error``.
+
+    Args:
+        work: Measures a case, see `case`: a function of a module.
+        cases: What JSON can hold. ``folder``: its own folder is made in it.
+        rounds: How many there are.
     """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name if spec is not None and work.__module__ == "__main__" else work.__module__
     results = []
-    deadline = time.monotonic() + seconds
     for number in range(rounds):
         first = number * len(cases) // rounds  # each round begins elsewhere: whoever is first warms the machine up
         for case in (*cases[first:], *cases[:first]):
             shown = {key: value for key, value in case.items() if key not in _NOT_SHOWN}
             label = " | ".join(str(value) for key, value in shown.items() if key != "scale")
             print(f"round {number + 1}/{rounds}  {label}", file=sys.stderr, flush=True)
-            found = _run(module, case, min(_CASE_SECONDS, deadline - time.monotonic()))
+            found = run_case(f"{module}:{work.__name__}", case, _CASE_SECONDS)
             if "error" in found:
+                found["error"] = found["error"].splitlines()[-1]
                 print(f"  FAILED: {found['error']}", file=sys.stderr)
             results.append({"case": shown, "round": number, **found})
     return results
 
 
-def _run(module: str, case: Case, seconds: float) -> dict[str, Any]:
-    """What a case printed, or the error that it ended with."""
-    command = [sys.executable, "-m", module, json.dumps(case)]
+def whole(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results, for a page that needs all of them: ends the benchmark if a case has failed."""
+    for result in results:
+        if "error" in result:
+            raise SystemExit(f"{result['case']}: {result['error']}")
+    return results
+
+
+def run_case(work: str, case: Case, seconds: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a case has measured, as ``ranks``; or the ``error`` that it ended with, in a few lines.
+
+    Args:
+        work: Measures it: ``MODULE:FUNCTION``.
+        case: What JSON can hold.
+        seconds: That it may take.
+        environment: Of its process; None: that of this one.
+    """
+    command = [sys.executable, "-m", "benchmarks.case", work, json.dumps(case)]
     folder = Path(__file__).parent.parent
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(0.0, seconds), cwd=folder)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=max(0.0, seconds), cwd=folder, env=environment
+        )
     except subprocess.TimeoutExpired:
         return {"error": "no time was left for it"}
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+        return {"error": "\n".join(done.stderr.strip().splitlines()[-_LINES:]) or f"exit {done.returncode}"}
     return {"ranks": json.loads(done.stdout.strip().splitlines()[-1])}
 
 
@@ -118,27 +200,45 @@ def _file_system(folder: Path) -> str | None:
     return next((types[path] for path in (resolved, *resolved.parents) if path in types), None)
 
 
-def spread(values: Iterable[float]) -> dict[str, float] | None:
+def spread(values: Iterable[float]) -> Spread | None:
     """Median, least and greatest; None without values."""
     found = sorted(values)
     return {"median": statistics.median(found), "min": found[0], "max": found[-1]} if found else None
 
 
-def rates(seconds: dict[str, float] | None, nbytes: float) -> dict[str, float] | None:
+def rates(seconds: Spread | None, nbytes: float) -> Spread | None:
     """A spread of times as one of speeds, in GB/s."""
-    if seconds is None:
+    return quotient({"median": nbytes / 1e9, "min": nbytes / 1e9, "max": nbytes / 1e9}, seconds)
+
+
+def quotient(over: Spread | None, under: Spread | None) -> Spread | None:
+    """A ratio of medians, with the least and the greatest that the two ranges allow; None without one of the two."""
+    if not over or not under:
         return None
-    return {name: nbytes / 1e9 / seconds[of] for name, of in (("median", "median"), ("min", "max"), ("max", "min"))}
+    return {name: over[name] / under[of] for name, of in (("median", "median"), ("min", "max"), ("max", "min"))}
 
 
-def compare(ours: dict[str, float], other: dict[str, float], more_is_better: bool) -> str:
+def scaled(values: Spread | None, factor: float) -> Spread | None:
+    """A spread in another unit."""
+    return values and {name: value * factor for name, value in values.items()}
+
+
+def figure(summary: Mapping[str, Any], *path: str) -> Spread | None:
+    """A figure of a summary, found by the names that lead there; None if it was not measured."""
+    found: Any = summary
+    for name in path:
+        found = found.get(name) if found else None
+    return found or None
+
+
+def compare(ours: Spread, other: Spread, more_is_better: bool) -> str:
     """Whether the other is "ahead" or "behind". Where the two ranges overlap, they "overlap" and nothing is said."""
     if ours["min"] <= other["max"] and other["min"] <= ours["max"]:
         return "overlap"
     return "ahead" if (other["median"] > ours["median"]) == more_is_better else "behind"
 
 
-def cell(values: dict[str, float] | None, form: Callable[[float], str]) -> str:
+def cell(values: Spread | None, form: Callable[[float], str]) -> str:
     """``median (lowest-highest)``."""
     if values is None:
         return "-"
@@ -162,8 +262,3 @@ def stored(name: str) -> dict[str, Any]:
     """What ``store`` has put into ``results/{name}.json``."""
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return content
-
-
-def rewrite(name: str, text: str) -> None:
-    """Writes ``results/{name}.md`` again, and leaves the JSON as it is."""
-    (RESULTS / f"{name}.md").write_text(text + "\n")

@@ -1,20 +1,17 @@
-"""The load benchmark: `python -m benchmarks.load` (about 10 minutes; `--quick` for a smaller one, not to be quoted).
-
-`--redraw` makes the page and the picture again from the stored results, and measures nothing.
-"""
+"""The load benchmark: `python -m benchmarks.load` (about 10 minutes; `--quick` for a smaller one, not to be quoted)."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import load_case
 from .charts import Bar, Panel, draw
-from .harness import cell, machine, rates, rewrite, run_cases, spread, store, stored, table
+from .harness import QUICK, Content, Spread, cell, figure, quotient, rates, run, run_cases, spread, table
 from .loaders import FORMATS
-from .pages import Comparison, ahead, glossary, goals, machine_line, opening, round_count
+from .pages import Comparison, Goal, ahead, glossary, goals, machine_line, medians, page, round_count
 from .workloads import TITLES, WORKLOADS
 
 Summary = dict[str, dict[str, Any]]
@@ -34,8 +31,8 @@ _RESHARDS = {
 }
 
 
-def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
-    base = {"scale": 0.1 if quick else 1.0, "warm": 5, "cold": 2, "folder": folder}
+def plan(folder: Path, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
+    base = {"scale": 0.1 if quick else 1.0, "warm": 5, "cold": 2, "folder": str(folder)}
     whole = [
         {"format": f, "workload": w, "limits": f == _OURS, **base}
         for w in WORKLOADS
@@ -94,17 +91,19 @@ def _whole(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def render(content: dict[str, Any]) -> str:
     """The page of results."""
     summary, rounds = content["summary"], round_count(content["results"])
-    return "\n\n".join(
-        [
-            opening("Loading", content["machine"], _WHAT, _how_often(content["results"]), f"load --rounds {rounds}"),
-            "![Loading](load.png)",
-            ahead(comparisons(summary), _AHEAD_NOTE),
-            glossary("Who was measured", _WHO),
-            glossary("What the columns mean", _COLUMNS),
-            *_whole_cases(summary, _failures(content["results"])),
-            *_resharded_cases(summary),
-            goals(ratios(summary), _GOALS_NOTE),
-        ]
+    return page(
+        content,
+        "Loading",
+        _WHAT,
+        _how_often(content["results"]),
+        f"load --rounds {rounds}",
+        "![Loading](load.png)",
+        ahead(comparisons(summary), _AHEAD_NOTE),
+        glossary("Who was measured", _WHO),
+        glossary("What the columns mean", _COLUMNS),
+        *_whole_cases(summary, _failures(content["results"])),
+        *_resharded_cases(summary),
+        goals(ratios(summary), _GOALS_NOTE),
     )
 
 
@@ -245,49 +244,40 @@ def _compared(case: str, peer: str, theirs: dict[str, Any], name: str, ours: dic
     return found
 
 
-def ratios(summary: Summary) -> list[tuple[str, str, str]]:
-    """The figures that this package promises, from medians of one run."""
+def ratios(summary: Summary) -> list[Goal]:
+    """The figures that this package promises, of one run."""
 
-    def median(loader: str, figure: str, workload: str = _MAIN) -> float:
-        entry = summary.get(f"{loader} | {workload} | whole", {}).get(figure)
-        return entry["median"] if entry else float("nan")
+    def of(loader: str, what: str, workload: str = _MAIN) -> Spread | None:
+        return figure(summary, f"{loader} | {workload} | whole", what)
 
-    ours, bare, small = median(_OURS, "warm"), median(_UNVERIFIED, "warm"), "5,000 small"
-    rows = [
-        ("warm speed / torch FileSystemReader's", ">= 3", median(_TORCH, "warm") / ours),
-        ("warm speed / TensorDeserializer's", ">= 10", median("TensorDeserializer", "warm") / ours),
-        ("warm speed / raw reads", ">= 0.85", median(_OURS, "preadv") / ours),
-        ("warm speed, not verified / raw reads", "", median(_UNVERIFIED, "preadv") / bare),
-        ("one 2 GB: warm speed / raw reads", ">= 0.9", median(_OURS, "preadv", _ONE) / median(_OURS, "warm", _ONE)),
-        ("time of a warm load, verified / not verified", "<= 1.10", ours / bare),
+    def over(loader: str, what: str, name: str, own: str, workload: str = _MAIN) -> Spread | None:
+        """How many times as fast one is as another."""
+        return quotient(of(loader, what, workload), of(name, own, workload))
+
+    small = "5,000 small"
+    rows: list[Goal] = [
+        ("warm speed / torch FileSystemReader's", ">= 3", over(_TORCH, "warm", _OURS, "warm")),
+        ("warm speed / TensorDeserializer's", ">= 10", over("TensorDeserializer", "warm", _OURS, "warm")),
+        ("warm speed / raw reads", ">= 0.85", over(_OURS, "preadv", _OURS, "warm")),
+        ("warm speed, not verified / raw reads", "", over(_UNVERIFIED, "preadv", _UNVERIFIED, "warm")),
+        ("one 2 GB: warm speed / raw reads", ">= 0.9", over(_OURS, "preadv", _OURS, "warm", _ONE)),
+        ("time of a warm load, verified / not verified", "<= 1.10", over(_OURS, "warm", _UNVERIFIED, "warm")),
         (
             "one 2 GB: time of a warm load, verified / not verified",
             "",
-            median(_OURS, "warm", _ONE) / median(_UNVERIFIED, "warm", _ONE),
+            over(_OURS, "warm", _UNVERIFIED, "warm", _ONE),
         ),
-        ("cold speed / raw reads", ">= 0.90", median(_OURS, "direct") / median(_OURS, "cold")),
-        (
-            "cold speed / raw reads through the page cache",
-            "",
-            median(_OURS, "through cache") / median(_OURS, "cold"),
-        ),
-        ("cold speed, not verified / raw reads", "", median(_UNVERIFIED, "direct") / median(_UNVERIFIED, "cold")),
-        ("cold speed, past the page cache / raw reads", ">= 0.90", median(_PAST, "direct") / median(_PAST, "cold")),
-        (
-            "time of a cold load, through the page cache / past it",
-            "<= 1",
-            median(_OURS, "cold") / median(_PAST, "cold"),
-        ),
-        ("CPU of a cold load, through the page cache / past it", "<= 1.5", median(_OURS, "cpu") / median(_PAST, "cpu")),
-        (
-            "5,000 small: warm speed / torch FileSystemReader's",
-            ">= 5",
-            median(_TORCH, "warm", small) / median(_OURS, "warm", small),
-        ),
+        ("cold speed / raw reads", ">= 0.90", over(_OURS, "direct", _OURS, "cold")),
+        ("cold speed / raw reads through the page cache", "", over(_OURS, "through cache", _OURS, "cold")),
+        ("cold speed, not verified / raw reads", "", over(_UNVERIFIED, "direct", _UNVERIFIED, "cold")),
+        ("cold speed, past the page cache / raw reads", ">= 0.90", over(_PAST, "direct", _PAST, "cold")),
+        ("time of a cold load, through the page cache / past it", "<= 1", over(_OURS, "cold", _PAST, "cold")),
+        ("CPU of a cold load, through the page cache / past it", "<= 1.5", over(_OURS, "cpu", _PAST, "cpu")),
+        ("5,000 small: warm speed / torch FileSystemReader's", ">= 5", over(_TORCH, "warm", _OURS, "warm", small)),
         (
             "5,000 small: warm speed with `LoadPlanner` / torch FileSystemReader's",
             ">= 5",
-            median(_TORCH, "warm", small) / median(_PLANNED, "warm", small),
+            over(_TORCH, "warm", _PLANNED, "warm", small),
         ),
     ]
     for name in _RESHARDS:
@@ -296,9 +286,8 @@ def ratios(summary: Summary) -> list[tuple[str, str, str]]:
             entry = summary.get(f"{loader} | {_MAIN} | {name}")
             if entry:
                 rows.append((f"{_SPELLED[name]}; {loader}: bytes read / needed", wanted, entry["moved / needed"]))
-    peak = max((s["peak"] for n, s in summary.items() if n.startswith(_OURS) and "peak" in s), default=float("nan"))
-    rows.append(("peak memory beyond the tensors, MiB", "<= 300", peak / 2**20))
-    return [(name, wanted, f"{value:.3f}") for name, wanted, value in rows]
+    peaks = [entry["peak"] / 2**20 for name, entry in summary.items() if name.startswith(_OURS) and "peak" in entry]
+    return [*rows, ("peak memory beyond the tensors, MiB", "<= 300", max(peaks, default=None))]
 
 
 _GOALS_NOTE = (
@@ -358,38 +347,20 @@ def _edges(spreads: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     return lowest, max((values["max"] for values in spreads), default=nothing)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--main", action="store_true", help="only the main workload, on one rank")
-    parser.add_argument("--rounds", type=int, help="instead of each group's own number")
-    parser.add_argument("--folder", help="where to put checkpoints: on the file system to be measured", default=None)
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
-    name = "load-quick" if options.quick else "load"
-    if options.redraw:
-        content = stored(name)
-        rewrite(name, render(content))
-    else:
-        content = measure(options)
-        store(name, content, render(content))
-    if not options.quick:
-        plot(content)
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        groups = plan(folder, options.quick)
-        if options.main:
-            groups = [([case for case in groups[0][0] if case["workload"] == _MAIN], groups[0][1])]
-        results = [
-            result
-            for cases, rounds in groups
-            for result in run_cases("benchmarks.load_case", cases, options.rounds or rounds)
-        ]
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    groups = plan(folder, options.quick)
+    if options.main:
+        groups = [([case for case in groups[0][0] if case["workload"] == _MAIN], groups[0][1])]
+    results = [r for cases, rounds in groups for r in run_cases(load_case.measure, cases, options.rounds or rounds)]
     summary = summarise(results)
-    return {"machine": machine(options.folder), "ratios": ratios(summary), "summary": summary, "results": results}
+    return {"ratios": medians(ratios(summary)), "summary": summary, "results": results}
 
+
+OPTIONS = {
+    "quick": QUICK,
+    "main": {"action": "store_true", "help": "only the main workload, on one rank"},
+    "rounds": {"type": int, "help": "instead of each group's own number"},
+}
 
 if __name__ == "__main__":
-    main()
+    run("load", measure, render, about=__doc__, options=OPTIONS, plot=plot)

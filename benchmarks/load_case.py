@@ -1,11 +1,7 @@
-"""One format of the load benchmark, in a process of its own: prints its measurements as one line of JSON."""
+"""The cases of the load benchmark: one format, or a load onto other ranks than saved."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor, zeros
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
+from .case import Case, in_ranks
 from .limits import cached_read_seconds, direct_read_seconds, evict, fill_cache
-from .loaders import FORMATS, Load, State, nested, quiet
-from .ranks import leave_results, left_results
-from .workloads import WORKLOADS, nbytes
+from .loaders import FORMATS, Load, nested
+from .savers import State
+from .scale.watch import peak, reset_peak
+from .workloads import WORKLOADS, nbytes, sharded
 
 _THREADS = 4
 
 
-def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _whole(case: Case, folder: Path) -> dict[str, Any]:
     """Loads warm and cold, into memory that has been used before, and checks what was loaded.
 
     All who load one format take turns. With ``limits``, so do raw reads of the same files, into the same memory where
@@ -55,13 +50,13 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 evict(folder)
                 limits["cold, cached"].append(_raw_seconds("cold, cached", folder, target))
             return
-        before = _reset_peak()
+        before = reset_peak()
         started, cpu = time.perf_counter(), time.process_time()
         loaders[name](target, folder)
         loads[name][kind].append(time.perf_counter() - started)
         if kind == "cold":
             loads[name]["cpu"].append(time.process_time() - cpu)
-        loads[name]["peak_bytes"].append(_peak() - before)
+        loads[name]["peak_bytes"].append(peak() - before)
 
     names = [*loaders, *(["raw"] if case["limits"] else [])]
     for kind in ("warm", "cold"):
@@ -88,75 +83,48 @@ def _raw_seconds(kind: str, folder: Path, target: State) -> float:
     return cached_read_seconds(files, memory, _THREADS)
 
 
-def _reset_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
-    return _status("VmRSS")
+def _save_shards(case: Case, folder: Path) -> None:
+    path = str(folder / "checkpoint")
+    state = sharded(WORKLOADS[case["workload"]](case["scale"]), case["saved"][1])
+    with TensorizerStorageWriter() as writer:
+        other = FileSystemWriter(path)
+        dcp.save(nested(state), storage_writer=writer if _is_ours(case) else other, checkpoint_id=path)
 
 
-def _peak() -> int:
-    return _status("VmHWM")
+def _load_shards(case: Case, folder: Path) -> dict[str, Any]:
+    path = str(folder / "checkpoint")
+    state = sharded(WORKLOADS[case["workload"]](case["scale"]), case["loaded"][1], blank=True)
+    needed = sum(tensor.to_local().nbytes for tensor in state.values())
+    mine: dict[str, dict[str, Any]] = {loader: {"warm": [], "needed": needed} for loader in case["loaders"]}
+    for number in range(case["warm"] + 1):
+        for loader, measured in mine.items():
+            moved: list[int] = []
+            reader: Any = FileSystemReader(path)
+            if _is_ours(case):
+                verify = "verify=False" not in loader
+                reader = TensorizerStorageReader(path, verify=verify, on_progress=_keep_total(moved))
+            if dist.get_rank() == 0:
+                fill_cache(Path(path))
+            dist.barrier()
+            started = time.perf_counter()
+            dcp.load(nested(state), storage_reader=reader)
+            measured["moved"] = moved[0] if moved else 0
+            if number:  # the first one allocates
+                measured["warm"].append(time.perf_counter() - started)
+    return mine
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> None:
-    quiet()
-    world, dim = case[part]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{part}", rank=rank, world_size=world)
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (world,))
-    path = f"{folder}/checkpoint"
-    ours = case["loaders"][0].startswith("dcp_tensorizer")
-    full = WORKLOADS[case["workload"]](case["scale"])
-    if part == "saved":
-        state = {key: distribute_tensor(full.pop(key), mesh, [Shard(dim)]) for key in list(full)}
-        with TensorizerStorageWriter() as writer:
-            dcp.save(nested(state), storage_writer=writer if ours else FileSystemWriter(path), checkpoint_id=path)
-    else:
-        state = {key: zeros(full.pop(key).shape, device_mesh=mesh, placements=[Shard(dim)]) for key in list(full)}
-        needed = sum(tensor.to_local().nbytes for tensor in state.values())
-        mine: dict[str, dict[str, Any]] = {loader: {"warm": [], "needed": needed} for loader in case["loaders"]}
-        for number in range(case["warm"] + 1):
-            for loader, measured in mine.items():
-                moved: list[int] = []
-                reader: Any = FileSystemReader(path)
-                if ours:
-                    verify = "verify=False" not in loader
-                    reader = TensorizerStorageReader(path, verify=verify, on_progress=_keep_total(moved))
-                if rank == 0:
-                    fill_cache(Path(path))
-                dist.barrier()
-                started = time.perf_counter()
-                dcp.load(nested(state), storage_reader=reader)
-                measured["moved"] = moved[0] if moved else 0
-                if number:  # the first one allocates
-                    measured["warm"].append(time.perf_counter() - started)
-        leave_results(folder, mine)
-    dist.barrier()
-    dist.destroy_process_group()
+def _is_ours(case: Case) -> bool:
+    return bool(case["loaders"][0].startswith("dcp_tensorizer"))
 
 
 def _keep_total(totals: list[int]) -> Callable[[int, int], None]:
     return lambda done, total: totals.append(total) if not totals else None
 
 
-def main() -> None:
-    case = json.loads(sys.argv[1])
-    quiet()
-    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
-        if "saved" in case:
-            os.environ["OMP_NUM_THREADS"] = "1"
-            for part in ("saved", "loaded"):
-                mp.spawn(_reshard_rank, args=(case, folder, part), nprocs=case[part][0])
-            print(left_results(folder))
-        else:
-            print(json.dumps([measure(case, Path(folder) / "checkpoint")]))
-
-
-if __name__ == "__main__":
-    main()
+def measure(case: Case, folder: Path) -> list[Any]:
+    """One format, by all who load it; or one that ranks load in other shards than it was saved in."""
+    if "saved" not in case:
+        return [_whole(case, folder / "checkpoint")]
+    in_ranks(_save_shards, case["saved"][0], case, folder)
+    return in_ranks(_load_shards, case["loaded"][0], case, folder)

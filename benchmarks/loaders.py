@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
@@ -15,7 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from dcp_tensorizer import LoadPlanner, TensorizerStorageReader, TensorizerStorageWriter
 
-State = dict[str, torch.Tensor]
+from .savers import State, torch_checkpointing
+
 Write = Callable[[State, Path], None]
 Load = Callable[[State, Path], Any]
 
@@ -25,35 +24,20 @@ def nested(state: State) -> dict[str, Any]:
     return {"model": state}
 
 
-def _write_ours(state: State, folder: Path) -> None:
-    with TensorizerStorageWriter() as writer:
-        dcp.save(nested(state), storage_writer=writer, checkpoint_id=str(folder))
+def _write_ours(**options: Any) -> Write:
+    def write(state: State, folder: Path) -> None:
+        with TensorizerStorageWriter(folder, **options) as writer:
+            dcp.save(nested(state), storage_writer=writer)
+
+    return write
 
 
-def _load_ours(state: State, folder: Path) -> None:
-    dcp.load(nested(state), storage_reader=TensorizerStorageReader(str(folder)))
+def _load_ours(planner: type[LoadPlanner] | None = None, **options: Any) -> Load:
+    def load(state: State, folder: Path) -> None:
+        reader = TensorizerStorageReader(folder, **options)
+        dcp.load(nested(state), storage_reader=reader, planner=None if planner is None else planner())
 
-
-def _load_planned(state: State, folder: Path) -> None:
-    dcp.load(nested(state), storage_reader=TensorizerStorageReader(str(folder)), planner=LoadPlanner())
-
-
-def _load_ours_unverified(state: State, folder: Path) -> None:
-    dcp.load(nested(state), storage_reader=TensorizerStorageReader(str(folder), verify=False))
-
-
-def _load_past_cache(state: State, folder: Path) -> None:
-    dcp.load(nested(state), storage_reader=TensorizerStorageReader(str(folder), page_cache=False))
-
-
-def _write_encrypted(state: State, folder: Path) -> None:
-    with TensorizerStorageWriter(encryption=EncryptionParams(bytes(32))) as writer:
-        dcp.save(nested(state), storage_writer=writer, checkpoint_id=str(folder))
-
-
-def _load_encrypted(state: State, folder: Path) -> None:
-    key = DecryptionParams.from_key(bytes(32))
-    dcp.load(nested(state), storage_reader=TensorizerStorageReader(str(folder), encryption=key))
+    return load
 
 
 def _write_torch(state: State, folder: Path) -> None:
@@ -64,24 +48,14 @@ def _load_torch(state: State, folder: Path) -> None:
     dcp.load(nested(state), storage_reader=FileSystemReader(folder))
 
 
-def _manager() -> Any:
-    from torch_checkpointing import CheckpointManager
-    from torch_checkpointing.config import SyncCheckpointSaverConfig
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-    return CheckpointManager.Config(
-        save=SyncCheckpointSaverConfig(), storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
-    ).build()
-
-
 def _write_checkpointing(state: State, folder: Path) -> None:
-    manager = _manager()
+    manager = torch_checkpointing()
     manager.save(str(folder), {"state": state})
     manager.close()
 
 
 def _load_checkpointing(state: State, folder: Path) -> None:
-    manager = _manager()
+    manager = torch_checkpointing()
     loaded = manager.load(str(folder), {"state": state})["state"]
     _into(state, loaded)
     manager.close()
@@ -94,12 +68,8 @@ def _write_tensorizer(state: State, folder: Path) -> None:
     serializer.close()
 
 
-def _load_tensorizer(state: State, folder: Path) -> Any:
-    return dict(TensorDeserializer(str(folder / "state.tensors"), device="cpu"))
-
-
-def _load_tensorizer_verified(state: State, folder: Path) -> Any:
-    return dict(TensorDeserializer(str(folder / "state.tensors"), device="cpu", verify_hash=True))
+def _load_tensorizer(**options: Any) -> Load:
+    return lambda state, folder: dict(TensorDeserializer(str(folder / "state.tensors"), device="cpu", **options))
 
 
 def _write_safetensors(state: State, folder: Path) -> None:
@@ -120,25 +90,24 @@ def _into(state: State, loaded: State) -> None:
 
 FORMATS: dict[str, tuple[Write, dict[str, Load]]] = {
     "dcp_tensorizer": (
-        _write_ours,
+        _write_ours(),
         {
-            "dcp_tensorizer": _load_ours,
-            "dcp_tensorizer, LoadPlanner": _load_planned,
-            "dcp_tensorizer, verify=False": _load_ours_unverified,
-            "dcp_tensorizer, page_cache=False": _load_past_cache,
+            "dcp_tensorizer": _load_ours(),
+            "dcp_tensorizer, LoadPlanner": _load_ours(LoadPlanner),
+            "dcp_tensorizer, verify=False": _load_ours(verify=False),
+            "dcp_tensorizer, page_cache=False": _load_ours(page_cache=False),
         },
     ),
-    "dcp_tensorizer, encrypted": (_write_encrypted, {"dcp_tensorizer, encrypted": _load_encrypted}),
+    "dcp_tensorizer, encrypted": (
+        _write_ours(encryption=EncryptionParams(bytes(32))),
+        {"dcp_tensorizer, encrypted": _load_ours(encryption=DecryptionParams.from_key(bytes(32)))},
+    ),
     "torch.distributed.checkpoint": (_write_torch, {"torch FileSystemReader": _load_torch}),
     "torch_checkpointing": (_write_checkpointing, {"torch_checkpointing": _load_checkpointing}),
     "tensorizer": (
         _write_tensorizer,
-        {"TensorDeserializer": _load_tensorizer, "TensorDeserializer, verified": _load_tensorizer_verified},
+        {"TensorDeserializer": _load_tensorizer(), "TensorDeserializer, verified": _load_tensorizer(verify_hash=True)},
     ),
     "safetensors": (_write_safetensors, {"safetensors load_file": _load_safetensors}),
 }
 """How each format is written, and who loads it."""
-
-
-def quiet() -> None:
-    warnings.simplefilter("ignore")

@@ -2,19 +2,115 @@
 
 Eight ranks each write what one of them has of a model and its optimizer, ten times, with an fsync each; then all of it
 is read ten times from a cold disk. It is no result of MLPerf: the model is cut down to 0.5 GB a rank.
-`--redraw` makes the page again from the stored results, and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .harness import cell, machine, rates, rewrite, run_cases, spread, store, stored, table
-from .mlperf_case import CONTENDERS
-from .pages import glossary, goals, opening
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+
+from .case import Case, in_ranks
+from .harness import Content, cell, figure, quotient, rates, run, run_cases, spread, table
+from .limits import evict
+from .pages import Goal, glossary, goals, page
+from .savers import State
+
+_HALVES = 195  # fp16 parameters of a rank
+_FLOATS = 3  # and, in fp32: their master copy and the two moments of Adam, flat
+_BYTES_EACH = 2 + 4 * _FLOATS  # for a parameter
+
+
+class _Dcp:
+    """`dcp.save` and `dcp.load` with a storage writer and reader."""
+
+    def __init__(self, writer: Callable[..., Any], reader: Callable[..., Any]) -> None:
+        self._writer, self._reader = writer, reader
+
+    def save(self, state: State, folder: Path) -> None:
+        dcp.save(state, storage_writer=self._writer(folder))
+
+    def load(self, state: State, folder: Path) -> None:
+        dcp.load(state, storage_reader=self._reader(folder))
+
+
+class _TorchSave:
+    """A file of each rank, as MLPerf Storage writes it: `torch.save` and an fsync."""
+
+    def save(self, state: State, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"rank-{dist.get_rank()}.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load(self, state: State, folder: Path) -> None:
+        loaded = torch.load(folder / f"rank-{dist.get_rank()}.pt")
+        for key, tensor in state.items():
+            tensor.copy_(loaded[key])
+
+
+CONTENDERS: dict[str, Callable[[], Any]] = {
+    "dcp_tensorizer": lambda: _Dcp(TensorizerStorageWriter, TensorizerStorageReader),
+    "torch FileSystemWriter, dcp.save": lambda: _Dcp(FileSystemWriter, FileSystemReader),
+    "torch.save and fsync": _TorchSave,
+}
+
+
+def make_state(rank: int, nbytes: int) -> State:
+    """What a rank has: random numbers under keys of its own."""
+    parameters = nbytes // _BYTES_EACH
+    generator = torch.Generator().manual_seed(rank)
+    state = {
+        f"rank{rank}.{name}": torch.rand(parameters, generator=generator) for name in ("master", "exp_avg", "variance")
+    }
+    each = parameters // _HALVES
+    halves = state[f"rank{rank}.master"].half()
+    return state | {f"rank{rank}.layer{n}": halves[n * each : (n + 1) * each].clone() for n in range(_HALVES)}
+
+
+def _times(case: Case, folder: Path) -> dict[str, Any]:
+    """All writes, then all reads from a cold disk. A time is that of the slowest rank."""
+    rank = dist.get_rank()
+    contender = CONTENDERS[case["contender"]]()
+    state = make_state(rank, case["rank_bytes"])
+    folders = [folder / f"write-{number}" for number in range(case["times"])]
+    writes = [_timed(lambda where=where: contender.save(state, where)) for where in folders]
+    wanted = {key: tensor.clone() for key, tensor in list(state.items())[-2:]}
+    reads = []
+    for where in folders:
+        for tensor in state.values():
+            tensor.zero_()
+        if rank == 0:
+            evict(folder)  # also what was read before: to reclaim it would take time of this load
+        reads.append(_timed(lambda where=where: contender.load(state, where)))
+    intact = all(torch.equal(state[key], tensor) for key, tensor in wanted.items())
+    return {"writes": writes, "reads": reads, "intact": intact, "bytes": sum(t.nbytes for t in state.values())}
+
+
+def _timed(action: Callable[[], None]) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def measure_case(case: Case, folder: Path) -> list[Any]:
+    return in_ranks(_times, case["ranks"], case, folder, environment={"LOCAL_WORLD_SIZE": str(case["ranks"])})
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 _OURS, _DCP, _PLAIN = CONTENDERS
 _WHAT = (
@@ -30,23 +126,10 @@ _WHO = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--megabytes", type=int, default=500, help="of each rank")
-    parser.add_argument("--folder", help="where to save: on the file system to be measured", default=None)
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("mlperf", render(stored("mlperf")))
-        return
-    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        base = {"ranks": options.ranks, "times": options.times, "rank_bytes": options.megabytes * 10**6}
-        cases = [{"contender": name, **base, "folder": folder} for name in CONTENDERS]
-        results = run_cases("benchmarks.mlperf_case", cases, 1)
-    content = {"machine": machine(options.folder), "results": results}
-    store("mlperf", content, render(content))
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    base = {"ranks": options.ranks, "times": options.times, "rank_bytes": options.megabytes * 10**6}
+    cases = [{"contender": name, **base, "folder": str(folder)} for name in CONTENDERS]
+    return {"results": run_cases(measure_case, cases, 1)}
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -80,28 +163,31 @@ def render(content: dict[str, Any]) -> str:
             continue
         write, read = (cell(rates(entry[kind], entry["bytes"]), "{:.2f}".format) for kind in ("write", "read"))
         rows.append((name, write, read, "yes" if entry["intact"] else "NO"))
-    return "\n\n".join(
-        [
-            opening("MLPerf-shaped checkpoints", content["machine"], what, how_often, "mlperf"),
-            glossary("Who was measured", _WHO),
-            table(("contender", "write (GB/s)", "read, cold (GB/s)", "read what was written"), rows),
-            goals(_ratios(summary)),
-        ]
+    return page(
+        content,
+        "MLPerf-shaped checkpoints",
+        what,
+        how_often,
+        "mlperf",
+        glossary("Who was measured", _WHO),
+        table(("contender", "write (GB/s)", "read, cold (GB/s)", "read what was written"), rows),
+        goals(_ratios(summary), form="{:.2f}".format),
     )
 
 
-def _ratios(summary: dict[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
-    def median(name: str, kind: str) -> float:
-        values = summary.get(name, {}).get(kind)
-        return values["median"] if values else float("nan")
-
-    wanted = {"write": ">= 3", "read": ">= 2"}
+def _ratios(summary: dict[str, dict[str, Any]]) -> list[Goal]:
     return [
-        (f"{kind} / {peer}", wanted[kind], f"{median(peer, kind) / median(_OURS, kind):.2f}")
-        for kind in wanted
+        (f"{kind} / {peer}", wanted, quotient(figure(summary, peer, kind), figure(summary, _OURS, kind)))
+        for kind, wanted in (("write", ">= 3"), ("read", ">= 2"))
         for peer in (_DCP, _PLAIN)
     ]
 
 
+OPTIONS = {
+    "ranks": {"type": int, "default": 8},
+    "times": {"type": int, "default": 10},
+    "megabytes": {"type": int, "default": 500, "help": "of each rank"},
+}
+
 if __name__ == "__main__":
-    main()
+    run("mlperf", measure, render, about=__doc__, options=OPTIONS)

@@ -2,13 +2,11 @@
 
 ``python -m benchmarks.object_stores``. Real servers run on this machine: SeaweedFS, Azurite, asyncssh. Speeds are of
 plain files, without a checkpoint around them. Then each step of an upload to S3 is made to fail once.
-``--redraw`` makes the page again from the stored results, and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -29,8 +27,8 @@ from tests.clouds.servers import ACCOUNT, ACCOUNT_KEY, CONTAINER, azure_server
 from tests.proxy import Fault, once, s3_proxy
 from tests.servers import KEY, SECRET, S3Server, s3_server, sftp_server
 
-from .harness import cell, machine, rewrite, spread, store, stored, table
-from .pages import glossary, opening
+from .harness import Content, cell, run, spread, table
+from .pages import glossary, page
 
 _PART = 8 << 20
 _THREADS = 16
@@ -222,33 +220,31 @@ def render(content: dict[str, Any]) -> str:
     steps = [(step, found[_OURS], found[_OBSTORE]) for step, found in content["faults"].items()]
     again = f"object_stores --rounds {content['rounds']} --parts {content['parts']}"
     how = f"{content['rounds']} rounds of {content['parts']} parts, a sixteenth of that for SFTP, after one unmeasured."
-    return "\n\n".join(
-        [
-            opening("Object stores by libraries", content["machine"], _WHAT, how, again),
-            glossary("What was measured", _WHO),
-            "## Speed",
-            table(header, rows),
-            "## One request of an upload to S3, or of a read, fails once",
-            table(("which request, and how", _OURS, _OBSTORE), steps),
-        ]
+    return page(
+        content,
+        "Object stores by libraries",
+        _WHAT,
+        how,
+        again,
+        glossary("What was measured", _WHO),
+        "## Speed",
+        table(header, rows),
+        "## One request of an upload to S3, or of a read, fails once",
+        table(("which request, and how", _OURS, _OBSTORE), steps),
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", type=int, default=32, help="of 8 MiB each")
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("object_stores", render(stored("object_stores")))
-        return
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        found = speeds(Path(one), options.parts, options.rounds)
-        content = {"machine": machine(), "rounds": options.rounds, "parts": options.parts, "speeds": found}
-        content["faults"] = faults(Path(other))
-    store("object_stores", content, render(content))
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    for name in ("speeds", "faults"):
+        (folder / name).mkdir()
+    found = speeds(folder / "speeds", options.parts, options.rounds)
+    return {"rounds": options.rounds, "parts": options.parts, "speeds": found, "faults": faults(folder / "faults")}
 
+
+OPTIONS = {
+    "rounds": {"type": int, "default": 5},
+    "parts": {"type": int, "default": 32, "help": "of 8 MiB each"},
+}
 
 if __name__ == "__main__":
-    main()
+    run("object_stores", measure, render, about=__doc__, options=OPTIONS)

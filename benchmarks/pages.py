@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .harness import cell, compare, table
+from .harness import Content, Spread, cell, compare, spread, table
 
 _MEANINGS = {">=": "at least", "<=": "at most"}
 _UNRECORDED = {"date": "the date", "commit": "the commit", "file_system": "the kind of disk"}
@@ -20,9 +20,9 @@ class Comparison:
     case: str
     figure: str
     peer: str
-    theirs: dict[str, float] | None
+    theirs: Spread | None
     name: str
-    ours: dict[str, float] | None
+    ours: Spread | None
     form: Callable[[float], str]
     more_is_better: bool = True
 
@@ -50,12 +50,27 @@ def _unrecorded(machine: dict[str, Any]) -> str:
     return f"{words[0].upper()}{words[1:]} {'were' if len(missing) > 1 else 'was'} not recorded."
 
 
-def opening(title: str, machine: dict[str, Any], what: str, how_often: str, again: str, spreads: bool = True) -> str:
-    """What was measured, on what, with which code, how often, and how to do it again.
+def page(
+    content: Content,
+    title: str,
+    what: str,
+    how_often: str,
+    again: str,
+    *sections: str,
+    spreads: bool = True,
+) -> str:
+    """A page: what was measured, on what, with which code, how often, and how to do it again; then its sections.
 
-    ``again`` is the name of the benchmark's module, and what is to be said on its command line;
-    ``spreads`` whether the page has any, to be explained.
+    Args:
+        content: With the ``machine``.
+        title: Of the page.
+        what: What was measured.
+        how_often: In how many rounds.
+        again: The name of the benchmark's module, and what is to be said on its command line.
+        sections: Tables and texts; empty ones are left out.
+        spreads: There are any, to be explained.
     """
+    machine = content["machine"]
     name, packages = again.split()[0], machine["packages"].items()
     versions = ", ".join(f"{package} {version}" for package, version in packages if version != "not installed")
     facts = (
@@ -72,7 +87,7 @@ def opening(title: str, machine: dict[str, Any], what: str, how_often: str, agai
         "The ranges rest on few values. A gap between two of them is a strong hint, not a proof."
     )
     lines = "\n".join(f"- **{fact}:** {text}" for fact, text in facts)
-    return "\n\n".join([f"# {title}", lines, *([legend] if spreads else [])])
+    return "\n\n".join(filter(None, [f"# {title}", lines, legend if spreads else "", *sections]))
 
 
 def glossary(title: str, entries: dict[str, str]) -> str:
@@ -86,21 +101,56 @@ def ahead(comparisons: Iterable[Comparison], note: str = "") -> str:
         if c.ours is None or c.theirs is None or c.form(c.ours["median"]) == c.form(c.theirs["median"]):
             continue
         if (c.theirs["median"] > c.ours["median"]) == c.more_is_better:
-            clear = "no" if compare(c.ours, c.theirs, c.more_is_better) == "ahead" else "yes"
+            clear = "yes" if compare(c.ours, c.theirs, c.more_is_better) == "ahead" else "not shown"
             rows.append((c.case, c.figure, c.peer, cell(c.theirs, c.form), c.name, cell(c.ours, c.form), clear))
-    rows.sort(key=lambda row: row[-1])
-    header = ("case", "figure", "peer", "the peer", "this package", "its figure", "do the ranges overlap?")
-    text = "The peer's median is better in each of these. The clear cases come first."
+    rows.sort(key=lambda row: row[-1] != "yes")
+    header = ("case", "figure", "peer", "the peer", "this package", "its figure", "shown")
+    text = "The peer's median is better in each of these. Where the two ranges overlap, that is not shown."
     shown = [text, table(header, rows)] if rows else ["No peer's median is better."]
     return "\n\n".join(filter(None, ["## Where a peer was ahead", *shown, note]))
 
 
-def goals(rows: Iterable[Sequence[str]], note: str = "") -> str:
-    """What the project wants of its medians, and what came out."""
-    shown = [(name, _in_words(wanted), measured, _reached(wanted, measured)) for name, wanted, measured in rows]
-    text = "Each figure is one median divided by another, unless a unit is named."
-    content = table(("figure", "wanted", "measured", "reached"), shown)
-    return "\n\n".join(filter(None, ["## What the project wants, and what it got", text, content, note]))
+Goal = tuple[str, str, "Spread | float | None"]
+"""A figure's name, what is wanted of it (``>= 3``, ``<= 1``, or nothing), and the figure: a spread, or one number."""
+
+
+def goals(rows: Iterable[Goal], note: str = "", form: Callable[[float], str] = "{:.3f}".format) -> str:
+    """A table of ratios and other figures, and of what the project wants of them.
+
+    What the ranges leave open is neither reached nor missed: that is not shown.
+    """
+    found = [(name, wanted, _spread_of(value)) for name, wanted, value in rows]
+    if any(wanted for _, wanted, _ in found):
+        title, open_ = "What the project wants, and what it got", "the goal, or 1 where there is no goal, is"
+        header: tuple[str, ...] = ("figure", "wanted", "measured", "reached")
+        shown = [
+            (name, _in_words(wanted), _one(value, form), _reached(wanted, value, form)) for name, wanted, value in found
+        ]
+    else:
+        title, open_ = "Ratios", "1 is"
+        header = ("ratio", "measured", "is it another than 1?")
+        shown = [(name, _one(value, form), _reached("", value, form, yes="yes")) for name, _, value in found]
+    text = (
+        "Each figure is one median divided by another, unless a unit is named. In brackets is the least and the "
+        f'greatest ratio that the two ranges allow. "Not shown": {open_} between them. Without brackets, a figure '
+        "rests on one value."
+    )
+    return "\n\n".join(filter(None, [f"## {title}", text, table(header, shown), note]))
+
+
+def _one(value: Spread | None, form: Callable[[float], str]) -> str:
+    is_one = value is not None and value["min"] == value["max"]
+    return form(value["median"]) if is_one else cell(value, form)
+
+
+def medians(rows: Iterable[Goal], form: Callable[[float], str] = "{:.3f}".format) -> list[tuple[str, str, str]]:
+    """The same as texts, for the file of results: each figure's median alone."""
+    values = ((name, wanted, _spread_of(value)) for name, wanted, value in rows)
+    return [(name, wanted, form(found["median"]) if found else "nan") for name, wanted, found in values]
+
+
+def _spread_of(value: Spread | float | None) -> Spread | None:
+    return spread([value]) if isinstance(value, int | float) else value
 
 
 def _in_words(wanted: str) -> str:
@@ -109,9 +159,18 @@ def _in_words(wanted: str) -> str:
     return wanted or "-"
 
 
-def _reached(wanted: str, measured: str) -> str:
-    goal = re.fullmatch(r"(>=|<=) ([0-9.]+)", wanted)
-    if goal is None or measured == "nan":
+def _reached(wanted: str, value: Spread | None, form: Callable[[float], str], yes: str = "-") -> str:
+    """Tells whether a goal was reached by the median, and by all that the ranges allow, as it is written.
+
+    Without a goal: ``yes`` where the ranges show a difference.
+    """
+    if value is None:
         return "-"
-    sign, number = goal[1], float(goal[2])
-    return "yes" if (float(measured) >= number if sign == ">=" else float(measured) <= number) else "no"
+    goal = re.fullmatch(r"(>=|<=) ([0-9.]+)", wanted)
+    number = float(goal[2]) if goal else 1.0
+    least, median, greatest = (float(form(value[name])) for name in ("min", "median", "max"))
+    if least < number < greatest:
+        return "not shown"
+    if goal is None:
+        return yes
+    return "yes" if (median >= number if goal[1] == ">=" else median <= number) else "no"

@@ -2,7 +2,6 @@
 
 A real S3 server on loopback, fresh in each round, directly and with 20 ms of latency added to each request. Its own
 work is the limit on a small machine, so the figures are ratios to transfers of the same bytes in the same round.
-`--redraw` makes the page and the picture again from the stored results, and measures nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from typing import Any
 from tests.proxy import Fault, s3_proxy
 from tests.servers import KEY, SECRET, s3_server
 
+from . import remote_case
 from .charts import Bar, Panel, draw
-from .harness import cell, machine, rates, rewrite, run_cases, spread, store, stored, table
-from .pages import Comparison, ahead, glossary, goals, machine_line, opening, round_count
+from .harness import QUICK, Content, Spread, cell, figure, quotient, rates, run, run_cases, spread, table
+from .pages import Comparison, Goal, ahead, glossary, goals, machine_line, medians, page, round_count
 from .remote_case import CONTENDERS
 
 Summary = dict[str, dict[str, Any]]
@@ -91,17 +91,17 @@ def render(content: dict[str, Any]) -> str:
     """The page of results."""
     summary, rounds = content["summary"], round_count(content["results"])
     title = "Saving to and loading from an object store"
-    return "\n\n".join(
-        [
-            opening(
-                title, content["machine"], _what(summary), _how_often(content["results"]), f"remote --rounds {rounds}"
-            ),
-            "![Saving to and loading from an object store](remote.png)",
-            ahead(comparisons(summary), _AHEAD_NOTE),
-            glossary("Who was measured", _WHO),
-            *_links(summary),
-            goals(ratios(summary), _GOALS_NOTE),
-        ]
+    return page(
+        content,
+        title,
+        _what(summary),
+        _how_often(content["results"]),
+        f"remote --rounds {rounds}",
+        "![Saving to and loading from an object store](remote.png)",
+        ahead(comparisons(summary), _AHEAD_NOTE),
+        glossary("Who was measured", _WHO),
+        *_links(summary),
+        goals(ratios(summary), _GOALS_NOTE),
     )
 
 
@@ -174,35 +174,33 @@ def comparisons(summary: Summary) -> list[Comparison]:
     return found
 
 
-def ratios(summary: Summary) -> list[tuple[str, str, str]]:
-    """The figures that this package promises, from medians of one run."""
+def ratios(summary: Summary) -> list[Goal]:
+    """The figures that this package promises, of one run."""
 
-    def median(contender: str, figure: str, link: str) -> float:
-        entry = summary.get(f"{contender} | {link}")
-        return float(entry[figure]["median"]) if entry else float("nan")
+    def over(contender: str, what: str, link: str) -> Spread | None:
+        """How many times as fast this package is as another."""
+        return quotient(figure(summary, f"{contender} | {link}", what), figure(summary, f"{OURS} | {link}", what))
 
-    def fastest(figure: str, link: str) -> float:
-        return min((median(c, figure, link) for c in CONTENDERS if c.startswith("raw")), default=float("nan"))
+    def fastest(what: str, link: str) -> str:
+        raw = [name for name in CONTENDERS if name.startswith("raw") and figure(summary, f"{name} | {link}", what)]
+        return min(raw, key=lambda name: summary[f"{name} | {link}"][what]["median"], default="")
 
-    rows = []
+    rows: list[Goal] = []
     for link, least in ((_LINKS[0], ">= 1.2"), (_LINKS[1], ">= 2")):
-        save, load, title = median(OURS, "save", link), median(OURS, "load", link), _TITLES[link]
-        rows += [
-            (f"{title}: speed of a save / the fastest raw transfer's", ">= 0.95", fastest("save", link) / save),
-            (f"{title}: speed of a save / torch FsspecWriter's", least, median(_FSSPEC, "save", link) / save),
-            (f"{title}: speed of a save / s3torchconnector's", "", median("s3torchconnector", "save", link) / save),
-            (f"{title}: speed of a load / the fastest raw transfer's", ">= 0.9", fastest("load", link) / load),
-            (f"{title}: speed of a load / torch FsspecReader's", ">= 3", median(_FSSPEC, "load", link) / load),
-            (f"{title}: speed of a load / s3torchconnector's", "", median("s3torchconnector", "load", link) / load),
-        ]
+        for what, raw, torchs, kind in (("save", ">= 0.95", least, "Writer"), ("load", ">= 0.9", ">= 3", "Reader")):
+            speed = f"{_TITLES[link]}: speed of a {what}"
+            rows += [
+                (f"{speed} / the fastest raw transfer's", raw, over(fastest(what, link), what, link)),
+                (f"{speed} / torch Fsspec{kind}'s", torchs, over(_FSSPEC, what, link)),
+                (f"{speed} / s3torchconnector's", "", over("s3torchconnector", what, link)),
+            ]
     for name, (saved, loaded) in _RESHARDS.items():
         entry = summary.get(f"{OURS} | {name}")
         if entry:
             title = f"rows on {saved} ranks, then rows on {loaded}: bytes read / needed"
             rows.append((title, "<= 1.1", entry["moved / needed"]))
-    extra = max((s["extra"] for s in summary.values() if s.get("extra")), default=float("nan"))
-    rows.append(("extra memory of the writer process, MiB", "<= 256", extra / 2**20))
-    return [(name, wanted, f"{value:.3f}") for name, wanted, value in rows]
+    extra = [entry["extra"] / 2**20 for entry in summary.values() if entry.get("extra")]
+    return [*rows, ("extra memory of the writer process, MiB", "<= 256", max(extra, default=None))]
 
 
 def plot(content: dict[str, Any]) -> None:
@@ -229,36 +227,23 @@ def plot(content: dict[str, Any]) -> None:
     draw("remote", title, notes, panels, columns=2, size=(8, 6.6))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--main", action="store_true", help="no resharded loads")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--folder", help="where the server keeps its data", default=None)
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
-    name = "remote-quick" if options.quick else "remote"
-    if options.redraw:
-        content = stored(name)
-        rewrite(name, render(content))
-    else:
-        content = measure(options)
-        store(name, content, render(content))
-    if not options.quick:
-        plot(content)
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, folder: Path) -> Content:
     results: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder, servers(Path(folder)) as links:
+        with tempfile.TemporaryDirectory(dir=folder) as data, servers(Path(data)) as links:
             cases = plan(links, options.quick, options.main)
             first = number * len(cases) // options.rounds
-            found = run_cases("benchmarks.remote_case", cases[first:] + cases[:first], 1)
+            found = run_cases(remote_case.measure, cases[first:] + cases[:first], 1)
             results += [result | {"round": number} for result in found]
     summary = summarise(results)
-    return {"machine": machine(options.folder), "ratios": ratios(summary), "summary": summary, "results": results}
+    return {"ratios": medians(ratios(summary)), "summary": summary, "results": results}
 
+
+OPTIONS = {
+    "quick": QUICK,
+    "main": {"action": "store_true", "help": "no resharded loads"},
+    "rounds": {"type": int, "default": 1},
+}
 
 if __name__ == "__main__":
-    main()
+    run("remote", measure, render, about=__doc__, options=OPTIONS, plot=plot)

@@ -1,16 +1,11 @@
-"""One contender of the remote benchmark, in a process of its own: prints its measurements as one line of JSON."""
+"""The cases of the remote benchmark: one contender, or loads onto other ranks than saved."""
 
 from __future__ import annotations
 
 import io
-import json
-import logging
 import os
-import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,19 +15,15 @@ import boto3
 import psutil
 import s3fs
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor, zeros
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._runtime.torch_compat import FsspecReader, FsspecWriter
 
-from .ranks import leave_results, left_results
-from .workloads import WORKLOADS, nbytes
+from .case import Case, in_ranks
+from .savers import State
+from .workloads import WORKLOADS, nbytes, sharded
 
-State = dict[str, torch.Tensor]
 _RANGE = 8 << 20
 _RANGES_AT_ONCE = 16
 # Over http botocore signs what it sends, hashing all of it. We switch that off, and so do the others here.
@@ -222,7 +213,7 @@ CONTENDERS: dict[str, Callable[[dict[str, str]], Contender]] = {
 }
 
 
-def measure(case: dict[str, Any]) -> dict[str, Any]:
+def _alone(case: Case) -> dict[str, Any]:
     """Saves and loads several times, after once unmeasured; checks what is loaded."""
     torch.set_num_threads(1)
     state = WORKLOADS[case["workload"]](case["scale"])
@@ -274,51 +265,32 @@ def _extra_memory(contender: Ours, state: State, prefix: str) -> int:
         fresh.close()
 
 
-def _reshard_rank(rank: int, case: dict[str, Any], folder: str, part: str) -> None:
-    _quiet()
-    world = case[part]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{part}", rank=rank, world_size=world)
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (world,))
-    ours = _Dcp(case["server"])
-    url = ours.url(f"resharded-{Path(folder).name}")
-    full = WORKLOADS[case["workload"]](case["scale"])
-    if part == "saved":
-        state = {key: distribute_tensor(full.pop(key), mesh, [Shard(0)]) for key in list(full)}
-        with TensorizerStorageWriter(url, storage_options=ours.options) as writer:
-            dcp.save(state, storage_writer=writer)
-    else:
-        state = {key: zeros(full.pop(key).shape, device_mesh=mesh, placements=[Shard(0)]) for key in list(full)}
-        moved = 0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal moved
-            moved = total
-
-        dcp.load(state, storage_reader=TensorizerStorageReader(url, storage_options=ours.options, on_progress=progress))
-        mine = {"moved": moved, "needed": sum(tensor.to_local().nbytes for tensor in state.values())}
-        leave_results(folder, mine)
-    dist.barrier()
-    dist.destroy_process_group()
+def _save_shards(case: Case, folder: Path) -> None:
+    ours, state = _Dcp(case["server"]), sharded(WORKLOADS[case["workload"]](case["scale"]))
+    with TensorizerStorageWriter(ours.url(_resharded(folder)), storage_options=ours.options) as writer:
+        dcp.save(state, storage_writer=writer)
 
 
-def _quiet() -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+def _load_shards(case: Case, folder: Path) -> dict[str, int]:
+    ours, state = _Dcp(case["server"]), sharded(WORKLOADS[case["workload"]](case["scale"]), blank=True)
+    moved = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal moved
+        moved = total
+
+    url = ours.url(_resharded(folder))
+    dcp.load(state, storage_reader=TensorizerStorageReader(url, storage_options=ours.options, on_progress=progress))
+    return {"moved": moved, "needed": sum(tensor.to_local().nbytes for tensor in state.values())}
 
 
-def main() -> None:
-    case = json.loads(sys.argv[1])
-    _quiet()
-    if "saved" in case:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        with tempfile.TemporaryDirectory() as folder:
-            for part in ("saved", "loaded"):
-                mp.spawn(_reshard_rank, args=(case, folder, part), nprocs=case[part])
-            print(left_results(folder))
-    else:
-        print(json.dumps([measure(case)]))
+def _resharded(folder: Path) -> str:
+    return f"resharded-{folder.name}"
 
 
-if __name__ == "__main__":
-    main()
+def measure(case: Case, folder: Path) -> list[Any]:
+    """One contender; or a state that ranks load in other shards than it was saved in."""
+    if "saved" not in case:
+        return [_alone(case)]
+    in_ranks(_save_shards, case["saved"], case, folder)
+    return in_ranks(_load_shards, case["loaded"], case, folder)

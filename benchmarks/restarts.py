@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -25,9 +26,10 @@ import torch
 from dcp_tensorizer import CheckpointManager
 from tests.servers import s3_server
 
-from .harness import cell, machine, rewrite, run_cases, spread, store, stored, table
+from .case import Case, leave
+from .harness import Content, Spread, cell, quotient, run, run_cases, spread, table, whole
 from .limits import evict, fill_cache
-from .pages import goals, opening
+from .pages import Goal, goals, page
 from .tiers import SlowProxy
 
 _TENSORS = 300
@@ -51,48 +53,22 @@ _WHAT = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.restarts", description=__doc__)
-    parser.add_argument("--gib", type=float, default=2.0, help="of the state that is restored, and saved")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--folder", help="where to save; the temporary directory otherwise")
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("restarts", _render(stored("restarts")))
-        return
-    base = {"gib": options.gib}
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, tempfile.TemporaryDirectory() as data:
-        runtime = Path(folder, "runtime")
-        runtime.mkdir(mode=0o700)
-        os.environ["XDG_RUNTIME_DIR"] = str(runtime)
-        _crash({**base, "what": "crash", "folder": f"{folder}/run"})
-        results = run_cases(__spec__.name, [_case(kind, base, folder, "run") for kind in _LOADS], options.rounds)
-        _end(f"{folder}/run", options.gib)
-        results += run_cases(__spec__.name, [_case(kind, base, folder, "cost") for kind in _COSTS], options.rounds)
-        launches = [{"what": kind, "folder": folder, "gib": options.gib / 2} for kind in _LAUNCHES]
-        results += run_cases(__spec__.name, launches, options.rounds)
-        with s3_server(Path(data)) as server, closing(SlowProxy(server.endpoint, _REMOTE)) as proxy:
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    with tempfile.TemporaryDirectory() as runtime:  # sockets are in it, whose paths must be short
+        os.environ["XDG_RUNTIME_DIR"] = runtime
+        base, rounds = {"gib": options.gib, "place": f"{folder}/run"}, options.rounds
+        whole(run_cases(crash, [{"what": "crash", **base}], 1))
+        results = run_cases(load, [{"what": kind, **base} for kind in _LOADS], rounds)
+        with CheckpointManager(base["place"], survive=_SURVIVE) as manager:  # nothing is kept then
+            manager.restore({"t0": _state(options.gib, 0.0)["t0"]}, step=2)
+        half = {"gib": options.gib / 2, "folder": str(folder)}
+        results += run_cases(cost, [{"what": kind, **half} for kind in _COSTS], rounds)
+        results += run_cases(launch, [{"what": kind, **half} for kind in _LAUNCHES], rounds)
+        (folder / "remote").mkdir()
+        with s3_server(folder / "remote") as server, closing(SlowProxy(server.endpoint, _REMOTE)) as proxy:
             reached = {"bucket": server.bucket, "options": server.options(f"http://127.0.0.1:{proxy.port}")}
-            cases = [{"what": kind, "server": reached, "gib": 0.1} for kind in _LOSSES]
-            results += run_cases(__spec__.name, cases, options.rounds)
-        content = {"machine": machine(folder), "gib": options.gib, "rounds": options.rounds, "results": results}
-    store("restarts", content, _render(content))
-
-
-def _case(kind: str, base: dict[str, Any], folder: str, name: str) -> dict[str, Any]:
-    return {"what": kind, **base, "folder": f"{folder}/{name}"}
-
-
-def _crash(case: dict[str, Any]) -> None:
-    """Runs a case that ends as a crash does."""
-    subprocess.run([sys.executable, "-m", __spec__.name, json.dumps(case)], check=False)
-
-
-def _end(folder: str, gib: float) -> None:
-    """Asks for a step, so that nothing is kept any more."""
-    with CheckpointManager(folder, survive=_SURVIVE) as manager:
-        manager.restore({"t0": _state(gib, 0.0)["t0"]}, step=2)
+            results += run_cases(loss, [{"what": kind, "server": reached, "gib": 0.1} for kind in _LOSSES], rounds)
+    return {"gib": options.gib, "rounds": rounds, "results": results}
 
 
 def _state(gib: float, value: float) -> dict[str, torch.Tensor]:
@@ -100,22 +76,16 @@ def _state(gib: float, value: float) -> dict[str, torch.Tensor]:
     return {f"t{n}": torch.full((elements,), value) for n in range(_TENSORS)}
 
 
-def _run(case: dict[str, Any]) -> dict[str, Any]:
-    what = case["what"]
-    if what == "crash":
-        manager = CheckpointManager(case["folder"], survive=_SURVIVE)
-        manager.save(1, _state(case["gib"], 1.0), wait=True)
-        manager.save(2, _state(case["gib"], 2.0), wait=True)
-        manager._job.survival.settle()
-        os._exit(1)
-    if what in _LOADS:
-        return _load(case)
-    if what in _COSTS:
-        return _cost(case)
-    return _launch(case) if what in _LAUNCHES else _loss(case)
+def crash(case: Case, folder: Path) -> None:
+    """Ends as a crash does, with a state in memory."""
+    manager = CheckpointManager(case["place"], survive=_SURVIVE)
+    for step in (1, 2):
+        manager.save(step, _state(case["gib"], float(step)), wait=True)
+    manager._job.survival.settle()
+    leave(None)
 
 
-def _load(case: dict[str, Any]) -> dict[str, Any]:
+def load(case: Case, folder: Path) -> dict[str, Any]:
     """Seconds until a state is there, into memory that is there already."""
     kind, state = case["what"], _state(case["gib"], 0.0)
     if kind == "plain copy":
@@ -127,38 +97,36 @@ def _load(case: dict[str, Any]) -> dict[str, Any]:
             return {"seconds": time.perf_counter() - started}
     survive = _SURVIVE if kind == "from memory" else 0.0
     if kind != "from memory":
-        (evict if kind == "from the disk" else fill_cache)(Path(case["folder"], "step-2"))
-    manager = CheckpointManager(case["folder"], survive=survive)
+        (evict if kind == "from the disk" else fill_cache)(Path(case["place"], "step-2"))
+    manager = CheckpointManager(case["place"], survive=survive)
     started = time.perf_counter()
     assert manager.restore(state) == 2
     seconds = time.perf_counter() - started
     assert all(float(tensor[-1]) == 2.0 for tensor in state.values())
     if kind == "from memory":
-        print(json.dumps({"seconds": seconds}), flush=True)
-        os._exit(0)  # the next round finds what this one has found
+        leave({"seconds": seconds})  # the next round finds what this one has found
     manager.close()
     return {"seconds": seconds}
 
 
-def _cost(case: dict[str, Any]) -> dict[str, Any]:
+def cost(case: Case, folder: Path) -> dict[str, Any]:
     """Stall, seconds until durable, and CPU time of all processes, of saves that nothing disturbs."""
-    state = _state(case["gib"] / 2, 0.0)
+    state = _state(case["gib"], 0.0)
     stalls, durable = [], []
-    with tempfile.TemporaryDirectory(dir=Path(case["folder"]).parent) as folder:
-        with CheckpointManager(folder, survive=float(case["what"].partition("=")[2])) as manager:
-            for step in range(8):
-                for tensor in state.values():
-                    tensor += 1
-                began = _cpu()
-                started = time.perf_counter()
-                future = manager.save(step, state, force=True)
-                stalls.append(time.perf_counter() - started)
-                assert future is not None
-                future.result()
-                durable.append(time.perf_counter() - started)
-                time.sleep(0.5)  # the keeper takes its digests
-                cpu = _cpu() - began
-        return {"stalls": stalls[3:], "durable": durable[3:], "cpu": cpu}
+    with CheckpointManager(folder, survive=float(case["what"].partition("=")[2])) as manager:
+        for step in range(8):
+            for tensor in state.values():
+                tensor += 1
+            began = _cpu()
+            started = time.perf_counter()
+            future = manager.save(step, state, force=True)
+            stalls.append(time.perf_counter() - started)
+            assert future is not None
+            future.result()
+            durable.append(time.perf_counter() - started)
+            time.sleep(0.5)  # the keeper takes its digests
+            cpu = _cpu() - began
+    return {"stalls": stalls[3:], "durable": durable[3:], "cpu": cpu}
 
 
 def _cpu() -> float:
@@ -167,28 +135,29 @@ def _cpu() -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def _launch(case: dict[str, Any]) -> dict[str, Any]:
+def launch(case: Case, folder: Path) -> dict[str, Any]:
     """Seconds of each part of a return under torchrun, of the rank that was back last; and the step that it had."""
-    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
-        survive = float(case["what"].partition("=")[2])
-        job = {"folder": f"{folder}/run", "survive": survive, "gib": case["gib"], "log": folder}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        script = ["--max-restarts=1", "-m", "benchmarks.restarts_job", json.dumps(job)]
-        # Or else the ranks of gloo look for each other where those before them were.
-        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        subprocess.run([*launcher, *script], check=True, capture_output=True, timeout=300, env=environment)
-        killed = float(Path(folder, "killed").read_text())
-        ranks = [{"killed": killed, **json.loads(Path(folder, f"{rank}.json").read_text())} for rank in (0, 1)]
+    survive = float(case["what"].partition("=")[2])
+    job = {"folder": f"{folder}/run", "survive": survive, "gib": case["gib"], "log": str(folder)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = ["--max-restarts=1", "-m", "benchmarks.restarts_job", json.dumps(job)]
+    # Or else the ranks of gloo look for each other where those before them were.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    subprocess.run([*launcher, *script], check=True, capture_output=True, timeout=300, env=environment)
+    killed = float((folder / "killed").read_text())
+    ranks = [{"killed": killed, **json.loads((folder / f"{rank}.json").read_text())} for rank in (0, 1)]
     last = max(ranks, key=lambda moments: moments["restored"])
     return {name: last[end] - last[begin] for name, begin, end in _PARTS} | {"step": last["step"]}
 
 
-def _loss(case: dict[str, Any]) -> dict[str, Any]:
+def loss(case: Case, folder: Path) -> dict[str, Any]:
     """Steps that a kill at a random moment loses, and the longest stall before it."""
     path = f"s3://{case['server']['bucket']}/{uuid.uuid4().hex}"
-    job = {"what": "job", "path": path, "kind": case["what"], **{k: case[k] for k in ("server", "gib")}}
+    job = {"path": path, "kind": case["what"], **{k: case[k] for k in ("server", "gib")}}
     process = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, json.dumps(job)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.case", f"{__name__}:trainer", json.dumps(job)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     done, stalls, until = 0, [0.0], 0.0
@@ -216,7 +185,7 @@ def _options(job: dict[str, Any]) -> dict[str, Any]:
     return {"storage_options": job["server"]["options"], **survive}
 
 
-def _job(job: dict[str, Any]) -> None:
+def trainer(job: Case, folder: Path) -> None:
     """Trains and saves each step; says which steps are done. Without memory, a save begins when the last is over."""
     state = _state(job["gib"], 0.0)
     manager = CheckpointManager(job["path"], **_options(job))
@@ -233,87 +202,64 @@ def _job(job: dict[str, Any]) -> None:
         print(json.dumps({"done": step, "stall": time.perf_counter() - started}), flush=True)
 
 
-def _render(content: dict[str, Any]) -> str:
+def render(content: Content) -> str:
+    """The page of results."""
     found: dict[str, list[dict[str, Any]]] = {}
     for result in content["results"]:
         if "ranks" in result:
             found.setdefault(result["case"]["what"], []).append(result["ranks"])
-    loads = {kind: spread(one["seconds"] for one in found.get(kind, [])) for kind in _LOADS}
-    medians = {kind: values["median"] for kind, values in loads.items() if values is not None}
-    wanted = []
-    for peer, goal, quotient in (
-        ("plain copy", "<= 1.3", lambda a, b: a / b),
-        ("from the disk", ">= 5", lambda a, b: b / a),
-        ("from the page cache", ">= 1.5", lambda a, b: b / a),
-    ):
-        if peer in medians and "from memory" in medians:
-            number = quotient(medians["from memory"], medians[peer])
-            words = "memory / plain copy, time" if peer == "plain copy" else f"memory, times as fast as {peer}"
-            wanted.append((words, goal, f"{number:.2f}"))
-    returns = [
-        [
-            kind,
-            *(
-                cell(spread(one[name] for one in found.get(kind, [])), form.format)
-                for name, form in (*((name, "{:.2f}") for name, _, _ in _PARTS), ("step", "{:.0f}"))
-            ),
-        ]
-        for kind in _LAUNCHES
+
+    def of(kind: str, name: str) -> Spread | None:
+        values = (one[name] for one in found.get(kind, []))
+        return spread(x for value in values for x in (value if isinstance(value, list) else [value]))
+
+    def rows(kinds: Sequence[str], forms: Mapping[str, str]) -> list[list[str]]:
+        return [[kind, *(cell(of(kind, name), form.format) for name, form in forms.items())] for kind in kinds]
+
+    memory, forms = of("from memory", "seconds"), {name: "{:.2f}" for name, _, _ in _PARTS}
+    wanted: list[Goal] = [
+        ("memory / plain copy, time", "<= 1.3", quotient(memory, of("plain copy", "seconds"))),
+        ("memory, times as fast as from the disk", ">= 5", quotient(of("from the disk", "seconds"), memory)),
+        (
+            "memory, times as fast as from the page cache",
+            ">= 1.5",
+            quotient(of("from the page cache", "seconds"), memory),
+        ),
+        (
+            "under torchrun: seconds beyond torchrun, imports and the group",
+            "<= 1",
+            of(_LAUNCHES[1], "restored"),
+        ),
+        *(
+            (f"{words}, with survive / without", "", quotient(of(_COSTS[1], name), of(_COSTS[0], name)))
+            for name, words in _PRICES.items()
+        ),
     ]
-    back = spread(one["restored"] for one in found.get(_LAUNCHES[1], []))
-    if back is not None:
-        wanted.append(
-            ("under torchrun: seconds beyond torchrun, imports and the group", "<= 1", f"{back['median']:.2f}")
-        )
-    costs = [
-        [
-            kind,
-            *(
-                cell(spread(value for one in found.get(kind, []) for value in _list(one[name])), "{:.3f}".format)
-                for name in ("stalls", "durable", "cpu")
-            ),
-        ]
-        for kind in _COSTS
-    ]
-    losses = [
-        [
-            kind,
-            *(
-                cell(spread(one[name] for one in found.get(kind, [])), form.format)
-                for name, form in (("lost", "{:.0f}"), ("stall", "{:.2f}"))
-            ),
-        ]
-        for kind in _LOSSES
-    ]
-    how_often = f"{content['rounds']} rounds of each, in turns; {content['gib']:g} GiB in {_TENSORS} tensors, one rank."
-    header = opening("Restarts from memory", content["machine"], _WHAT, how_often, "restarts")
-    return "\n\n".join(
-        [
-            header,
-            goals(wanted),
-            table(("restored", "seconds"), [[kind, cell(loads[kind], "{:.3f}".format)] for kind in _LOADS]),
-            f"Two ranks with {content['gib'] / 2:g} GiB under torchrun, which starts them again when one is killed "
-            "after step 4, in seconds; the step that they had then:",
-            table(("", *(name for name, _, _ in _PARTS), "step"), returns),
-            f"Saves of {content['gib'] / 2:g} GiB that nothing disturbs; CPU time of the last one, of all processes:",
-            table(("", "stall, s", "until durable, s", "CPU time, s"), costs),
-            "Steps of 0.25 s, 0.1 GiB, a storage of 0.1 GB/s, a kill at a random moment. Without memory, and with two "
-            "buffers, steps pass, or wait, while a save runs:",
-            table(("", "steps lost", "longest stall, s"), losses),
-        ]
+    half = f"{content['gib'] / 2:g} GiB"
+    return page(
+        content,
+        "Restarts from memory",
+        _WHAT,
+        f"{content['rounds']} rounds of each, in turns; {content['gib']:g} GiB in {_TENSORS} tensors, one rank.",
+        "restarts",
+        goals(wanted, form="{:.2f}".format),
+        table(("restored", "seconds"), rows(_LOADS, {"seconds": "{:.3f}"})),
+        f"Two ranks with {half} under torchrun, which starts them again when one is killed after step 4, in seconds; "
+        "the step that they had then:",
+        table(("", *forms, "step"), rows(_LAUNCHES, {**forms, "step": "{:.0f}"})),
+        f"Saves of {half} that nothing disturbs; CPU time of the last one, of all processes:",
+        table(("", "stall, s", "until durable, s", "CPU time, s"), rows(_COSTS, dict.fromkeys(_PRICES, "{:.3f}"))),
+        "Steps of 0.25 s, 0.1 GiB, a storage of 0.1 GB/s, a kill at a random moment. Without memory, and with two "
+        "buffers, steps pass, or wait, while a save runs:",
+        table(("", "steps lost", "longest stall, s"), rows(_LOSSES, {"lost": "{:.0f}", "stall": "{:.2f}"})),
     )
 
 
-def _list(values: Any) -> list[float]:
-    return values if isinstance(values, list) else [values]
-
+_PRICES = {"stalls": "stall of a save", "durable": "time until durable", "cpu": "CPU time of a save"}
+OPTIONS = {
+    "gib": {"type": float, "default": 2.0, "help": "of the state that is restored, and saved"},
+    "rounds": {"type": int, "default": 2},
+}
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        given = json.loads(sys.argv[1])
-        if given["what"] == "job":
-            _job(given)
-        else:
-            print(json.dumps(_run(given)))
-    else:
-        main()
+    run("restarts", measure, render, about=__doc__, options=OPTIONS)

@@ -1,16 +1,13 @@
 """What a save costs that does not write again what has not changed: frozen weights, and an adapter that is trained.
 
-``python -m benchmarks.reuse``, with ``--folder`` on the file system to be measured. ``--base`` and ``--adapter`` give
-other sizes, and ``--redraw`` makes the page again from the stored results, and measures nothing.
+``python -m benchmarks.reuse``: ``--base`` and ``--adapter`` give other sizes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import xxhash
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 
-from .harness import cell, machine, rewrite, spread, store, stored, table
-from .pages import goals, opening
+from .case import Case, in_ranks
+from .harness import Content, cell, quotient, run, run_cases, spread, table, whole
+from .pages import Goal, goals, page
 
 _MIB = 1 << 20
 _WORLDS = (1, 2)
@@ -36,37 +33,20 @@ _THREADS = 2
 _KINDS = ("reuse_unchanged", "everything is written")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--saves", type=int, default=10, help="of each kind, that are measured")
-    parser.add_argument("--base", type=int, default=1024, help="MiB of all ranks that do not change")
-    parser.add_argument("--adapter", type=int, default=16, help="MiB of all ranks that change")
-    parser.add_argument("--folder", default=None, help="where to put the checkpoints")
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("reuse", render(stored("reuse")))
-        return
-    case = {"saves": options.saves, "base": options.base, "adapter": options.adapter}
-    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        worlds = {str(world): _measure(Path(folder), world, case) for world in _WORLDS}
-        content = {"machine": machine(folder), **case, "worlds": worlds}
-    store("reuse", content, render(content))
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    setup = {"saves": options.saves, "base": options.base, "adapter": options.adapter}
+    cases = [{"ranks": world, **setup, "folder": str(folder)} for world in _WORLDS]
+    results = whole(run_cases(measure_case, cases, 1))
+    return {**setup, "worlds": {str(r["case"]["ranks"]): r["ranks"][0] for r in results}}
 
 
-def _measure(folder: Path, world: int, case: dict[str, int]) -> dict[str, Any]:
-    place = folder / str(world)
-    place.mkdir()
-    mp.spawn(_rank, (world, str(place), case), nprocs=world)
-    result: dict[str, Any] = json.loads((place / "result.json").read_text())
-    return result
+def measure_case(case: Case, folder: Path) -> list[Any]:
+    return in_ranks(_saves, case["ranks"], case, folder, environment={"LOCAL_WORLD_SIZE": str(case["ranks"])})
 
 
-def _rank(rank: int, world: int, folder: str, case: dict[str, int]) -> None:
+def _saves(case: Case, folder: Path) -> dict[str, Any]:
     """Saves in both ways in turn, each to directories of its own, of which the last one stays."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), case["ranks"]
     frozen = _tensors(f"rank{rank}.base", _BASE_TENSORS, case["base"] * _MIB // world)
     trained = _tensors(f"rank{rank}.adapter", _ADAPTER_TENSORS, case["adapter"] * _MIB // world)
     limits = SaveLimits(max_reuses=_NEVER)
@@ -94,10 +74,7 @@ def _rank(rank: int, world: int, folder: str, case: dict[str, int]) -> None:
     found["digests"] = [_digest_seconds(frozen | trained) for _ in range(5)]
     for writer in writers.values():
         writer.close()
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def _tensors(name: str, count: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -132,7 +109,8 @@ def _what(content: dict[str, Any]) -> str:
 
 def render(content: dict[str, Any]) -> str:
     """The page of results."""
-    rows, wanted = [], []
+    rows: list[list[str]] = []
+    wanted: list[Goal] = []
     for world, found in content["worlds"].items():
         ranks = f"{world} rank(s)"
         seconds = {kind: spread(found[kind]["seconds"]) for kind in _KINDS}
@@ -141,32 +119,36 @@ def render(content: dict[str, Any]) -> str:
         for kind in _KINDS:
             cells = (cell(seconds[kind], "{:.3f}".format), cell(written[kind], lambda n: f"{n / _MIB:.1f}"))
             rows.append([world, kind, *cells, cell(spread(found[kind]["staging"]), "{:.3f}".format)])
-        ours, whole, least = seconds[_KINDS[0]], seconds[_KINDS[1]], written[_KINDS[0]]
-        assert ours and whole and least and staging and digests
+        ours, all_written, least = seconds[_KINDS[0]], seconds[_KINDS[1]], written[_KINDS[0]]
+        assert ours and least and staging and digests
         more = (least["median"] / _MIB - content["adapter"]) / int(world)
         limit = staging["median"] + digests["median"] + 0.1
-        wanted.append((f"time / time of a save that writes everything, {ranks}", "<= 0.15", _ratio(ours, whole)))
-        wanted.append((f"or: seconds, {ranks}", f"<= {limit:.3f}", f"{ours['median']:.3f}"))
-        wanted.append((f"MiB a rank written beyond what has changed, {ranks}", "<= 0.5", f"{more:.3f}"))
-        wanted.append((f"seconds of XXH3-128 of everything, {ranks}", "-", f"{digests['median']:.3f}"))
+        ratio = quotient(ours, all_written)
+        wanted.append((f"time / time of a save that writes everything, {ranks}", "<= 0.15", ratio))
+        wanted.append((f"or: seconds, {ranks}", f"<= {limit:.3f}", ours))
+        wanted.append((f"MiB a rank written beyond what has changed, {ranks}", "<= 0.5", more))
+        wanted.append((f"seconds of XXH3-128 of everything, {ranks}", "", digests["median"]))
     note = (
         "The second goal is the sum of the staging copy, of XXH3-128 of everything, and of 0.1 s: a save has to copy "
         "and to look at what it does not write. With the default `SaveLimits(max_reuses=10)` every eleventh save "
         "writes everything."
     )
-    how_often = f"{content['saves']} saves of each kind, in turns, after {_WARM_UP} that do not count."
-    return "\n\n".join(
-        [
-            opening("Only what has changed", content["machine"], _what(content), how_often, "reuse"),
-            table(("ranks", "saves", "durable after (s)", "MiB written", "of that staging (s)"), rows),
-            goals(wanted, note),
-        ]
+    return page(
+        content,
+        "Only what has changed",
+        _what(content),
+        f"{content['saves']} saves of each kind, in turns, after {_WARM_UP} that do not count.",
+        "reuse",
+        table(("ranks", "saves", "durable after (s)", "MiB written", "of that staging (s)"), rows),
+        goals(wanted, note),
     )
 
 
-def _ratio(ours: dict[str, float], whole: dict[str, float]) -> str:
-    return f"{ours['median'] / whole['median']:.3f}"
-
+OPTIONS = {
+    "saves": {"type": int, "default": 10, "help": "of each kind, that are measured"},
+    "base": {"type": int, "default": 1024, "help": "MiB of all ranks that do not change"},
+    "adapter": {"type": int, "default": 16, "help": "MiB of all ranks that change"},
+}
 
 if __name__ == "__main__":
-    main()
+    run("reuse", measure, render, about=__doc__, options=OPTIONS)

@@ -1,16 +1,14 @@
-"""The save benchmark: `python -m benchmarks.save` (about 16 minutes; `--quick` for a smaller one, not to be quoted).
-
-`--redraw` makes the page and the picture again from the stored results, and measures nothing.
-"""
+"""The save benchmark: `python -m benchmarks.save` (about 16 minutes; `--quick` for a smaller one, not to be quoted)."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from .harness import machine, rewrite, run_cases, spread, store, stored
+from . import save_case
+from .harness import QUICK, Content, run, run_cases, spread
+from .pages import medians
 from .save_report import (
     BACKGROUND,
     CHECKPOINTING,
@@ -28,17 +26,17 @@ from .savers import SAVERS
 from .workloads import SETTINGS, WORKLOADS, nbytes
 
 
-def plan(folder: str, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
+def plan(folder: Path, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
     """Groups of cases, and how many rounds of each."""
     scale = 0.1 if quick else 1.0
-    base = {"ranks": 1, "scale": scale, "saves": 3, "quiet": 2, "folder": folder}
+    base = {"ranks": 1, "scale": scale, "saves": 3, "quiet": 2, "folder": str(folder)}
     limits = [{"saver": "limits", "workload": workload, **base} for workload in WORKLOADS]
     main = {saver: {"saver": saver, "workload": MAIN, **base, "yardsticks": saver == OURS} for saver in SAVERS}
     few, fewer = (OURS, THREAD, PROCESS, CHECKPOINTING), (OURS, THREAD)
     compared = [main.pop(saver) for saver in (*few, OVERLAPPED, BACKGROUND, ENCRYPTED)]  # in what the page says
     others = [{"saver": s, "workload": "5,000 small", **base, "yardsticks": s == OURS} for s in few]
     others += [{"saver": s, "workload": "one 2 GB", **base, "yardsticks": s == OURS} for s in fewer]
-    others += [{"saver": s, "workload": "tmpfs", **base} for s in fewer]
+    others += [{"saver": s, "workload": "tmpfs", **base, "folder": "/dev/shm"} for s in fewer]
     # Beside that loop a save of torch's takes half a minute.
     others += [{"saver": saver, "workload": "python", **base, "saves": 2, "quiet": 1} for saver in fewer]
     many = [{"saver": s, "workload": MAIN, **base, "ranks": n, "saves": 2, "quiet": 1} for n in (2, 4) for s in few]
@@ -95,36 +93,18 @@ def _cost(save: dict[str, float]) -> float:
     return save["stall"] + (save["durable"] - save["stall"]) * slowed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--main", action="store_true", help="only the main workload, on one rank")
-    parser.add_argument("--rounds", type=int, help="instead of each group's own number")
-    parser.add_argument("--folder", help="where to save: on the file system to be measured", default=None)
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
-    name = "save-quick" if options.quick else "save"
-    if options.redraw:
-        content = stored(name)
-        rewrite(name, render(content))
-    else:
-        content = measure(options)
-        store(name, content, render(content))
-    if not options.quick:
-        plot(content)
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        groups = plan(folder, options.quick)[: 2 if options.main else None]
-        results = [
-            result
-            for cases, rounds in groups
-            for result in run_cases("benchmarks.save_case", cases, options.rounds or rounds)
-        ]
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    groups = plan(folder, options.quick)[: 2 if options.main else None]
+    results = [r for cases, rounds in groups for r in run_cases(save_case.measure, cases, options.rounds or rounds)]
     summary = summarise(results)
-    return {"machine": machine(options.folder), "ratios": ratios(summary), "summary": summary, "results": results}
+    return {"ratios": medians(ratios(summary)), "summary": summary, "results": results}
 
+
+OPTIONS = {
+    "quick": QUICK,
+    "main": {"action": "store_true", "help": "only the main workload, on one rank"},
+    "rounds": {"type": int, "help": "instead of each group's own number"},
+}
 
 if __name__ == "__main__":
-    main()
+    run("save", measure, render, about=__doc__, options=OPTIONS, plot=plot)

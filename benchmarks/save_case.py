@@ -1,34 +1,26 @@
-"""One contender on one workload, in a process of its own: prints its measurements as one line of JSON."""
+"""The cases of the save benchmark: one contender on one workload."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
+from .case import Case, in_ranks
 from .limits import cipher_seconds, copy_seconds, direct_write_seconds, hash_seconds
-from .ranks import leave_results, left_results
 from .savers import SAVERS, State, discard
-from .workloads import SETTINGS, nbytes
+from .workloads import SETTINGS, nbytes, sharded
 
 _IDLE_SECONDS = 1.0
 _BESIDE_SECONDS = 0.5
 _MATRIX = 192
-_TMPFS = "/dev/shm"
 BESIDE = "loop beside a busy core"
 
 
@@ -67,7 +59,7 @@ class PythonLoop(TrainingLoop):
 LOOPS = {"products": TrainingLoop, "python": PythonLoop}
 
 
-def measure(case: dict[str, Any], group: dist.ProcessGroup | None, state: State, folder: Path) -> dict[str, Any]:
+def _saves(case: Case, group: dist.ProcessGroup | None, state: State, folder: Path) -> dict[str, Any]:
     """Saves several times with the loop running and several times without."""
     torch.set_num_threads(1)
     loop = LOOPS[SETTINGS[case["workload"]].loop]()
@@ -134,7 +126,7 @@ def _after(seconds: float) -> Any:
     return lambda: time.perf_counter() > deadline
 
 
-def memory(case: dict[str, Any], state: State, folder: Path) -> dict[str, list[int]]:
+def _memory(case: Case, state: State, folder: Path) -> dict[str, list[int]]:
     """Memory of trainer and child while they save, each save's peak, in bytes beyond what they had before the first.
 
     The staging buffer is shared by both, and not counted.
@@ -206,54 +198,28 @@ def _beside_a_busy_core() -> float:
         other.wait()
 
 
-def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
-    _quiet()
-    world = case["ranks"]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "WORLD_SIZE": str(world)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def _sharded(case: Case, folder: Path) -> dict[str, Any]:
+    """What one of several ranks measures."""
     group = dist.new_group(backend="gloo")
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (world,))
-    full = SETTINGS[case["workload"]].make(case["scale"])
-    state = {}
-    for key in list(full):
-        state[key] = distribute_tensor(full.pop(key), mesh, [Shard(0)])
-    result = measure(case, group, state, Path(folder))
-    leave_results(folder, result, group)
-    dist.barrier(group)
-    dist.destroy_process_group()
+    state = sharded(SETTINGS[case["workload"]].make(case["scale"]))
+    return _saves(case, group, state, folder)
 
 
-def _quiet() -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-
-
-def main() -> None:
-    case = json.loads(sys.argv[1])
-    _quiet()
-    where = _TMPFS if SETTINGS[case["workload"]].on_tmpfs else case["folder"]
-    with tempfile.TemporaryDirectory(dir=where) as folder:
-        if case["ranks"] > 1:
-            mp.spawn(_rank, args=(case, folder), nprocs=case["ranks"])
-            print(left_results(folder))
-            return
-        state = SETTINGS[case["workload"]].make(case["scale"])
-        if case["saver"] == "limits":
-            print(json.dumps([_limits(state, Path(folder))]))
-            return
-        if case.get("memory"):
-            print(json.dumps([memory(case, state, Path(folder))]))
-            return
-        group = None
-        if "PROCESS" in case["saver"] or "torch_checkpointing" in case["saver"]:
-            # Those two need a process group even for one rank.
-            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-            group = dist.group.WORLD
-        print(json.dumps([measure(case, group, state, Path(folder))]))
-        if group is not None:
-            dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def measure(case: Case, folder: Path) -> list[Any]:
+    """One contender on one workload."""
+    if case["ranks"] > 1:
+        return in_ranks(_sharded, case["ranks"], case, folder)
+    state = SETTINGS[case["workload"]].make(case["scale"])
+    if case["saver"] == "limits":
+        return [_limits(state, folder)]
+    if case.get("memory"):
+        return [_memory(case, state, folder)]
+    group = None
+    if "PROCESS" in case["saver"] or "torch_checkpointing" in case["saver"]:
+        # Those two need a process group even for one rank.
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        group = dist.group.WORLD
+    found = _saves(case, group, state, folder)
+    if group is not None:
+        dist.destroy_process_group()
+    return [found]

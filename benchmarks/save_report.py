@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .charts import Bar, Panel, draw
-from .harness import cell, rates, table
-from .pages import Comparison, ahead, glossary, goals, machine_line, opening, round_count
+from .harness import Spread, cell, figure, quotient, rates, scaled, table
+from .pages import Comparison, Goal, ahead, glossary, goals, machine_line, page, round_count
 from .save_case import BESIDE
 from .savers import SAVERS
 from .workloads import SETTINGS, TITLES
@@ -22,21 +22,24 @@ MAIN = "300 x 7 MB"
 _PACKAGE = "dcp_tensorizer"
 _RANKS = (1, 2, 4)
 Summary = dict[str, dict[str, Any]]
+_TWO = "{:.2f}".format
 
 
 def render(content: dict[str, Any]) -> str:
     """The page of results."""
     summary = content["summary"]
-    return "\n\n".join(
-        [
-            opening("Saving", content["machine"], _WHAT, _how_often(content["results"]), "save"),
-            "![Saving](save.png)",
-            ahead(comparisons(summary), _AHEAD_NOTE),
-            glossary("Who was measured", _WHO),
-            glossary("What the columns mean", _COLUMNS),
-            *_cases(summary),
-            goals(ratios(summary), _GOALS_NOTE),
-        ]
+    return page(
+        content,
+        "Saving",
+        _WHAT,
+        _how_often(content["results"]),
+        "save",
+        "![Saving](save.png)",
+        ahead(comparisons(summary), _AHEAD_NOTE),
+        glossary("Who was measured", _WHO),
+        glossary("What the columns mean", _COLUMNS),
+        *_cases(summary),
+        goals(ratios(summary), _GOALS_NOTE, _TWO),
     )
 
 
@@ -75,18 +78,6 @@ _COLUMNS = {
     "memory": "what the trainer holds after the last save and did not at the start, staged copies included; and the "
     "most that a child process held after a save.",
 }
-_HEADER = (
-    "saver",
-    "stop, first save (s)",
-    "stop, later saves (s)",
-    "speed to disk, training (GB/s)",
-    "speed to disk, quiet (GB/s)",
-    "training speed",
-    "training lost (s)",
-    "longest pause (ms)",
-    "CPU (s/GB)",
-    "memory: trainer, child (MB)",
-)
 _LIMITS = {
     "copy": "copy in memory (GB/s)",
     "hashes, 1 core": "tensorizer's checksums, one core (GB/s)",
@@ -124,26 +115,17 @@ def _cases(summary: Summary) -> list[str]:
         for ranks in _RANKS:
             rows = [_row(n, s) for n, s in summary.items() if n.endswith(f"| {workload} | {ranks}") and "loop" in s]
             if rows:
-                parts += [f"## {setting.title}; {ranks} rank{'s' * (ranks > 1)}", table(_HEADER, rows)]
+                header = ("saver", *(title for title, *_ in _FIGURES), "memory: child (MB)")
+                parts += [f"## {setting.title}; {ranks} rank{'s' * (ranks > 1)}", table(header, rows)]
                 limits = summary.get(f"limits | {workload} | {ranks}")
                 if limits is not None:
                     parts.append(_limits(limits))
     return parts
 
 
-def _row(name: str, s: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        name.split(" | ")[0],
-        cell(s["first stall"], "{:.2f}".format),
-        cell(s["steady stall"], "{:.3f}".format),
-        cell(rates(s["durable"], s["bytes"]), "{:.2f}".format),
-        cell(rates(s["durable, quiet"], s["bytes"]), "{:.2f}".format),
-        cell(s["loop"], "{:.0%}".format),
-        cell(s["cost"], "{:.2f}".format),
-        cell(s["gap"], _milliseconds),
-        cell(s["cpu per GB"], "{:.2f}".format),
-        f"{_megabytes(s['trainer bytes']['max'])}, {_megabytes(s['child bytes']['max'])}",
-    )
+def _row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
+    figures = (cell(_shown(entry, key), form) for _, key, form, _ in _FIGURES)
+    return (name.split(" | ")[0], *figures, cell(entry["child bytes"], _megabytes))
 
 
 def _milliseconds(seconds: float) -> str:
@@ -205,76 +187,72 @@ def _shown(entry: dict[str, Any], key: str) -> dict[str, float] | None:
     return rates(values, entry["bytes"]) if key.startswith("durable") else values
 
 
-def ratios(summary: Summary) -> list[tuple[str, str, str]]:
-    """The figures that this package promises, from medians of one run."""
+def ratios(summary: Summary) -> list[Goal]:
+    """The figures that this package promises, of one run."""
 
-    def median(name: str, figure: str, workload: str = MAIN, ranks: int = 1) -> float:
-        entry = summary.get(f"{name} | {workload} | {ranks}", {}).get(figure)
-        return entry["median"] if entry else float("nan")
+    def of(name: str, what: str, workload: str = MAIN, ranks: int = 1) -> Spread | None:
+        return figure(summary, f"{name} | {workload} | {ranks}", what)
 
-    ours, quiet, write = median(OURS, "durable"), median(OURS, "durable, quiet"), median("limits", "O_DIRECT write")
-    small = "5,000 small"
-    rows = [
-        ("speed to disk in training / O_DIRECT writes", ">= 0.85", write / ours),
-        *((f"speed to disk in training / {_SHORT[p]}", f">= {n}", median(p, "durable") / ours) for p, n in _WANTED),
-        ("CPU seconds for each GB, trainer and child process", "<= 0.3", median(OURS, "cpu per GB")),
-        ("stop, later saves / a copy in memory", "<= 1.15", median(OURS, "steady stall") / median("limits", "copy")),
-        ("stop, first save / a copy in memory", "<= 1.5", median(OURS, "first stall") / median("limits", "copy")),
-        ("training speed in a save / before it", ">= 0.97", median(OURS, "loop")),
-        ("training speed in a save / beside any busy core", "", median(OURS, "loop") / median("limits", BESIDE)),
-        ("longest pause in a save beyond the one before it, ms", "<= 10", median(OURS, "gap") * 1e3),
-        (
-            "encrypted: speed to disk, quiet / not encrypted",
-            ">= 0.8",
-            quiet / median(ENCRYPTED, "durable, quiet"),
-        ),
+    def over(name: str, what: str, other: str, workload: str = MAIN) -> Spread | None:
+        """How many times as fast this package is as another, or as it is in another figure."""
+        return quotient(of(name, what, workload), of(OURS, other, workload))
+
+    copy, stop, quiet = of("limits", "copy"), of(OURS, "steady stall"), of(OURS, "durable, quiet")
+    small, encrypted = "5,000 small", of(ENCRYPTED, "durable, quiet")
+    rows: list[Goal] = [
+        ("speed to disk in training / O_DIRECT writes", ">= 0.85", over("limits", "O_DIRECT write", "durable")),
+        *((f"speed to disk in training / {_SHORT[p]}", f">= {n}", over(p, "durable", "durable")) for p, n in _WANTED),
+        ("CPU seconds for each GB, trainer and child process", "<= 0.3", of(OURS, "cpu per GB")),
+        ("stop, later saves / a copy in memory", "<= 1.15", quotient(stop, copy)),
+        ("stop, first save / a copy in memory", "<= 1.5", quotient(of(OURS, "first stall"), copy)),
+        ("training speed in a save / before it", ">= 0.97", of(OURS, "loop")),
+        ("training speed in a save / beside any busy core", "", quotient(of(OURS, "loop"), of("limits", BESIDE))),
+        ("longest pause in a save beyond the one before it, ms", "<= 10", scaled(of(OURS, "gap"), 1e3)),
+        ("encrypted: speed to disk, quiet / not encrypted", ">= 0.8", quotient(quiet, encrypted)),
         (
             "encrypted, where the cipher is the limit: seconds of a copy and the cipher alone / of a save, quiet",
             ">= 0.8",
-            (median("limits", "copy") + median("limits", "cipher")) / median(ENCRYPTED, "durable, quiet"),
+            quotient(_sum(copy, of("limits", "cipher")), encrypted),
         ),
         (
             "5,000 small: stop, later saves / a copy in memory",
             "<= 1.1",
-            median(OURS, "steady stall", small) / median("limits", "copy", small),
+            quotient(of(OURS, "steady stall", small), of("limits", "copy", small)),
         ),
-        (
-            "5,000 small: speed to disk in training / torch, THREAD",
-            ">= 3",
-            median(THREAD, "durable", small) / median(OURS, "durable", small),
-        ),
-        (
-            "tmpfs: speed, quiet / torch, THREAD",
-            ">= 4",
-            median(THREAD, "durable, quiet", "tmpfs") / median(OURS, "durable, quiet", "tmpfs"),
-        ),
+        ("5,000 small: speed to disk in training / torch, THREAD", ">= 3", over(THREAD, "durable", "durable", small)),
+        ("tmpfs: speed, quiet / torch, THREAD", ">= 4", over(THREAD, "durable, quiet", "durable, quiet", "tmpfs")),
         (
             "1,000 tensors: durable after, beside a pure Python loop / without it",
             "<= 1.3",
-            median(OURS, "durable", "python") / median(OURS, "durable, quiet", "python"),
+            over(OURS, "durable", "durable, quiet", "python"),
         ),
         (
             "1,000 tensors beside a pure Python loop: speed to disk / torch, THREAD",
             ">= 10",
-            median(THREAD, "durable", "python") / median(OURS, "durable", "python"),
+            over(THREAD, "durable", "durable", "python"),
         ),
     ]
     for ranks in _RANKS[1:]:
-        peers = THREAD, PROCESS, CHECKPOINTING
-        fastest = min(median(peer, "durable", MAIN, ranks) for peer in peers)
-        least = max(median(peer, "loop", MAIN, ranks) for peer in peers)
-        durable, loop = median(OURS, "durable", MAIN, ranks), median(OURS, "loop", MAIN, ranks)
-        rows.append((f"{ranks} ranks: durable after / the best peer", "<= 1", durable / fastest))
-        rows.append((f"{ranks} ranks: training speed / the best peer", ">= 1", loop / least))
+        for title, what, wanted in (("durable after", "durable", "<= 1"), ("training speed", "loop", ">= 1")):
+            peers = [found for peer in _PEERS if (found := of(peer, what, MAIN, ranks)) is not None]
+            best = (min if what == "durable" else max)(peers, key=lambda found: found["median"], default=None)
+            rows.append(
+                (f"{ranks} ranks: {title} / the best peer", wanted, quotient(of(OURS, what, MAIN, ranks), best))
+            )
     memory = summary.get(f"memory | {MAIN} | 1", {})
     for name, limit in (("trainer", 64), ("child", 128)):
-        entry = memory.get(name, {"peak": float("nan"), "growth": float("nan")})
+        entry = memory.get(name)
         title = f"{name}: peak memory beyond the start and the staging buffer, MB"
-        rows.append((title, f"<= {limit}", entry["peak"] / 1e6))
-        rows.append((f"{name}: growth from the 5th to the 20th save, MB", "none", entry["growth"] / 1e6))
-    return [(name, target, f"{value:.2f}") for name, target, value in rows]
+        rows.append((title, f"<= {limit}", entry and entry["peak"] / 1e6))
+        rows.append((f"{name}: growth from the 5th to the 20th save, MB", "none", entry and entry["growth"] / 1e6))
+    return rows
 
 
+def _sum(one: Spread | None, other: Spread | None) -> Spread | None:
+    return one and other and {name: value + other[name] for name, value in one.items()}
+
+
+_PEERS = (THREAD, PROCESS, CHECKPOINTING)
 _SHORT = {THREAD: "torch, THREAD", PROCESS: "torch, PROCESS", CHECKPOINTING: CHECKPOINTING}
 _WANTED = ((THREAD, 2.5), (PROCESS, 2.5), (CHECKPOINTING, 2))
 _DRAWN = {

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,26 +30,36 @@ class Saver(Protocol):
     def close(self) -> None: ...
 
 
-class _Dcp:
+class DcpSaver:
     """Anything that ``dcp.async_save`` takes."""
 
     def __init__(self, group: dist.ProcessGroup | None, **options: Any) -> None:
         self._options = options | ({"process_group": group} if group is not None else {"no_dist": True})
+        self._staged: Future[None] | None = None
 
     def save(self, state: State, folder: Path) -> Future[Any]:
         response = dcp.async_save(
             {"model": state}, checkpoint_id=str(folder), storage_writer=self._writer(folder), **self._options
         )
-        return response if isinstance(response, Future) else response.upload_completion
+        if isinstance(response, Future):
+            return response
+        self._staged = response.staging_completion
+        return response.upload_completion
 
     def _writer(self, folder: Path) -> Any:
         return FileSystemWriter(folder)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step: waits until what is saved is staged."""
+        if self._staged is not None:
+            self._staged.result()
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing is kept."""
 
 
-class Ours(_Dcp):
+class Ours(DcpSaver):
     """This package, prewarmed or not, with options of the writer."""
 
     def __init__(
@@ -68,11 +79,14 @@ class Ours(_Dcp):
     def _writer(self, folder: Path) -> Any:
         return self._shared
 
+    def guard(self) -> AbstractContextManager[None]:
+        return self._shared.lock()
+
     def close(self) -> None:
         self._shared.close()
 
 
-class TorchProcess(_Dcp):
+class TorchProcess(DcpSaver):
     """torch's writer in PROCESS mode, with torch's shared-memory stager."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -103,32 +117,45 @@ class TorchSync:
         """Nothing is kept."""
 
 
+def torch_checkpointing(*, background: bool | None = None, pinned: bool = False) -> Any:
+    """A manager of Meta's torch_checkpointing.
+
+    Args:
+        background: It stages in the background, or while training waits; None: it saves synchronously.
+        pinned: It stages into pinned memory, by copies that do not block.
+    """
+    from torch_checkpointing import CheckpointManager, ItemSpec
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    # Its direct I/O fails with EINVAL on ext4 and XFS: the sizes it writes are not aligned.
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    if background is None:
+        return CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage).build()
+    staging = CheckpointStagerConfig(
+        use_pinned_memory=pinned,
+        use_shared_memory=True,
+        use_async_staging=background,
+        use_non_blocking_copy=pinned,
+    )
+    save = AsyncCheckpointSaverConfig(staging_config=staging)
+    return CheckpointManager.Config(default=ItemSpec(requires_copy=True), save=save, storage_config=storage).build()
+
+
 class TorchCheckpointing:
     """Meta's torch_checkpointing, staging while training waits, or in the background."""
 
-    def __init__(self, *, background: bool) -> None:
-        from torch_checkpointing import CheckpointManager, ItemSpec
-        from torch_checkpointing.config import AsyncCheckpointSaverConfig
-        from torch_checkpointing.staging import CheckpointStagerConfig
-        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-        staging = CheckpointStagerConfig(
-            use_pinned_memory=False,
-            use_shared_memory=True,
-            use_async_staging=background,
-            use_non_blocking_copy=False,
-        )
-        self._manager = CheckpointManager.Config(
-            default=ItemSpec(requires_copy=True),
-            save=AsyncCheckpointSaverConfig(staging_config=staging),
-            # Its direct I/O fails with EINVAL on ext4 and XFS: the sizes it writes are not aligned.
-            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
-        ).build()
+    def __init__(self, *, background: bool, pinned: bool = False) -> None:
+        self._manager = torch_checkpointing(background=background, pinned=pinned)
 
     def save(self, state: State, folder: Path) -> Future[Any]:
         future = self._manager.save(str(folder), {"state": state})
         assert future is not None
         return future
+
+    def guard(self) -> AbstractContextManager[None]:
+        return self._manager.lock()  # type: ignore[no-any-return]
 
     def close(self) -> None:
         self._manager.close()
@@ -159,7 +186,7 @@ SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
         group, state, prewarm=True, encryption=EncryptionParams(bytes(32))
     ),
     "dcp_tensorizer, overlap_staging": lambda group, state: Ours(group, state, prewarm=True, overlap_staging=True),
-    "torch FileSystemWriter, THREAD": lambda group, state: _Dcp(group),
+    "torch FileSystemWriter, THREAD": lambda group, state: DcpSaver(group),
     "torch FileSystemWriter, PROCESS": lambda group, state: TorchProcess(group),
     "torch_checkpointing": lambda group, state: TorchCheckpointing(background=False),
     "torch_checkpointing, background": lambda group, state: TorchCheckpointing(background=True),

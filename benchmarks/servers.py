@@ -8,18 +8,16 @@ Azure's and Google's servers are emulators. What these cannot show is listed in 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .harness import machine, rewrite, store, stored, table
-from .pages import opening
+from .harness import Content, run, table
+from .junit import Outcome, run_tests
+from .pages import page
 
-ROOT = Path(__file__).resolve().parent.parent
 SUITES = ("tests/integration/storage", "tests/e2e/test_remote.py", "tests/clouds")
 SERVERS = {
     "S3": "SeaweedFS",
@@ -71,57 +69,37 @@ def place_of(module: str, cls: str, name: str) -> Place | None:
     return kinds.get(module)
 
 
-def counted(report: Path) -> dict[str, Any]:
-    """What a report of pytest's says, by server and kind: passed, skipped and failed tests, and which ones failed."""
+def counted(found: Iterable[Outcome]) -> dict[str, Any]:
+    """What came of tests, by server and kind: passed, skipped and failed tests, and which ones failed."""
     counts: dict[Place, Counter[str]] = {Place(server, kind): Counter() for server in SERVERS for kind in KINDS}
     failed = []
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        parts = (case.get("classname") or "").split(".")
+    for one in found:
+        parts = one.where.split(".")
         cls = parts.pop() if parts[-1].startswith("Test") else ""
-        place = place_of(parts[-1], cls, case.get("name") or "")
-        if place is None:
-            continue
-        is_bad = any(case.find(tag) is not None for tag in ("failure", "error"))
-        outcome = "failed" if is_bad else "skipped" if case.find("skipped") is not None else "passed"
-        counts[place][outcome] += 1
-        if is_bad:
-            failed.append(f"{parts[-1]}.{case.get('name')}")
+        place = place_of(parts[-1], cls, one.name)
+        if place is not None:
+            counts[place]["failed" if one.is_bad else one.outcome] += 1
+            failed += [f"{parts[-1]}.{one.name}"] if one.is_bad else []
     return {
         "counts": [[*place, *map(count.__getitem__, _OUTCOMES)] for place, count in counts.items()],
         "failed": failed,
     }
 
 
-def page(content: dict[str, Any]) -> str:
-    """The results, as a page."""
+def render(content: Content) -> str:
+    """The page of results."""
     rows = [
         [server, SERVERS[server], kind, *map(str, counts)] for server, kind, *counts in content["counts"] if sum(counts)
     ]
-    which = [f"Failed: {', '.join(content['failed'])}."] if content["failed"] else []
-    return "\n\n".join(
-        [
-            opening("Servers", content["machine"], _WHAT, "1 run", "servers", spreads=False),
-            table(("destination", "server", "tests of", *_OUTCOMES), rows),
-            *which,
-        ]
-    )
+    which = f"Failed: {', '.join(content['failed'])}." if content["failed"] else ""
+    tests = table(("destination", "server", "tests of", *_OUTCOMES), rows)
+    return page(content, "Servers", _WHAT, "1 run", "servers", tests, which, spreads=False)
 
 
-def main() -> int:
-    """Runs the tests and stores the page; 1 if a test failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.servers", description=__doc__)
-    parser.add_argument("--redraw", action="store_true", help="make the page from the stored results")
-    if parser.parse_args().redraw:
-        rewrite("servers", page(stored("servers")))
-        return 0
-    with tempfile.TemporaryDirectory(prefix="servers-") as folder:
-        report = Path(folder, "report.xml")
-        pytest = [sys.executable, "-m", "pytest", *SUITES, "--quiet", "--show-capture=no", f"--junitxml={report}"]
-        subprocess.run(pytest, cwd=ROOT, check=False)
-        content = {"machine": machine(), **counted(report)}
-    store("servers", content, page(content))
-    return int(bool(content["failed"]))
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    """Runs the tests."""
+    return counted(run_tests(sys.executable, folder, *SUITES) or [])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("servers", measure, render, about=__doc__, bad=lambda content: ", ".join(content["failed"]))

@@ -7,10 +7,7 @@ The remote is SeaweedFS behind a proxy that forwards ``--remote`` GB/s. Both kin
 from __future__ import annotations
 
 import argparse
-import json
 import socket
-import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -25,8 +22,9 @@ from dcp_tensorizer import SaveReport, TensorizerStorageWriter
 from tests.servers import s3_server
 from tests.tcp_proxy import TcpProxy
 
-from .harness import cell, machine, rewrite, run_cases, spread, store, stored, table
-from .pages import opening
+from .case import Case
+from .harness import Content, Spread, cell, quotient, run, run_cases, spread, table
+from .pages import Goal, goals, page
 
 _TENSORS = 50
 _KINDS = ("local disk alone", "local disk first, then the remote")
@@ -36,29 +34,13 @@ _WHAT = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiers", description=__doc__)
-    parser.add_argument(
-        "--gigabytes", type=float, default=0.08, help="of the state; more than the remote can take waits"
-    )
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two saves")
-    parser.add_argument("--remote", type=float, default=0.05, help="GB/s that the remote takes")
-    parser.add_argument("--saves", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--folder", help="where to save; the temporary directory otherwise")
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("tiers", _render(stored("tiers")))
-        return
+def measure(options: argparse.Namespace, folder: Path) -> Content:
     scale = {"gigabytes": options.gigabytes, "every": options.every, "remote": options.remote, "saves": options.saves}
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, tempfile.TemporaryDirectory() as data:
-        with s3_server(Path(data)) as server, closing(SlowProxy(server.endpoint, options.remote * 1e9)) as proxy:
-            reached = {"bucket": server.bucket, "options": server.options(f"http://127.0.0.1:{proxy.port}")}
-            cases = [{"kind": kind, "scale": scale, "folder": folder, "server": reached} for kind in _KINDS]
-            results = run_cases(__spec__.name, cases, options.rounds)
-        content = {"machine": machine(folder), "scale": scale, "results": results}
-    store("tiers", content, _render(content))
+    (folder / "remote").mkdir()
+    with s3_server(folder / "remote") as server, closing(SlowProxy(server.endpoint, options.remote * 1e9)) as proxy:
+        reached = {"bucket": server.bucket, "options": server.options(f"http://127.0.0.1:{proxy.port}")}
+        cases = [{"kind": kind, "scale": scale, "folder": str(folder), "server": reached} for kind in _KINDS]
+        return {"scale": scale, "results": run_cases(measure_case, cases, options.rounds)}
 
 
 class SlowProxy(TcpProxy):
@@ -84,22 +66,21 @@ class SlowProxy(TcpProxy):
         source.close()
 
 
-def _case(case: dict[str, Any]) -> dict[str, Any]:
+def measure_case(case: Case, folder: Path) -> dict[str, Any]:
     """One run of one kind: the seconds of each save."""
     scale = case["scale"]
     reports: list[SaveReport] = []
     elements = int(scale["gigabytes"] * 1e9 / 4 / _TENSORS)
     state = {f"t{n}": torch.rand(elements) for n in range(_TENSORS)}
-    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
-        path, options = f"{folder}/local", dict[str, Any]()
-        if case["kind"] == _KINDS[1]:
-            path, local = f"s3://{case['server']['bucket']}/{uuid.uuid4().hex}", path
-            options = {"local": local, "max_unflushed": scale["saves"], "storage_options": case["server"]["options"]}
-        with TensorizerStorageWriter(path, on_report=reports.append, **options) as writer:
-            writer.prewarm(state)
-            stalls = [_save(writer, path, state, number, scale["every"]) for number in range(scale["saves"])]
-            last = time.time()
-            assert writer.wait_remote()
+    path, options = f"{folder}/local", dict[str, Any]()
+    if case["kind"] == _KINDS[1]:
+        path, local = f"s3://{case['server']['bucket']}/{uuid.uuid4().hex}", path
+        options = {"local": local, "max_unflushed": scale["saves"], "storage_options": case["server"]["options"]}
+    with TensorizerStorageWriter(path, on_report=reports.append, **options) as writer:
+        writer.prewarm(state)
+        stalls = [_save(writer, path, state, number, scale["every"]) for number in range(scale["saves"])]
+        last = time.time()
+        assert writer.wait_remote()
     durable = [report.seconds for report in reports if report.remote_durable_at is None]
     arrived = [report for report in reports if report.remote_durable_at is not None]
     order = sorted(arrived, key=lambda report: report.remote_durable_at or 0.0)
@@ -123,27 +104,41 @@ def _save(writer: TensorizerStorageWriter, path: str, state: dict[str, Any], num
     return stall
 
 
-def _render(content: dict[str, Any]) -> str:
+def render(content: Content) -> str:
+    """The page of results."""
     scale = content["scale"]
-    by_kind = {
-        kind: [r["ranks"] for r in content["results"] if r["case"]["kind"] == kind and "ranks" in r] for kind in _KINDS
-    }
-    rows = []
-    for kind, found in by_kind.items():
-        stalls, durable = ([value for one in found for value in one[name]] for name in ("stalls", "durable"))
-        lags = [value for one in found for value in one["lags"]]
-        rows.append([kind, *(cell(spread(values), "{:.3f}".format) for values in (stalls, durable, lags))])
-    what = (
+    found = {kind: {name: _values(content["results"], kind, name) for name in _FIGURES} for kind in _KINDS}
+    alone, tiered = (found[kind] for kind in _KINDS)
+    wanted: list[Goal] = [
+        (f"{words}: with the remote / the local disk alone", "", quotient(tiered[name], alone[name]))
+        for name, words in (("stalls", "stall"), ("durable", "time until durable"))
+    ]
+    rows = [[kind, *(cell(found[kind][name], "{:.3f}".format) for name in _FIGURES)] for kind in _KINDS]
+    return page(
+        content,
+        "A local disk first",
+        _WHAT,
         f"{scale['saves']} saves of {scale['gigabytes']:g} GB, one every {scale['every']:g} s, to a remote that takes "
-        f"{scale['remote']:g} GB/s. The first two of each run are not counted."
+        f"{scale['remote']:g} GB/s. The first two of each run are not counted.",
+        "tiers",
+        table(("", *_FIGURES.values()), rows),
+        goals(wanted),
     )
-    header = opening("A local disk first", content["machine"], _WHAT, what, "tiers")
-    heads = ("", "stall, s", "until durable, s", "then until on the remote, s")
-    return "\n\n".join([header, table(heads, rows)])
 
+
+def _values(results: list[dict[str, Any]], kind: str, name: str) -> Spread | None:
+    measured = [result["ranks"] for result in results if result["case"]["kind"] == kind and "ranks" in result]
+    return spread(value for one in measured for value in one[name])
+
+
+_FIGURES = {"stalls": "stall, s", "durable": "until durable, s", "lags": "then until on the remote, s"}
+OPTIONS = {
+    "gigabytes": {"type": float, "default": 0.08, "help": "of the state; more than the remote can take waits"},
+    "every": {"type": float, "default": 2.0, "help": "seconds between two saves"},
+    "remote": {"type": float, "default": 0.05, "help": "GB/s that the remote takes"},
+    "saves": {"type": int, "default": 15},
+    "rounds": {"type": int, "default": 1},
+}
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        print(json.dumps(_case(json.loads(sys.argv[1]))))
-    else:
-        main()
+    run("tiers", measure, render, about=__doc__, options=OPTIONS)

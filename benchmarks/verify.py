@@ -1,15 +1,12 @@
 """How fast checkpoints are verified, against the machine's own limits: cold O_DIRECT reads, and tensorizer's hashes.
 
-``python -m benchmarks.verify``, with ``--folder`` on the file system to be measured. ``--redraw`` makes the page again
-from the stored results, and measures nothing.
+``python -m benchmarks.verify``
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +18,33 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools._verify import verify
 from dcp_tensorizer.tools._view import read_parts
 
-from .harness import cell, compare, machine, rewrite, spread, store, stored, table
+from .harness import Content, cell, figure, quotient, run, spread, table
 from .limits import direct_read_seconds, evict, hash_seconds
-from .pages import glossary, goals, opening
+from .pages import Goal, glossary, goals, medians, page
 
-_TENSORS, _ELEMENTS = 300, 1_790_000
+_ELEMENTS = 1_790_000
 _THREADS = 8
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="where to put the checkpoint")
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("verify", render(stored("verify")))
-    else:
-        content = measure(options.folder, options.rounds)
-        store("verify", content, render(content))
-
-
-def measure(where: str | None, rounds: int) -> dict[str, Any]:
-    state = {f"layer.{n}": torch.rand(_ELEMENTS) for n in range(_TENSORS)}
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    state = {f"layer.{n}": torch.rand(_ELEMENTS) for n in range(options.tensors)}
     seconds: dict[str, list[float]] = {name: [] for name in _ROWS}
-    with tempfile.TemporaryDirectory(dir=where or Path.cwd()) as name:
-        folder = Path(name) / uuid.uuid4().hex
-        with TensorizerStorageWriter(folder) as writer:
-            dcp.save(state, storage_writer=writer, no_dist=True)
-        (path,) = folder.glob("*.tensors")
-        nbytes = path.stat().st_size
-        storage = open_storage(folder)
-        parts = read_parts(storage)
-        for _ in range(rounds):
-            evict(folder)
-            seconds["O_DIRECT read"].append(direct_read_seconds(path, nbytes, _THREADS))
-            evict(folder)
-            seconds["verify"].append(verify(storage, parts).seconds)
-            seconds["hashes"].append(hash_seconds(state, os.cpu_count() or 1))
-            evict(folder)
-            seconds["verify --full"].append(verify(storage, parts, full=True).seconds)
+    with TensorizerStorageWriter(folder / "checkpoint") as writer:
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    (path,) = folder.glob("*/*.tensors")
+    nbytes = path.stat().st_size
+    storage = open_storage(folder / "checkpoint")
+    parts = read_parts(storage)
+    for _ in range(options.rounds):
+        evict(folder)
+        seconds["O_DIRECT read"].append(direct_read_seconds(path, nbytes, _THREADS))
+        evict(folder)
+        seconds["verify"].append(verify(storage, parts).seconds)
+        seconds["hashes"].append(hash_seconds(state, os.cpu_count() or 1))
+        evict(folder)
+        seconds["verify --full"].append(verify(storage, parts, full=True).seconds)
     summary = {name: spread(nbytes / 1e9 / value for value in values) for name, values in seconds.items()}
-    return {"machine": machine(where), "ratios": ratios(summary), "summary": summary, "seconds": seconds}
+    return {"ratios": medians(ratios(summary)), "summary": summary, "seconds": seconds}
 
 
 _ROWS = {
@@ -81,37 +63,40 @@ _WHO = {
 }
 
 
-def ratios(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The figures that this package promises, from medians of one run."""
-    medians = {name: values["median"] for name, values in summary.items() if values is not None}
-    slower = min(medians["O_DIRECT read"], medians["hashes"])
+def ratios(summary: dict[str, Any]) -> list[Goal]:
+    """The figures that this package promises, of one run."""
+    reads, hashes = figure(summary, "O_DIRECT read"), figure(summary, "hashes")
+    slower = min(filter(None, (reads, hashes)), key=lambda values: values["median"])
     return [
-        ("verify / raw reads", ">= 0.9", f"{medians['verify'] / medians['O_DIRECT read']:.2f}"),
-        ("verify --full / the slower of raw reads and checksums", ">= 0.9", f"{medians['verify --full'] / slower:.2f}"),
+        ("verify / raw reads", ">= 0.9", quotient(figure(summary, "verify"), reads)),
+        (
+            "verify --full / the slower of raw reads and checksums",
+            ">= 0.9",
+            quotient(figure(summary, "verify --full"), slower),
+        ),
     ]
 
 
-def _note(summary: dict[str, Any]) -> str:
-    """What the ranges say about verifying and raw reads."""
-    overlap = compare(summary["O_DIRECT read"], summary["verify"], more_is_better=True) == "overlap"
-    shown = "The ranges of verify and of raw reads overlap. So this run does not show which of the two is faster."
-    return shown if overlap else ""
-
-
-def render(content: dict[str, Any]) -> str:
+def render(content: Content) -> str:
     """The page of results."""
     summary, rounds = content["summary"], len(content["seconds"]["verify"])
     rows = [(title, cell(summary[name], "{:.2f}".format)) for name, title in _ROWS.items()]
-    how_often = f"{rounds} rounds, each with one of every kind."
-    return "\n\n".join(
-        [
-            opening("Verifying", content["machine"], _WHAT, how_often, f"verify --rounds {rounds}"),
-            glossary("What was measured", _WHO),
-            table(("", "speed (GB/s)"), rows),
-            goals(ratios(summary), _note(summary)),
-        ]
+    return page(
+        content,
+        "Verifying",
+        _WHAT,
+        f"{rounds} rounds, each with one of every kind.",
+        f"verify --rounds {rounds}",
+        glossary("What was measured", _WHO),
+        table(("", "speed (GB/s)"), rows),
+        goals(ratios(summary), form="{:.2f}".format),
     )
 
 
+OPTIONS = {
+    "rounds": {"type": int, "default": 5},
+    "tensors": {"type": int, "default": 300, "help": "of 7 MB each"},
+}
+
 if __name__ == "__main__":
-    main()
+    run("verify", measure, render, about=__doc__, options=OPTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,19 +40,17 @@ WORKLOADS: dict[str, Callable[[float], dict[str, torch.Tensor]]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is saved, beside what, and where.
+    """What is saved, and beside what.
 
     Attributes:
         title: What pages and pictures call it.
         make: Makes the state; its argument scales the number of tensors, or the size of the only one.
         loop: The training that goes on meanwhile, of `save_case.LOOPS`.
-        on_tmpfs: It is saved to memory, which is faster than any disk here.
     """
 
     title: str
     make: Callable[[float], dict[str, torch.Tensor]]
     loop: str = "products"
-    on_tmpfs: bool = False
 
 
 TITLES = {
@@ -62,7 +61,7 @@ TITLES = {
 """What pages and pictures call them."""
 
 SETTINGS = {name: Setting(TITLES[name], make) for name, make in WORKLOADS.items()} | {
-    "tmpfs": Setting("300 tensors of 7 MB each to tmpfs, 2.2 GB", many_medium, on_tmpfs=True),
+    "tmpfs": Setting("300 tensors of 7 MB each to tmpfs, 2.2 GB", many_medium),
     "python": Setting("1,000 tensors of 107 kB beside a pure Python loop, 0.1 GB", a_thousand, loop="python"),
 }
 """What is saved in the save benchmark."""
@@ -70,6 +69,18 @@ SETTINGS = {name: Setting(TITLES[name], make) for name, make in WORKLOADS.items(
 
 def nbytes(state: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in state.values())
+
+
+def sharded(state: dict[str, torch.Tensor], dim: int = 0, *, blank: bool = False) -> dict[str, Any]:
+    """A state in shards of all ranks, which takes the place of the whole tensors; or zeros in the same shards."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor, zeros
+
+    mesh, where = init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)]
+    if blank:
+        return {key: zeros(state.pop(key).shape, device_mesh=mesh, placements=where) for key in list(state)}
+    return {key: distribute_tensor(state.pop(key), mesh, where) for key in list(state)}
 
 
 def _tensors(count: int, size: int) -> dict[str, torch.Tensor]:

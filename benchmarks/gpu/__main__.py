@@ -1,5 +1,10 @@
 """``python -m benchmarks.gpu --collect FOLDER``: the page of what the calls of a parcel have left (see `parcel`)."""
 
-from .report import main
+from pathlib import Path
 
-main()
+from ..harness import run
+from .report import collect, render
+
+if __name__ == "__main__":
+    options = {"collect": {"type": Path, "metavar": "FOLDER", "help": "with the files that the calls have left"}}
+    run("gpu", lambda given, folder: collect(given.collect), render, about=__doc__, options=options)

@@ -1,7 +1,4 @@
-"""One case of the GPU benchmark, in a process of its own: what a save costs, registration, overlap, loads.
-
-``python -m benchmarks.gpu.cases '{"what": ..., "name": ..., "scale": ..., "folder": ...}'`` prints a JSON of lists.
-"""
+"""The cases of the GPU benchmark: what a save costs, registration, overlap, loads."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,11 +30,12 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._staging import device as device_module
 from dcp_tensorizer._staging.stager import Stager
 
+from ..case import Case
 from ..limits import direct_read_seconds, evict
+from ..savers import DcpSaver, Ours, State, TorchCheckpointing
 from .device import GPU, REHEARSAL, pinned, synchronize, timed
 
 Result = dict[str, list[float]]
-State = dict[str, Any]
 
 _GIGA = 1_000_000_000
 
@@ -81,77 +78,34 @@ class KeptStager(DefaultStager):
         super().close()
 
 
-class Saver:
-    """One contender: ``save`` returns a future, done when the checkpoint is durable."""
+class TorchStager(DcpSaver):
+    """The writer of torch with the stager of torch: pinned, shared memory, and copies that do not block."""
 
-    def __init__(self, name: str, state: State) -> None:
-        self._options: dict[str, Any] = {}
-        self._writer: TensorizerStorageWriter | None = None
-        self._stager: KeptStager | None = None
-        self._manager: Any = None
-        self._staged: Any = None
-        if name.startswith("dcp_tensorizer"):
-            way = "device" if "device" in name and not REHEARSAL else "buffer"
-            self._writer = TensorizerStorageWriter(staging=way, overlap_staging="overlap" in name)
-            if "cold" not in name:
-                self._writer.prewarm(state)
-                self._writer.saver.engine.saves.wait_prewarmed()
-        elif name.startswith("torch DefaultStager"):
-            on_gpu = not REHEARSAL
-            self._stager = KeptStager(StagingOptions(on_gpu, True, True, on_gpu))
-            self._options = {"async_stager": self._stager}
-            if name.endswith("PROCESS"):
-                self._options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
-        elif name.startswith("torch_checkpointing"):
-            self._manager = _torch_checkpointing(in_background=name.endswith("background"))
-
-    def save(self, state: State, folder: Path) -> Future[Any]:
-        if self._manager is not None:
-            future = self._manager.save(str(folder), {"state": state})
-            assert future is not None
-            return future  # type: ignore[no-any-return]
-        writer: Any = self._writer or FileSystemWriter(folder)
-        response = dcp.async_save(state, storage_writer=writer, checkpoint_id=str(folder), **self._options)
-        if isinstance(response, Future):
-            return response
-        self._staged = response.staging_completion
-        return response.upload_completion
-
-    def guard(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step."""
-        for part in (self._writer, self._manager):
-            if part is not None:
-                return part.lock()  # type: ignore[no-any-return]
-        if self._staged is not None:
-            self._staged.result()
-        return nullcontext()
+    def __init__(self, **options: Any) -> None:
+        self._stager = KeptStager(StagingOptions(not REHEARSAL, True, True, not REHEARSAL))
+        super().__init__(dist.group.WORLD, async_stager=self._stager, **options)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._stager is not None:
-            self._stager.end()
-        if self._manager is not None:
-            self._manager.close()
+        self._stager.end()
 
 
-def _torch_checkpointing(*, in_background: bool) -> Any:
-    from torch_checkpointing import CheckpointManager, ItemSpec
-    from torch_checkpointing.config import AsyncCheckpointSaverConfig
-    from torch_checkpointing.staging import CheckpointStagerConfig
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+def saver_of(name: str, state: State) -> Any:
+    """A contender by its name."""
+    if name.startswith("dcp_tensorizer"):
+        way = "device" if "device" in name and not REHEARSAL else "buffer"
+        prewarm, overlap = "cold" not in name, "overlap" in name
+        return Ours(dist.group.WORLD, state, prewarm=prewarm, staging=way, overlap_staging=overlap)
+    if name.startswith("torch_checkpointing"):
+        return TorchCheckpointing(background=name.endswith("background"), pinned=not REHEARSAL)
+    kind = AsyncCheckpointerType.PROCESS if name.endswith("PROCESS") else AsyncCheckpointerType.THREAD
+    return TorchStager(async_checkpointer_type=kind)
 
-    staging_config = CheckpointStagerConfig(
-        use_pinned_memory=not REHEARSAL,
-        use_shared_memory=True,
-        use_async_staging=in_background,
-        use_non_blocking_copy=not REHEARSAL,
-    )
-    return CheckpointManager.Config(
-        default=ItemSpec(requires_copy=True),
-        save=AsyncCheckpointSaverConfig(staging_config=staging_config),
-        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
-    ).build()
+
+def begin_group() -> None:
+    """Makes a group of this process alone; by a TCP store, whose address PROCESS mode looks for in the environment."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("gloo" if REHEARSAL else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
 
 
 def pinned_copy(scale: float, name: str, folder: Path) -> Result:
@@ -177,7 +131,7 @@ def saving(scale: float, name: str, folder: Path) -> Result:
     contender, _, what = name.partition(" | ")
     state = _state_of(what, scale)
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    dist.init_process_group("gloo" if REHEARSAL else "cpu:gloo,cuda:nccl", store=_store(), rank=0, world_size=1)
+    begin_group()
     factor = torch.rand(2048 if not REHEARSAL else 256, 2048 if not REHEARSAL else 256, device=GPU)
 
     def products(until: Callable[[], bool]) -> float:
@@ -193,7 +147,7 @@ def saving(scale: float, name: str, folder: Path) -> Result:
 
     ends = time.perf_counter() + 1.0
     alone = products(lambda: time.perf_counter() > ends)
-    saver = Saver(contender, state)
+    saver = saver_of(contender, state)
     result: Result = {key: [] for key in ("first_stall_s", "stall_s", "durable_s", "durable_gb_per_s", "loop_percent")}
     for number in range(4):
         target = folder / uuid.uuid4().hex
@@ -232,7 +186,7 @@ class Model(torch.nn.Module):
 
 def training(scale: float, name: str, folder: Path) -> Result:
     """Steps of a model, with saves among them: what each save costs the ten steps after it."""
-    dist.init_process_group("gloo" if REHEARSAL else "cpu:gloo,cuda:nccl", store=_store(), rank=0, world_size=1)
+    begin_group()
     torch.manual_seed(0)
     width = 1024 if scale >= 0.5 else 64
     with GPU:
@@ -262,7 +216,7 @@ def training(scale: float, name: str, folder: Path) -> Result:
     if name == "no saves":
         result["slowdown_percent"] = [100 * (steps(10) / statistics.median(alone) - 1) for _ in range(3)]
         return result
-    saver = Saver(name, state)
+    saver = saver_of(name, state)
     result |= {"stall_ms": [], "slowdown_percent": [], "durable_s": []}
     for number in range(3):
         target = folder / uuid.uuid4().hex
@@ -282,12 +236,6 @@ def training(scale: float, name: str, folder: Path) -> Result:
         shutil.rmtree(target, ignore_errors=True)
     saver.close()
     return result
-
-
-def _store() -> dist.Store:
-    """Of this process alone; a TCP store, whose address PROCESS mode looks for in the environment."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
-    return dist.TCPStore("127.0.0.1", 0, is_master=True)
 
 
 def _children_mib() -> list[float]:
@@ -366,7 +314,7 @@ def _latencies_elsewhere(folder: Path) -> Iterator[dict[str, float]]:
     """The same in another process, as long as the block lasts."""
     found: dict[str, float] = {}
     case = json.dumps({"what": "latencies", "name": "", "scale": 1.0, "folder": str(folder)})
-    command = [sys.executable, "-m", "benchmarks.gpu.cases", case]
+    command = [sys.executable, "-m", "benchmarks.case", "benchmarks.gpu.cases:measure", case]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -584,11 +532,5 @@ _CASES: dict[str, Callable[[float, str, Path], Any]] = {
 }
 
 
-def main() -> None:
-    case = json.loads(sys.argv[1])
-    result = _CASES[case["what"]](case["scale"], case["name"], Path(case["folder"]))
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+def measure(case: Case, folder: Path) -> Any:
+    return _CASES[case["what"]](case["scale"], case["name"], folder)

@@ -29,7 +29,10 @@ PACKAGES = (
     *("torch_checkpointing==0.1.1", "fastsafetensors", "instanttensor", "runai-model-streamer", "humanize"),
 )
 _TESTS = ("tests/__init__.py", "tests/support.py", "tests/gpu")
-_BENCHMARKS = ("benchmarks/__init__.py", "benchmarks/harness.py", "benchmarks/limits.py", "benchmarks/gpu")
+_BENCHMARKS = (
+    *(f"benchmarks/{name}.py" for name in ("__init__", "harness", "case", "limits", "savers")),
+    "benchmarks/gpu",
+)
 
 
 def main() -> None:

@@ -1,15 +1,14 @@
-"""Makes the page of the GPU benchmark from what came back: ``python -m benchmarks.gpu.report --collect FOLDER``."""
+"""The page of the GPU benchmark, of what came back."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..harness import cell, rewrite, spread, store, stored, table
+from ..harness import cell, spread, table
+from ..junit import outcomes
 from .plan import CALLS
 
 _UNITS = {"gb_per_s": "GB/s", "s_per_gb": "s/GB"}
@@ -21,18 +20,6 @@ _NOTES = """
 - `in chunks` is what this package does: 1 GiB a registration. The longest latencies are of a kernel's launch with its
   result, and of a `cudaMalloc` of 64 MiB, in a thread of the process that registers, and in another process.
 """
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="with the files that the calls have left")
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("gpu", render(stored("gpu")))
-        return
-    content = collect(options.collect)
-    store("gpu", content, render(content))
 
 
 def collect(folder: Path) -> dict[str, Any]:
@@ -53,14 +40,10 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def _counts(file: Path) -> dict[str, Any]:
-    suite = ElementTree.parse(file).getroot()
-    suite = suite if suite.tag == "testsuite" else suite[0]
-    failed = [
-        f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    return {"tests": int(suite.get("tests", 0)), "failed": failed, "skipped": int(suite.get("skipped", 0))}
+    found = outcomes(file)
+    failed = [f"{one.where.rpartition('.')[2]}::{one.name}" for one in found if one.is_bad]
+    skipped = sum(one.outcome == "skipped" for one in found)
+    return {"tests": len(found), "failed": failed, "skipped": skipped}
 
 
 def render(content: dict[str, Any]) -> str:
@@ -100,7 +83,3 @@ def _table_of(results: Sequence[dict[str, Any]]) -> str:
 
 def _cells(values: dict[str, list[float]], fields: Iterable[str]) -> list[str]:
     return [cell(spread(values.get(field, [])), "{:.3g}".format) for field in fields]
-
-
-if __name__ == "__main__":
-    main()

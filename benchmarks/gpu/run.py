@@ -73,25 +73,18 @@ def _test(paths: tuple[str, ...], file: Path, seconds: float, environment: dict[
 
 
 def _measure(what: str, names: tuple[str, ...], file: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Runs one case after the other, and stores what each has printed as soon as it has."""
+    """Runs one case after the other, and stores what each has measured as soon as it has."""
+    from benchmarks.harness import run_case
+
     deadline = time.monotonic() + seconds
     results = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("PARCEL_DISK")) as folder:
         for name in names:
             case = {"what": what, "name": name, "scale": SCALE, "folder": folder}
-            command = [sys.executable, "-m", "benchmarks.gpu.cases", json.dumps(case)]
+            left = max(0.1, deadline - time.monotonic())
+            found = run_case("benchmarks.gpu.cases:measure", case, left, environment)
             result: dict[str, object] = {"what": what, "name": name}
-            left = deadline - time.monotonic()
-            try:
-                done = subprocess.run(
-                    command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=max(0.1, left)
-                )
-                if done.returncode:
-                    result["error"] = "\n".join(done.stderr.strip().splitlines()[-8:])
-                else:
-                    result["values"] = json.loads(done.stdout.strip().splitlines()[-1])
-            except subprocess.TimeoutExpired:
-                result["error"] = "no time was left for it"
+            result |= {"values": found["ranks"]} if "ranks" in found else found
             results.append(result)
             file.write_text(json.dumps(results, indent=1))
             print(f"  {name or what}: {result.get('error', 'measured')}", flush=True)

@@ -2,20 +2,18 @@
 
 `--only items`, `worlds`, `ranks` or `replicas` measures a part anew, and with `--sizes` some sizes of it. What is
 stored of the others stays.
-`--quick` makes a smaller one, not to be quoted. `--redraw` makes the page and the picture again from the stored
-results, and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..harness import RESULTS, machine, rewrite, run_cases, store, stored
-from ..pages import machine_line
+from ..harness import QUICK, RESULTS, Content, machine, run, run_cases, stored
+from ..pages import machine_line, medians
+from . import items_case, ranks_case, replicas_case, world_case
 from .model import fitting, smaller
 from .plot import plot
 from .report import render
@@ -39,7 +37,7 @@ _NOTE = (
 def _items(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
     base = {"kind": "items", "saves": 2, "loads": 2, "folder": folder}
     cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, PLANNED, TORCH)]
-    return run_cases("benchmarks.scale.items_case", cases, rounds)
+    return run_cases(items_case.measure, cases, rounds)
 
 
 def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
@@ -51,78 +49,58 @@ def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, 
         for name in (OURS, PLANNED, TORCH):
             where = f"{folder}/{name}-{ranks}-{model.layers}"
             base = {"kind": "worlds", "contender": name, "size": ranks}
-            cases.append(base | {"layers": model.layers, "folder": where})
-        results += run_cases("benchmarks.scale.world_case", [case | {"step": "save"} for case in cases], 1)
+            cases.append(base | {"layers": model.layers, "place": where})
+        results += run_cases(world_case.measure, [case | {"step": "save"} for case in cases], 1)
         loads = [case | {"step": "load"} for case in cases if case["contender"] != PLANNED]
-        results += run_cases("benchmarks.scale.world_case", loads, rounds)
+        results += run_cases(world_case.measure, loads, rounds)
         for case in cases:
-            shutil.rmtree(case["folder"], ignore_errors=True)
+            shutil.rmtree(case["place"], ignore_errors=True)
     return results
 
 
 def _ranks(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
     base = {"kind": "ranks", "folder": folder}
     cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, TORCH)]
-    return run_cases("benchmarks.scale.ranks_case", cases, rounds)
+    return run_cases(ranks_case.measure, cases, rounds)
 
 
 def _replicas(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
     base = {"kind": "replicas", "folder": folder}
     cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, EXCHANGED, TORCH)]
-    return run_cases("benchmarks.scale.replicas_case", cases, rounds)
+    return run_cases(replicas_case.measure, cases, rounds)
 
 
 _PARTS = {"items": _items, "worlds": _worlds, "ranks": _ranks, "replicas": _replicas}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
-        "--large", action="store_true", help="up to 8,192 simulated ranks, in 3 rounds: about 90 minutes"
-    )
-    parser.add_argument("--only", choices=_PARTS, help="one part; what is stored of the others stays")
-    parser.add_argument("--sizes", type=int, nargs="+", help="instead of that part's own")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--folder", help="where to save: on the file system to be measured", default=None)
-    parser.add_argument("--redraw", action="store_true", help="from the stored results, without measuring")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    """The results of all parts: of those that are not measured now, what is stored."""
     if options.sizes and not options.only:
-        parser.error("--sizes goes with --only")
-    name = "scale-quick" if options.quick else "scale"
-    if options.redraw:
-        content = stored(name)
-        rewrite(name, render(content))
-    else:
-        content = measure(options, name)
-        store(name, content, render(content))
-    if content["plotted"]:
-        plot(content["summary"], [_NOTE, f"Machine: {machine_line(content['machine'])}"])
-
-
-def measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The results of all parts: of those that are not measured now, what is stored under a name."""
+        raise SystemExit("--sizes goes with --only")
     sizes: dict[str, Any] = dict(_QUICK if options.quick else _LARGE if options.large else _SIZES)
     if options.only:
         sizes = {options.only: tuple(options.sizes or sizes[options.only])}
     rounds = options.rounds or (3 if options.large else 1)
-    here = machine(options.folder)
+    here, name = machine(folder), "scale-quick" if options.quick else "scale"
     known = stored(name) if options.only and (RESULTS / f"{name}.json").exists() else {"results": []}
-    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        results = [result for part in sizes for result in _PARTS[part](sizes[part], rounds, folder)]
+    results = [result for part in sizes for result in _PARTS[part](sizes[part], rounds, str(folder))]
     for result in results:
         result["of"] = f"{here['date']}, commit {here['commit']}"
     measured = {(part, size) for part in sizes for size in sizes[part]}
     results += [old for old in known["results"] if (old["case"]["kind"], old["case"]["size"]) not in measured]
     summary = summarise(results)
     return {
-        "machine": here,
         "measured": _measured(results),
         "plotted": any(result["case"]["kind"] == "worlds" for result in results) and not options.quick,
-        "ratios": ratios(summary),
+        "ratios": medians(ratios(summary)),
         "summary": summary,
         "results": results,
     }
+
+
+def _plot(content: Content) -> None:
+    if content["plotted"]:
+        plot(content["summary"], [_NOTE, f"Machine: {machine_line(content['machine'])}"])
 
 
 def _measured(results: list[dict[str, Any]]) -> dict[str, str]:
@@ -140,5 +118,13 @@ def _shown(moments: dict[str, set[int]]) -> str:
     return "; ".join(f"{when}: {sizes[when]}" for when in sorted(sizes))
 
 
+OPTIONS = {
+    "quick": QUICK,
+    "large": {"action": "store_true", "help": "up to 8,192 simulated ranks, in 3 rounds: about 90 minutes"},
+    "only": {"choices": _PARTS, "help": "one part; what is stored of the others stays"},
+    "sizes": {"type": int, "nargs": "+", "help": "instead of that part's own"},
+    "rounds": {"type": int},
+}
+
 if __name__ == "__main__":
-    main()
+    run("scale", measure, render, about=__doc__, options=OPTIONS, plot=_plot)

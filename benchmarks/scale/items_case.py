@@ -1,14 +1,9 @@
-"""Many small tensors on one rank, in a process of its own: prints its measurements as one line of JSON."""
+"""Cases of many small tensors on one rank."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from dcp_tensorizer import LoadPlanner, SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 
-from ..savers import discard
+from ..case import Case, leave
+from ..savers import State, discard
 from .summary import PLANNED, TORCH
 from .watch import Stopped, limits
 
@@ -29,12 +25,12 @@ _ELEMENTS = 2_500
 _TICK = 0.001
 _GROUP = "model"
 """One entry of the outermost dict, as trainers save theirs: DCP itself logs each of those twice, 20 us a time."""
-State = dict[str, torch.Tensor]
 
 
-def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+def measure(case: Case, folder: Path) -> list[Any]:
     """Saves and loads; what it had when it was stopped."""
     torch.set_num_threads(1)
+    folder /= "checkpoint"
     state = {f"layers.{number}.weight": torch.full((_ELEMENTS,), float(number)) for number in range(case["size"])}
     found: dict[str, Any] = {"saves": [], "loads": []}
     contender = case["contender"]
@@ -52,8 +48,8 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             raise AssertionError("what was loaded is not what was saved")
         writer.close()
     except Stopped as stopped:
-        found["stopped"] = str(stopped)
-    return found
+        leave([{**found, "stopped": str(stopped)}])  # it may have threads that go on
+    return [found]
 
 
 def _save(state: State, writer: Any, planner: SavePlanner | None) -> dict[str, float]:
@@ -104,15 +100,3 @@ def _full_collections() -> Iterator[list[int]]:
         yield seen
     finally:
         gc.callbacks.remove(count)
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    case = json.loads(sys.argv[1])
-    with tempfile.TemporaryDirectory(dir=case["folder"], ignore_cleanup_errors=True) as folder:
-        print(json.dumps([measure(case, Path(folder) / "checkpoint")]), flush=True)
-    os._exit(0)  # what was stopped may have threads that go on
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ _CHARACTERS = 170
 
 
 @dataclass(frozen=True)
-class Panel:
+class Curves:
     """One figure by size, of both."""
 
     title: str
@@ -26,12 +26,12 @@ class Panel:
 
 
 PANELS = (
-    Panel("Planning a load, one rank (s)", "worlds", ("load", "seconds")),
-    Panel("Metadata read by one rank (MB)", "worlds", ("load", "read"), 1e6),
-    Panel("Peak memory of that (MB)", "worlds", ("load", "memory"), 1e6),
-    Panel("Coordinating a save, coordinator (s)", "worlds", ("first", "coordinator")),
-    Panel("Small tensors: save until durable (s)", "items", ("durable",)),
-    Panel("Small tensors: load (s)", "items", ("load",)),
+    Curves("Planning a load, one rank (s)", "worlds", ("load", "seconds")),
+    Curves("Metadata read by one rank (MB)", "worlds", ("load", "read"), 1e6),
+    Curves("Peak memory of that (MB)", "worlds", ("load", "memory"), 1e6),
+    Curves("Coordinating a save, coordinator (s)", "worlds", ("first", "coordinator")),
+    Curves("Small tensors: save until durable (s)", "items", ("durable",)),
+    Curves("Small tensors: load (s)", "items", ("load",)),
 )
 _SIZES = {"worlds": "ranks", "items": "tensors"}
 

@@ -1,51 +1,40 @@
-"""Real ranks on one machine, with a process group: prints each one's seconds as one line of JSON."""
+"""Cases of real ranks on one machine, with a process group."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, empty, zeros
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from ..ranks import leave_results, left_results
+from ..case import Case, in_ranks
 from .summary import OURS
 
 _TENSORS, _ROWS, _COLUMNS = 64, 1024, 512
 """128 MB (134,217,728 bytes) of float32."""
 
 
-def _rank(rank: int, case: dict[str, Any], folder: str) -> None:
-    warnings.simplefilter("ignore")
-    ranks = case["size"]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    torch.set_num_threads(1)
+def _seconds(case: Case, folder: Path) -> dict[str, float]:
+    rank, ranks = dist.get_rank(), case["size"]
     mesh = init_device_mesh("cpu", (ranks,))
     shape, where = (_ROWS, _COLUMNS), {"device_mesh": mesh, "placements": [Shard(0)]}
     state = {f"layers.{number}.weight": empty(shape, **where) for number in range(_TENSORS)}
     for number, tensor in enumerate(state.values()):
         tensor.to_local().fill_(number * ranks + rank)
-    path = Path(folder) / "checkpoint"
+    path = folder / "checkpoint"
     seconds = {"save": _save(state, case["contender"], path)}
     loaded = {key: zeros(shape, **where) for key in state}
     seconds["load"] = _load(loaded, case["contender"], path)
     assert all(torch.equal(loaded[key].to_local(), state[key].to_local()) for key in state)
-    leave_results(folder, seconds)
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds
 
 
 def _save(state: dict[str, DTensor], contender: str, path: Path) -> float:
@@ -67,13 +56,5 @@ def _load(state: dict[str, DTensor], contender: str, path: Path) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
-    case = json.loads(sys.argv[1])
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(dir=case["folder"]) as folder:
-        mp.spawn(_rank, args=(case, folder), nprocs=case["size"])
-        print(left_results(folder))
-
-
-if __name__ == "__main__":
-    main()
+def measure(case: Case, folder: Path) -> list[Any]:
+    return in_ranks(_seconds, case["size"], case, folder)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..harness import cell, table
-from ..pages import Comparison, ahead, glossary, goals, opening, round_count
+from ..harness import cell, figure, table
+from ..pages import Comparison, ahead, glossary, goals, page, round_count
 from .model import Model, fitting, smaller
 from .summary import EXCHANGED, OURS, PLANNED, TORCH, Summary, curve, exponent, ratios, sizes
 from .watch import MOST_BYTES, MOST_SECONDS
@@ -54,31 +54,33 @@ _FIGURES = {"items": ITEMS, "worlds": (*LOADS, *SAVES), "ranks": RANKS, "replica
 def render(content: dict[str, Any]) -> str:
     """The page of results."""
     summary = content["summary"]
-    return "\n\n".join(
-        [
-            opening("Scale", content["machine"], _WHAT, _how_often(content), "scale --large"),
-            *(["![Scale](scale.png)"] if content["plotted"] else []),
-            goals(ratios(summary)),
-            ahead(comparisons(summary)),
-            glossary("Who was measured", _WHO),
-            glossary("What the columns mean", _COLUMNS),
-            "## Many small tensors on one rank",
-            _table(summary, "items", "tensors", ITEMS),
-            "## Simulated ranks",
-            _scaling(summary),
-            "### One rank's load",
-            _table(summary, "worlds", "ranks", LOADS),
-            "### Coordinating a save",
-            _table(summary, "worlds", "ranks", SAVES),
-            "### Exponents in ranks",
-            _exponents(summary),
-            "## Real ranks",
-            _table(summary, "ranks", "ranks", RANKS),
-            "## Ranks that load the same",
-            _table(summary, "replicas", "ranks", REPLICAS),
-            _failures(content["results"]),
-        ]
-    ).rstrip()
+    return page(
+        content,
+        "Scale",
+        _WHAT,
+        _how_often(content),
+        "scale --large",
+        "![Scale](scale.png)" if content["plotted"] else "",
+        goals(ratios(summary)),
+        ahead(comparisons(summary)),
+        glossary("Who was measured", _WHO),
+        glossary("What the columns mean", _COLUMNS),
+        "## Many small tensors on one rank",
+        _table(summary, "items", "tensors", ITEMS),
+        "## Simulated ranks",
+        _scaling(summary),
+        "### One rank's load",
+        _table(summary, "worlds", "ranks", LOADS),
+        "### Coordinating a save",
+        _table(summary, "worlds", "ranks", SAVES),
+        "### Exponents in ranks",
+        _exponents(summary),
+        "## Real ranks",
+        _table(summary, "ranks", "ranks", RANKS),
+        "## Ranks that load the same",
+        _table(summary, "replicas", "ranks", REPLICAS),
+        _failures(content["results"]),
+    )
 
 
 _WHAT = (
@@ -154,18 +156,10 @@ def _table(summary: Summary, kind: str, size: str, figures: tuple[Figure, ...]) 
 
 
 def _cell(entry: dict[str, Any], path: tuple[str, ...], form: Form) -> str:
-    found = value_of(entry, path)
+    found = figure(entry, *path)
     stopped = entry.get("stopped")
     reason = stopped.get(path[0]) if isinstance(stopped, dict) else stopped
     return f"stopped: {reason}" if found is None and reason else cell(found, form)
-
-
-def value_of(entry: dict[str, Any] | None, path: tuple[str, ...]) -> dict[str, float] | None:
-    """A figure's spread; None without one."""
-    found: Any = entry
-    for name in path:
-        found = None if found is None else found.get(name)
-    return found  # type: ignore[no-any-return]
 
 
 def _exponents(summary: Summary) -> str:
@@ -184,7 +178,7 @@ def comparisons(summary: Summary) -> list[Comparison]:
         for size in sizes(summary, kind):
             ours, theirs = (summary.get(f"{kind} | {contender} | {size}") for contender in (OURS, TORCH))
             for title, path, form in figures:
-                values = value_of(theirs, path), value_of(ours, path)
+                values = figure(theirs or {}, *path), figure(ours or {}, *path)
                 case = _CASES[kind].format(size)
                 found.append(Comparison(case, title, TORCH, values[0], OURS, values[1], form, more_is_better=False))
     return found

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..harness import spread
+from ..harness import Spread, figure, quotient, scaled, spread
+from ..pages import Goal
 from .model import Model, fitting, smaller
 
 Summary = dict[str, dict[str, Any]]
@@ -103,18 +104,15 @@ def sizes(summary: Summary, kind: str) -> list[int]:
     return sorted({int(name.split(" | ")[2]) for name in summary if name.startswith(f"{kind} | ")})
 
 
-def median(summary: Summary, kind: str, contender: str, size: int, *path: str) -> float:
-    """A figure's median; nan without one."""
-    found: Any = summary.get(f"{kind} | {contender} | {size}")
-    for name in path:
-        found = found.get(name) if found is not None else None
-    return math.nan if found is None else float(found["median"])
+def of(summary: Summary, kind: str, contender: str, size: int, *path: str) -> Spread | None:
+    """A figure; None without one."""
+    return figure(summary, f"{kind} | {contender} | {size}", *path)
 
 
 def curve(summary: Summary, kind: str, contender: str, *path: str) -> dict[int, float]:
     """A figure's medians by size, where there are any."""
-    found = {size: median(summary, kind, contender, size, *path) for size in sizes(summary, kind)}
-    return {size: value for size, value in found.items() if not math.isnan(value)}
+    found = {size: of(summary, kind, contender, size, *path) for size in sizes(summary, kind)}
+    return {size: values["median"] for size, values in found.items() if values is not None}
 
 
 def exponent(points: Mapping[int, float]) -> float:
@@ -127,41 +125,40 @@ def exponent(points: Mapping[int, float]) -> float:
     return across / sum((x - x_mean) ** 2 for x in xs)
 
 
-def ratios(summary: Summary) -> list[tuple[str, str, str]]:
-    """The figures that this package promises, from medians of one run."""
+def ratios(summary: Summary) -> list[Goal]:
+    """The figures that this package promises, of one run."""
 
-    def ours(kind: str, size: int, *path: str, contender: str = OURS) -> float:
-        return median(summary, kind, contender, size, *path)
+    def over_torch(kind: str, size: int, *path: str) -> Spread | None:
+        return quotient(of(summary, kind, OURS, size, *path), of(summary, kind, TORCH, size, *path))
 
-    def over_torch(kind: str, size: int, *path: str) -> float:
-        return ours(kind, size, *path) / median(summary, kind, TORCH, size, *path)
+    def slope(path: Sequence[str], contender: str = OURS) -> float | None:
+        found = exponent(curve(summary, "worlds", contender, *path))
+        return None if math.isnan(found) else found
 
-    def slope(path: Sequence[str], contender: str = OURS) -> float:
-        return exponent(curve(summary, "worlds", contender, *path))
-
-    rows = [
+    rows: list[Goal] = [
         ("exponent in ranks: planning a load, on one rank", "<= 0.2", slope(LOAD)),
         ("exponent in ranks: coordinating a save, on each rank", "<= 0.2", slope(RANK, PLANNED)),
         ("exponent in ranks: coordinating a save, on the coordinator", "<= 1.1", slope(COORDINATOR, PLANNED)),
     ]
     for step, wanted in (("first", "<= 10"), ("repeat", "<= 1")):
         name = f"70B on 512 ranks, coordinator, {step} save with `SavePlanner`, s"
-        rows.append((name, wanted, median(summary, "worlds", PLANNED, 512, step, "coordinator")))
+        rows.append((name, wanted, of(summary, "worlds", PLANNED, 512, step, "coordinator")))
     for ranks in (512, 8192):
-        where = f"70B on {ranks:,} ranks, one rank's load"
+        where, megabyte = f"70B on {ranks:,} ranks, one rank's load", 1e-6
+        load = {name: of(summary, "worlds", OURS, ranks, "load", name) for name in ("read", "seconds", "memory")}
         rows += [
-            (f"{where}: metadata read, MB", "<= 5", ours("worlds", ranks, "load", "read") / 1e6),
-            (f"{where}: from `read_metadata` to the first byte, s", "<= 2", ours("worlds", ranks, *LOAD)),
-            (f"{where}: peak memory, MB", "<= 100", ours("worlds", ranks, "load", "memory") / 1e6),
+            (f"{where}: metadata read, MB", "<= 5", scaled(load["read"], megabyte)),
+            (f"{where}: from `read_metadata` to the first byte, s", "<= 2", load["seconds"]),
+            (f"{where}: peak memory, MB", "<= 100", scaled(load["memory"], megabyte)),
         ]
-    rows += [
-        ("20,000 small tensors: save until durable, s", "<= 2", ours("items", 20_000, "durable")),
+    return [
+        *rows,
+        ("20,000 small tensors: save until durable, s", "<= 2", of(summary, "items", OURS, 20_000, "durable")),
         ("20,000 small tensors: stop / torch's", "<= 1.0", over_torch("items", 20_000, "stall")),
-        ("100,000 small tensors: save until durable, s", "<= 10", ours("items", 100_000, "durable")),
-        ("100,000 small tensors: load, s", "<= 6", ours("items", 100_000, "load")),
-        ("the same with `LoadPlanner`", "<= 6", ours("items", 100_000, "load", contender=PLANNED)),
+        ("100,000 small tensors: save until durable, s", "<= 10", of(summary, "items", OURS, 100_000, "durable")),
+        ("100,000 small tensors: load, s", "<= 6", of(summary, "items", OURS, 100_000, "load")),
+        ("the same with `LoadPlanner`", "<= 6", of(summary, "items", PLANNED, 100_000, "load")),
         ("32 real ranks: time of the first save / torch's", "<= 1.0", over_torch("ranks", 32, "save")),
         ("32 real ranks: time of the load / torch's", "<= 0.8", over_torch("ranks", 32, "load")),
-        ("4 ranks that load the same: read / stored", "<= 1.1", median(summary, "replicas", EXCHANGED, 4, "read")),
+        ("4 ranks that load the same: read / stored", "<= 1.1", of(summary, "replicas", EXCHANGED, 4, "read")),
     ]
-    return [(name, wanted, f"{value:.3f}") for name, wanted, value in rows]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..harness import machine, rewrite, store, stored
+from ..harness import Content, machine, run, stored
 from . import (
     crashes,
     disks,
@@ -44,29 +44,14 @@ PARTS: dict[str, Part] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--only", choices=PARTS, help="one part; the page keeps what it has of the others")
-    parser.add_argument("--rounds", type=int, help="of each part that runs; a number of its own otherwise")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", help="where to save; the temporary directory otherwise")
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without a run")
-    options = parser.parse_args()
-    if options.redraw:
-        rewrite("soak", render(stored("soak"), PARTS))
-        return
-    used, done = machine(options.folder or tempfile.gettempdir()), {}
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    commit, done = machine()["commit"], {}
     for name in [options.only] if options.only else PARTS:
         try:
-            ran = _run(PARTS[name], options)
+            done[name] = _run(PARTS[name], options) | {"commit": commit}
         except Unavailable as reason:
             print(f"{name}: not run: {reason}", file=sys.stderr)
-            continue
-        done[name] = ran | {"commit": used["commit"]}
-    content = {"machine": used, "parts": (stored("soak").get("parts", {}) if options.only else {}) | done}
-    store("soak", content, render(content, PARTS))
-    if any(ran["tally"]["found"] for ran in done.values()):
-        raise SystemExit("something was lost, wrong, hung or left over")
+    return {"parts": (stored("soak").get("parts", {}) if options.only else {}) | done}
 
 
 def _run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
@@ -77,5 +62,24 @@ def _run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
     return {"seed": options.seed, "seconds": time.monotonic() - started, "tally": tally.as_dict()}
 
 
+def _bad(content: Content) -> str:
+    is_bad = any(ran["tally"]["found"] for ran in content["parts"].values())
+    return "something was lost, wrong, hung or left over" if is_bad else ""
+
+
+OPTIONS = {
+    "only": {"choices": PARTS, "help": "one part; the page keeps what it has of the others"},
+    "rounds": {"type": int, "help": "of each part that runs; a number of its own otherwise"},
+    "seed": {"type": int, "default": 0},
+}
+
 if __name__ == "__main__":
-    main()
+    run(
+        "soak",
+        measure,
+        lambda content: render(content, PARTS),
+        about=__doc__,
+        options=OPTIONS,
+        where=tempfile.gettempdir(),
+        bad=_bad,
+    )

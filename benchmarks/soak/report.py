@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..harness import table
-from ..pages import opening
+from ..pages import page
 from .tally import HANG, Part
 
 __all__ = ["render"]
@@ -23,8 +23,8 @@ def render(content: dict[str, Any], parts: Mapping[str, Part]) -> str:
     done = {name: content["parts"][name] for name in parts if name in content["parts"]}
     sections = [_section(parts[name], ran) for name, ran in done.items()]
     how_often = ", ".join(f"{ran['tally']['rounds']:,} {parts[name].unit}" for name, ran in done.items())
-    header = opening("Saves with faults", content["machine"], _WHAT, f"{how_often}.", "soak", spreads=False)
-    return "\n\n".join([header, "## All parts", _summary(done, parts), _LEGEND, *sections])
+    parts_of_page = ("## All parts", _summary(done, parts), _LEGEND, *sections)
+    return page(content, "Saves with faults", _WHAT, f"{how_often}.", "soak", *parts_of_page, spreads=False)
 
 
 def _summary(done: dict[str, Any], parts: Mapping[str, Part]) -> str:

@@ -35,7 +35,7 @@ def no_process_group() -> Iterator[None]:
 
 
 def _run(**case: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.scale.world_case", json.dumps(case)]
+    command = [sys.executable, "-m", "benchmarks.case", "benchmarks.scale.world_case:measure", json.dumps(case)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (measured,) = json.loads(done.stdout)
@@ -62,7 +62,7 @@ def test_the_metadata_is_what_dcps_planner_makes():
 @pytest.mark.parametrize("contender", READERS)
 def test_a_world_is_saved_and_loaded(contender, tmp_path):
     """A save twice, then a load that ends at the first data file, having read metadata alone."""
-    case = {"contender": contender, "size": RANKS, "layers": 1, "folder": str(tmp_path)}
+    case = {"contender": contender, "size": RANKS, "layers": 1, "place": str(tmp_path)}
     saved = _run(**case, step="save")
     assert saved.keys() == {"first", "repeat"}
     for figures in saved.values():

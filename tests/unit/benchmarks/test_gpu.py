@@ -39,8 +39,9 @@ def test_what_came_back_becomes_a_page(tmp_path: Path) -> None:
         {"what": "staging", "name": "5,000 small", "error": "Traceback\nRuntimeError: no"},
     ]
     (tmp_path / "1" / "staging.json").write_text(json.dumps(results))
-    suite = '<testsuites><testsuite tests="3" skipped="1"><testcase classname="a.b" name="c"><failure/></testcase>'
-    (tmp_path / "tests-first.xml").write_text(suite + "</testsuite></testsuites>")
+    tests = {"c": "<failure/>", "d": "", "e": "<skipped/>"}
+    suite = "".join(f'<testcase classname="a.b" name="{name}">{said}</testcase>' for name, said in tests.items())
+    (tmp_path / "tests-first.xml").write_text(f"<testsuites><testsuite>{suite}</testsuite></testsuites>")
     machine = {"gpu": "a GPU", "torch": "2.11", "cuda": "13", "cores": 16, "rehearsal": False}
     ended = {"staging": "failed: ['5,000 small']", "tests-first": "done"}
     (tmp_path / "1" / "call-1.json").write_text(json.dumps({"ended": ended, "machine": machine}))

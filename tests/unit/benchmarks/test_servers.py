@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.servers import Place, counted, page, place_of
+from benchmarks.junit import outcomes
+from benchmarks.servers import Place, counted, place_of, render
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.integration.storage.test_contract.TestS3" name="test_a"/>
@@ -38,7 +39,7 @@ def test_where_a_test_counts(module: str, cls: str, name: str, place: Place | No
 def test_what_a_report_says(tmp_path: Path) -> None:
     """Failures and errors are both failures, and are named."""
     (tmp_path / "report.xml").write_text(REPORT)
-    found = counted(tmp_path / "report.xml")
+    found = counted(outcomes(tmp_path / "report.xml"))
     counts = {(server, kind): tuple(numbers) for server, kind, *numbers in found["counts"] if sum(numbers)}
     assert counts == {
         ("S3", "contract"): (1, 0, 0),
@@ -48,6 +49,6 @@ def test_what_a_report_says(tmp_path: Path) -> None:
     }
     assert found["failed"] == ["test_faults.test_b[azure-1-cut]", "test_sftp.test_c"]
     machine = {"cores": 2, "memory_gib": 24, "kernel": "6.1", "python": "3.11", "packages": {"torch": "2.13.0"}}
-    text = page({"machine": machine, **found})
+    text = render({"machine": machine, **found})
     assert "| SFTP | asyncssh | faults | 0 | 0 | 1 |" in text
     assert "Failed: test_faults.test_b[azure-1-cut], test_sftp.test_c." in text

@@ -1,0 +1,45 @@
+"""Runs tests, and says what came of each."""
+
+from __future__ import annotations
+
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Outcome(NamedTuple):
+    """The outcome of a test: ``passed``, ``skipped``, ``failure`` or ``error``; its module and class, by their dots."""
+
+    where: str
+    name: str
+    outcome: str
+
+    @property
+    def is_bad(self) -> bool:
+        return self.outcome in ("failure", "error")
+
+
+def run_tests(python: str, folder: Path, *arguments: str) -> list[Outcome] | None:
+    """Runs pytest in the root of the repository, and returns what came of each test; None if it left no report.
+
+    Args:
+        python: The interpreter.
+        folder: For the report.
+        arguments: Of pytest: which tests, and options.
+    """
+    report = folder / "report.xml"
+    command = [python, "-m", "pytest", *arguments, "--quiet", "--show-capture=no", f"--junitxml={report}"]
+    subprocess.run(command, cwd=ROOT, check=False)
+    return outcomes(report) if report.exists() else None
+
+
+def outcomes(report: Path) -> list[Outcome]:
+    """All tests of a report; one that failed and then could not be cleaned up has failed."""
+    found = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        words = (word for word in ("failure", "error", "skipped") if case.find(word) is not None)
+        found.append(Outcome(case.get("classname") or "", case.get("name") or "", next(words, "passed")))
+    return found
