@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.local import LocalStorage
 from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
+from .._writer_process.client import WriterProcessHung
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import agree_on_key, encoded, remove
 from .context import SaveContext
@@ -78,26 +80,37 @@ class TieredDestination(Destination):
     def write(self, save_id: str, write: Callable[[Storage], Written], *, has_bytes: bool) -> Written:
         self._id = save_id
         try:
-            self._begin()
+            self._writing, self._lock = self._in_time(self._begin)
+            # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
+            Finalizer(self, _end, self._writing, self._lock).atexit = False
             return self._write_locally(write)
+        except WriterProcessHung as error:
+            self.give_up()
+            reason: Exception = error
         except WriterProcessDied:
             raise
         except (CheckpointError, OSError) as error:
-            self.end()
-            self._writing, self._files = None, {}
-            self._pass_by(error)
+            reason = error
+        self.end()
+        self._writing, self._files, self.is_given_up = None, {}, False
+        self._pass_by(reason)
         return write(self.storage)
 
-    def _begin(self) -> None:
-        """Locks the local folder, so that nobody clears it away."""
+    def _begin(self) -> tuple[Writing, DirectoryLock]:
+        """Records the save, and locks the local folder, so that nobody clears it away.
+
+        It sets nothing here: where the disk hangs, it may go on when the save has passed the disk by.
+        """
         self._context.show_life()
         record = FlushRecord(self._flushing.target.name, self._place, self.rank, self._id, self._context.id)
-        self._writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
-        self.storage.make_directory()
-        self._share()
-        assert self._lock is not None
-        # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
-        Finalizer(self, _end, self._writing, self._lock).atexit = False
+        writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
+        local = self.storage
+        try:
+            local.make_directory()
+            return writing, self._shared(local)
+        except BaseException:
+            undo(writing)
+            raise
 
     def _write_locally(self, write: Callable[[Storage], Written]) -> Written:
         """Writes to the local folder. If that fails, room is made there, where there is something to remove."""
@@ -158,8 +171,8 @@ class TieredDestination(Destination):
 
     def end(self) -> None:
         super().end()
-        if self._writing is not None:
-            undo(self._writing)
+        if self._writing is not None and self._writing.is_unfinished:
+            self._clean_up(functools.partial(undo, self._writing))
 
     # --- the commit -------------------------------------------------------------------------------------------------
 
@@ -251,7 +264,7 @@ class TieredDestination(Destination):
         )
         self.storage = self._remote()
         self.storage.make_directory()
-        self._share()
+        self._lock = self._shared(self.storage)
 
     def _bring(self, error: Exception) -> None:
         """Brings this rank's files to the remote itself: they are in the local folder, which takes no record of them.
@@ -279,10 +292,11 @@ class TieredDestination(Destination):
     def _remote(self) -> Storage:
         return self._flushing.target.open(self._place)
 
-    def _share(self) -> None:
-        """Locks the directory that this rank writes to, so that nobody clears it away."""
-        self._lock = self.storage.lock_directory()
-        self._lock.share(self._context.options.limits.timeout)
+    def _shared(self, storage: Storage) -> DirectoryLock:
+        """Locks a directory that this rank writes to, so that nobody clears it away."""
+        lock = storage.lock_directory()
+        lock.share(self._context.options.limits.timeout)
+        return lock
 
 
 def _end(writing: Writing, lock: DirectoryLock) -> None:

@@ -106,3 +106,77 @@ def test_a_save_to_a_disk_that_hangs(small_disk, tmp_path, step):
     assert TIMEOUT <= told["seconds"] < 20 and TIMEOUT <= told["again"] < 20  # and not for ever, on a busy machine
     assert told["elsewhere"] is None and told["closing"] < 10
     assert told[str(disk.path / "checkpoint")] == [[1.0], 2] and told[str(elsewhere)] == [[4.0], 2]
+
+
+# The same with the disk in front of a remote: it freezes before the record of the save, or while data is written.
+LOCAL_JOB = f"""
+import logging, os, sys, threading, time
+from unittest import mock
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._tiers.queue import Queue
+
+disk, remote, step = sys.argv[1:]
+logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+owner, name = {{"record": (Queue, "begin"), "write": (WriterClient, "write")}}[step]
+function, is_frozen = getattr(owner, name), False
+
+def ask(what):
+    print(what, flush=True)
+    assert sys.stdin.readline() == "done\\n"
+
+def freezing(*arguments, **options):
+    global is_frozen
+    if not is_frozen:
+        is_frozen = True
+        ask("freeze")
+    return function(*arguments, **options)
+
+writer = TensorizerStorageWriter(remote, local=os.path.join(disk, "run"), limits=SaveLimits(timeout={TIMEOUT}))
+begun = time.monotonic()
+with mock.patch.object(owner, name, freezing):
+    dcp.async_save({{"x": torch.ones(100_000)}}, storage_writer=writer).result()
+assert time.monotonic() - begun < 30
+state = {{"x": torch.zeros(100_000)}}
+dcp.load(state, storage_reader=TensorizerStorageReader(remote))
+assert state["x"].unique().tolist() == [1.0]
+ask("thaw")
+for thread in threading.enumerate():
+    if thread.name in ("in-time", "clean-up"):
+        thread.join()
+dcp.async_save({{"x": 2 * torch.ones(100_000)}}, storage_writer=writer).result()
+assert writer.wait_remote(30)
+writer.close()
+dcp.load(state, storage_reader=TensorizerStorageReader(remote))
+print(state["x"].unique().tolist(), len(os.listdir(remote)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("step", ["record", "write"])
+def test_a_local_disk_that_hangs_is_passed_by(small_disk, tmp_path, step):
+    """The save is on the remote after its timeout, and the next one goes by the disk again."""
+    disk = small_disk(64 << 20, "ext4")
+    job = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", LOCAL_JOB, str(disk.path), str(tmp_path / "remote"), step],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert job.stdin is not None and job.stdout is not None
+    try:
+        for word, act in (("freeze", disk.freeze), ("thaw", disk.thaw)):
+            assert job.stdout.readline() == f"{word}\n"
+            act()
+            job.stdin.write("done\n")
+            job.stdin.flush()
+        output, errors = job.communicate(timeout=90)
+    finally:
+        disk.thaw()
+        job.kill()
+        job.communicate()
+    assert output == "[2.0] 2\n"
+    assert errors.count("is not used, and this save goes to") == 1
