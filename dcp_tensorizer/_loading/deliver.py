@@ -1,4 +1,4 @@
-"""Brings a load plan's items to where its planner wants them: first objects, when they are trusted; then tensors."""
+"""Delivers a load plan's items to the planner's targets: first objects, once they are trusted; then tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load, see `TensorizerStorageReader`."""
+    """Options of a load; see `TensorizerStorageReader`."""
 
     verify: bool
     allow_pickle: bool
@@ -80,20 +80,10 @@ def load_items(
     options: LoadOptions,
     progress: Callable[[int, int], object],
 ) -> tuple[int, int]:
-    """Loads what a plan asks for.
+    """Loads the items of a plan; returns how many bytes were read, and how many came from other ranks.
 
-    Args:
-        source: What is loaded from.
-        plan: The items.
-        planner: Says where they go.
-        options: How they are read.
-        progress: Called with the bytes of tensors that are done, and the bytes in all.
-
-    Returns:
-        How many bytes were read, and how many came from other ranks.
-
-    Raises:
-        CheckpointError: see `TensorizerStorageReader.read_data`.
+    ``progress`` gets the bytes of tensors done, and the bytes in all. Raises `CheckpointError`; see
+    `TensorizerStorageReader.read_data`.
     """
     with PinnedPools(CUDA) as pools:
         read = functools.partial(
@@ -167,20 +157,14 @@ def _load(
     return nbytes
 
 
-# --- objects: read, checked and delivered -----------------------------------------------------------------------------
+# --- objects: reading, checking and delivering them -------------------------------------------------------------------
 
 
 def read_objects(
     items: Sequence[tuple[ReadItem, StoredItem]], fetch: Callable[[Sequence[ReadTarget]], int]
 ) -> tuple[list[tuple[ReadItem, bytes]], int]:
-    """Reads the bytes of objects, and unpickles none of them.
-
-    Args:
-        items: What to read.
-        fetch: Reads targets, and returns how many bytes it has read.
-
-    Returns:
-        Each item with its object's bytes; and how many bytes were read.
+    """Reads the bytes of objects without unpickling them; returns each item with its bytes, and how many bytes were
+    read.
     """
     objects = [(read_item, _target(read_item, item)) for read_item, item in items]
     nbytes = fetch([target for _, target in objects if target.item.length])
@@ -196,8 +180,7 @@ def _target(read_item: ReadItem, item: StoredItem) -> ReadTarget:
 def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
     """Checks that no object needs a type that could run code, before any of them is loaded.
 
-    Raises:
-        UntrustedObject: some do; names their keys, all their types, and what to do.
+    Raises `UntrustedObject`, which names keys, all types, and what to do.
     """
     checked: dict[bytes, tuple[str, ...]] = {}
     keys: list[str] = []
@@ -223,10 +206,9 @@ def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
 
 
 def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
-    """Gives an object that is trusted to the planner. A tensor that was stored as one is copied to its target.
+    """Passes a trusted object to the planner. A tensor that was stored as an object is copied to its target.
 
-    Raises:
-        ReadError: it cannot be loaded, as where Python or NumPy lacks a type; names its key.
+    Raises `ReadError`, naming the key, if it cannot be loaded, for example because Python or NumPy lacks a type.
     """
     try:
         _deliver(planner, read_item, content)
@@ -244,18 +226,18 @@ def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
 
 
 def copy_to_target(planner: LoadPlanner, read_item: ReadItem, tensor: torch.Tensor) -> None:
-    """Copies the part of a stored tensor that an item is to the planner's target."""
+    """Copies the part of a stored tensor that an item describes to the planner's target."""
     for dim, (start, length) in enumerate(zip(read_item.storage_offsets, read_item.lengths, strict=True)):
-        if length < tensor.size(dim):  # not every class can be narrowed
+        if length < tensor.size(dim):  # only if needed: not every class can be narrowed
             tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(read_item).detach()
-    if target.shape != tensor.shape:  # which `copy_` might spread over it
+    if target.shape != tensor.shape:  # `copy_` might broadcast it
         raise ValueError(f"it is of shape {tuple(tensor.shape)}, and its target of {tuple(target.shape)}")
     target.copy_(tensor)
     planner.commit_tensor(read_item, target)
 
 
-# --- tensors: resolved by the planner, read, and committed ------------------------------------------------------------
+# --- tensors: the planner resolves them, they are read, and the planner commits them ----------------------------------
 
 _Items = Sequence[tuple[ReadItem, Sequence[Piece]]]
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
@@ -268,29 +250,21 @@ def read_tensors(
     read: Callable[..., int],
     progress: Callable[[int, int], object],
 ) -> int:
-    """Reads tensors to where the planner wants them.
+    """Reads tensors to the planner's targets; returns how many bytes were read.
 
-    All at once, if the planner is one of torch's own, or this package's. Others may give one scratch buffer for each
-    tensor, and empty it when they hear of that: they get one tensor after the other, as from torch's own reader.
-
-    Args:
-        items: What to read, and where each is stored.
-        planner: Resolves and commits.
-        targets_of: Checks that an item fits a tensor, and says what to read.
-        read: Reads targets as `executor.fetch` does.
-        progress: Called with the bytes that are done and the bytes in all.
-
-    Returns:
-        How many bytes were read.
+    All are read at once if the planner is one of torch's own or this package's. Other planners may return one scratch
+    buffer for each tensor, and empty it when it is committed: they get one tensor after the other, as from torch's own
+    reader. ``targets_of`` checks that an item fits a tensor, and returns what to read; ``read`` is `executor.fetch` or
+    alike.
     """
-    # An estimate: parts may be less, whole blocks more.
+    # An estimate: parts are smaller, whole blocks larger.
     total = sum(piece.item.length for _, pieces in items for piece in pieces)
     done = 0
     for batch in _batches(items, planner):
         with collector_paused():
             tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
             places = [_place_for(tensor, pieces) for tensor, (_, pieces) in zip(tensors, batch, strict=True)]
-            wanted = zip(batch, places, strict=True)  # of a fake tensor the shape is wanted, which is known
+            wanted = zip(batch, places, strict=True)  # only the shape of a fake tensor is wanted, which is known
             targets = [t for item, place in wanted if not is_fake(place) for t in targets_of(*item, place)]
         tell = progress if len(batch) == len(items) else _within(progress, done, total)
         done += read(targets, progress=tell)
@@ -302,9 +276,9 @@ def read_tensors(
 
 
 def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-    """The tensor that elements are read to: the target itself, unless it is made of other tensors.
+    """The tensor to read elements into: the target itself, unless it wraps other tensors.
 
-    Such a one may have any elements in them, as scaled ones. Its class copies plain ones into it, all at once.
+    A wrapper may hold any elements in them, such as scaled ones. Its class copies plain elements into it, all at once.
     """
     if not pieces or not is_wrapper(tensor):
         return tensor
@@ -312,8 +286,8 @@ def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:
-    """Returns whether a planner gets all tensors at once: it is one of torch's own, or `planner.LoadPlanner`."""
-    known = getattr(planner, "delivers_as_torch", DefaultLoadPlanner)  # `planner.LoadPlanner` names itself there
+    """Returns whether a planner gets all tensors at once: one of torch's own, or `planner.LoadPlanner`."""
+    known = getattr(planner, "delivers_as_torch", DefaultLoadPlanner)  # set by `planner.LoadPlanner`
     return all(getattr(type(planner), name, None) is getattr(known, name) for name in _DELIVERY)
 
 
@@ -326,5 +300,5 @@ def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
 
 
 def _within(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:
-    """The progress of a read that is a part of a longer one."""
+    """The progress of a read that is part of a longer one."""
     return lambda done, _: progress(before + done, max(total, before + done))

@@ -1,10 +1,10 @@
-"""Reads once what all ranks of a group want, and exchanges it by collectives.
+"""Reads data that all ranks of a group want once, and exchanges it by collectives.
 
-votes    --all_gather--> every rank knows whether it can be done, and whether one has failed
-wants    --broadcast, all_reduce--> what every rank wants
-windows  --fetch, in the background--> buffer --all_gather, piece by piece--> the targets of every rank
+    votes    --all_gather--> every rank knows whether it can be done, and whether one has failed
+    wants    --broadcast, all_reduce--> what every rank wants
+    windows  --fetch, in the background--> buffer --all_gather, piece by piece--> the targets of every rank
 
-A rank that fails takes part in the next collective nevertheless, to tell the others. So none waits for it in vain.
+A rank that fails still takes part in the next collective, to tell the others. So no rank waits for it in vain.
 """
 
 from __future__ import annotations
@@ -35,25 +35,20 @@ from .validate import ReadFrom
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_HEADER = 64  # of each piece: whether its rank has failed, and the digest of its bytes
+_HEADER = 64  # bytes before each piece: whether its rank has failed, and the digest of its bytes
 _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
 _MIN_WINDOW = 8 << 20
-_WINDOWS = 8  # or more: while one is exchanged, the next one is read
+_WINDOWS = 8  # at least, because the next one is read while one is exchanged
 Progress = Callable[[int, int], object]
 
 
 class ExchangeMemory(NamedTuple):
-    """The memory that an exchange takes.
+    """The memory of an exchange, in bytes."""
 
-    Attributes:
-        window_bytes: What a rank reads at once. There are two windows.
-        round_bytes: What all ranks exchange at once.
-    """
-
-    window_bytes: int = 64 << 20
-    round_bytes: int = 64 << 20
+    window_bytes: int = 64 << 20  # of one rank's read; there are two windows
+    round_bytes: int = 64 << 20  # of all ranks' pieces in one collective
 
 
 class Exchange:
@@ -88,7 +83,7 @@ class Exchange:
         self._group, self._path = ExchangeGroup(group, path), path
         self._fetch, self._limits, self._verify = fetch, limits, verify
         self._in_memory, self._reason, self._memory = in_memory, reason, memory
-        self._turns = 2  # votes that the other ranks wait for
+        self._turns = 2  # votes in which the other ranks wait for this one
         self.received_bytes = 0
 
     def __enter__(self) -> Exchange:
@@ -104,20 +99,10 @@ class Exchange:
                     logger.warning("%s: the other ranks could not be told of an error: %s", self._path, told.error)
 
     def read(self, targets: Sequence[ReadTarget], *, progress: Progress = lambda done, total: None) -> int:
-        """Reads targets; what all ranks want is read by one of them.
+        """Reads targets; data that all ranks want is read by one of them. Returns how many bytes this rank has read.
 
-        To be called once for objects. Then once for tensors, unless `exchanges_tensors` is false.
-
-        Args:
-            targets: What to read, and where it goes.
-            progress: Called with the bytes that are done and the bytes in all.
-
-        Returns:
-            How many bytes this rank has read.
-
-        Raises:
-            CheckpointError: what `fetch` raises, on any rank; the same on all of them.
-            ReadError: a rank is gone.
+        Call it once for objects, then once for tensors, unless `exchanges_tensors` is false. Raises the
+        `CheckpointError` of `fetch`, the same on all ranks, and `ReadError` if a rank is gone.
         """
         self._turns -= 1
         try:
@@ -128,14 +113,14 @@ class Exchange:
 
     @property
     def exchanges_tensors(self) -> bool:
-        """Returns whether all ranks can, when objects have been read."""
+        """Returns whether all ranks can exchange tensors; known after objects have been read."""
         return bool(self._turns)
 
     def _read(self, targets: Sequence[ReadTarget], progress: Progress, *, of_tensors: bool) -> int:
         wants: dict[bytes, Want] = {}
         error: BaseException | None = None
         try:
-            alone = overlapping(targets)  # these are read in the order of the plan, or they would mix
+            alone = overlapping(targets)  # these must be read in the order of the plan
             in_files = [t for t in targets if t.item.file not in self._in_memory and t not in alone]
             wants = wants_of(in_files, self._limits, verify=self._verify)
         except Exception as failure:
@@ -145,7 +130,7 @@ class Exchange:
         votes = self._group.votes(ExchangeVote(None, self._reason, setting, len(wants), on_gpu), error)
         reason = next((vote.reason for vote in votes if vote.reason), "")
         if reason:
-            self._turns = 0  # objects are exchanged in any case: planners get them when all have been read
+            self._turns = 0  # objects are always exchanged, because planners get them after all have been read
         odd = [rank for rank, vote in enumerate(votes) if vote.setting != votes[0].setting]
         if odd:
             common, reason = [], f"rank {odd[0]} reads with other options than rank 0"
@@ -161,12 +146,12 @@ class Exchange:
         if common:
             device = self._group.device(prefers_gpu=all(vote.is_on_gpu for vote in votes))
             nbytes = self._exchange(common, device, lambda done: progress(done, total))
-            # What a GPU's collectives have brought is copied by its streams, which other streams do not wait for.
+            # Received data is copied by streams of the GPU, which other streams do not wait for.
             CUDA.side_streams.settle(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
     def _log(self, common: Sequence[Want], wants: Mapping[bytes, Want], reason: str) -> None:
-        """Says, on the first rank, what is exchanged, and why no more."""
+        """Logs, on the first rank, what is exchanged, and why no more."""
         if self._group.rank:
             return
         shared, wanted = total_bytes(common), total_bytes(wants.values())
@@ -176,7 +161,9 @@ class Exchange:
         logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
 
     def _exchange(self, common: Sequence[Want], device: torch.device, progress: Callable[[int], object]) -> int:
-        """Lets each rank read its span, and gives all ranks all of it; returns the bytes that this one has read."""
+        """Lets each rank read its span, and distributes all spans to all ranks; returns the bytes that this rank has
+        read.
+        """
         spans: list[list[Window]] = []
         error: BaseException | None = None
         try:
@@ -187,7 +174,7 @@ class Exchange:
             piece = self._memory.round_bytes // self._group.size // _HEADER * _HEADER
             largest = max(window.nbytes for span in spans for window in span)
             rounds = _Rounds(self._group, min(aligned(largest), max(_HEADER, piece)), device, verify=self._verify)
-        except Exception as failure:  # as when memory is short
+        except Exception as failure:  # such as a shortage of memory
             error = failure
         self._group.votes(ExchangeVote(), error)
         try:
@@ -205,7 +192,7 @@ class Exchange:
         common: Sequence[Want],
         progress: Callable[[int], object],
     ) -> int:
-        """Exchanges one window of each rank after the other, in pieces; returns how many bytes that were."""
+        """Exchanges one window of each rank after the other, in pieces; returns the number of bytes."""
         done = 0
         failed: BaseException | None = None
         for number in range(max(map(len, spans))):
@@ -233,11 +220,9 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Windows:
-    """The windows of this rank: one is exchanged while the next one is read.
+    """The windows of this rank: the next one is read while one is exchanged.
 
-    Attributes:
-        nbytes: What has been read.
-        own_bytes: What is in them.
+    ``nbytes`` counts the bytes that were read, ``own_bytes`` those that the windows hold.
     """
 
     def __init__(
@@ -251,17 +236,14 @@ class _Windows:
         self._windows, self._wants, self._fetch = windows, wants, fetch
         largest = max((window.nbytes for window in windows), default=0)
         self._buffers = [_host_memory(largest, device) for _ in windows[:2]]
-        at_once = max(_MIN_READ, largest // _READS_OF_WINDOW)  # or else a few threads would read all of a window
+        at_once = max(_MIN_READ, largest // _READS_OF_WINDOW)  # small enough that all threads share a window
         self._limits = limits._replace(max_coalesced_bytes=min(limits.max_coalesced_bytes, at_once))
         self._reading: Future[int] | None = None
         self.nbytes = 0
         self.own_bytes = sum(part.stop - part.start for window in windows for part in window.parts)
 
     def take(self, number: int) -> torch.Tensor:
-        """A window's bytes, which are valid until the next call; nothing, if there are no more windows.
-
-        It is called with one number after the other.
-        """
+        """The bytes of the next window, valid until the next call; empty if there are no more windows."""
         if self._reading is None:
             self._begin(number)
         if number >= len(self._windows):
@@ -272,7 +254,7 @@ class _Windows:
         return self._buffers[number % 2][: self._windows[number].nbytes]
 
     def close(self) -> None:
-        """Waits until nothing is read any more."""
+        """Waits until nothing is being read any more."""
         if self._reading is not None:
             wait([self._reading])
 
@@ -291,11 +273,8 @@ class _Windows:
 
 
 class _Rounds:
-    """Exchanges one piece of each rank after the other.
-
-    Attributes:
-        piece: Bytes of each rank.
-        received: The pieces of all ranks.
+    """Exchanges one piece of each rank after the other. ``piece`` is its size in bytes; ``received`` has the ranks'
+    pieces.
     """
 
     def __init__(self, group: ExchangeGroup, piece: int, device: torch.device, *, verify: bool) -> None:
@@ -308,7 +287,7 @@ class _Rounds:
         self.received = self._all[:, _HEADER:]
 
     def exchange(self, content: torch.Tensor, *, has_failed: bool) -> bool:
-        """Sends up to a piece, and receives one of each rank; returns whether a rank has failed."""
+        """Sends a piece at most, and receives one of each rank; returns whether a rank has failed."""
         self._content[:_HEADER] = 0
         self._content[0] = has_failed
         self._content[_HEADER : _HEADER + content.numel()] = content
@@ -321,7 +300,7 @@ class _Rounds:
         return bool(self._headers[:, 0].any())
 
     def check(self) -> None:
-        """Raises `ReadError` if something else has arrived than was sent."""
+        """Raises `ReadError` if the received bytes differ from those that were sent."""
         if not self._hashes:
             return
         for rank, (header, piece) in enumerate(zip(self._headers, self.received, strict=True)):
@@ -330,7 +309,7 @@ class _Rounds:
 
 
 def _deliver(windows: Sequence[Window], wants: Sequence[Want], start: int, rounds: _Rounds) -> int:
-    """Copies what has arrived to the targets; returns how many bytes that were."""
+    """Copies received bytes to the targets; returns how many."""
     nbytes = 0
     for window, received in zip(windows, rounds.received, strict=True):
         for part in window.between(start, start + rounds.piece):
@@ -343,7 +322,7 @@ def _deliver(windows: Sequence[Window], wants: Sequence[Want], start: int, round
 
 
 def _host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that is copied to a device, if that is not the host itself."""
+    """Memory to copy to a device from; pinned unless that is the host itself."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 
@@ -358,11 +337,7 @@ _ID_BYTES = 16
 
 
 def members_of(group: object) -> dist.ProcessGroup | None:
-    """A process group, if this rank and others are in it.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """A process group, if this rank and others are in it, otherwise None; raises `TypeError` for other values."""
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     if not isinstance(group, dist.ProcessGroup):
@@ -371,7 +346,7 @@ def members_of(group: object) -> dist.ProcessGroup | None:
 
 
 def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
-    """A group's identity, the same on all its ranks and on no others; and its size."""
+    """A group's identity, which is the same on all its ranks and on no others, and its size."""
     if group is None:
         return "", 0
     ranks = dist.get_process_group_ranks(group)
@@ -379,15 +354,10 @@ def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
 
 
 def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[object]) -> bool:
-    """Returns whether a rank exchanges nothing, though it could: so it is where each rank loads for itself.
+    """Returns whether a rank exchanges nothing although it has a ``group``, because each rank loads for itself.
 
-    Args:
-        path: Of the checkpoint, for messages.
-        group: In which this rank exchanges.
-        carried: The ``storage_data`` of the plan of each rank that loads with it.
-
-    Raises:
-        ReadError: only some of those that are to exchange do: they would wait for the others.
+    ``carried`` is the ``storage_data`` of the plans of all ranks that load together. Raises `ReadError` if some ranks
+    of a group do not load: the others would wait for them.
     """
     if len(carried) == 1:
         if group is not None:
@@ -407,21 +377,13 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
 
 @dataclass(frozen=True)
 class ExchangeVote:
-    """A rank's word to the others before they exchange anything.
+    """A rank's message to the others before the exchange."""
 
-    Attributes:
-        error: Why it cannot go on.
-        reason: Why it exchanges no tensors, though it can go on.
-        setting: What must be the same on all ranks.
-        wants: How much it wants.
-        is_on_gpu: All its targets are.
-    """
-
-    error: CheckpointError | None = None
-    reason: str = ""
-    setting: tuple[Any, ...] = ()
-    wants: int = 0
-    is_on_gpu: bool = False
+    error: CheckpointError | None = None  # why it cannot go on
+    reason: str = ""  # why it exchanges no tensors, although it can go on
+    setting: tuple[Any, ...] = ()  # must be the same on all ranks
+    wants: int = 0  # how many
+    is_on_gpu: bool = False  # all its targets are
 
 
 class Told(Exception):
@@ -446,22 +408,17 @@ class ExchangeGroup:
         self._devices = group_devices(group)
 
     def device(self, *, prefers_gpu: bool = False) -> torch.device:
-        """The device of the memory that is exchanged."""
+        """The device of the exchanged memory."""
         others = sorted(self._devices - {"cpu"})
         if "cpu" in self._devices and not (prefers_gpu and others):
             return torch.device("cpu")
         return torch.device(others[0], torch.accelerator.current_device_index())
 
     def votes(self, vote: ExchangeVote, error: BaseException | None = None) -> list[ExchangeVote]:
-        """The votes of all ranks.
+        """Gathers the votes of all ranks; ``error`` says why this rank cannot go on.
 
-        Args:
-            vote: This rank's.
-            error: Why this rank cannot go on.
-
-        Raises:
-            Told: a rank cannot go on; with this one's own error, or that of the first that cannot.
-            ReadError: a rank is gone.
+        Raises `Told` if a rank cannot go on, with this rank's own error or that of the first such rank, and `ReadError`
+        if a rank is gone.
         """
         votes = self.tell(vote if error is None else ExchangeVote(error=_portable(error)))
         if error is not None:
@@ -478,19 +435,14 @@ class ExchangeGroup:
         return votes
 
     def fail(self, error: BaseException | None) -> NoReturn:
-        """Raises what `votes` does, when every rank knows that one of them has failed; ``error`` is this one's."""
+        """Raises the error of `votes`, when every rank knows that one of them has failed; ``error`` is this rank's."""
         self.votes(ExchangeVote(), error)
         raise AssertionError("a rank has failed without a message")
 
     def common(self, ids: Sequence[bytes], count: int) -> list[bytes]:
-        """The ids that all ranks have, in the first rank's order.
+        """The ids (16 bytes each) that all ranks have, in the first rank's order. Raises `ReadError` if a rank is gone.
 
-        Args:
-            ids: Those that this rank has, of 16 bytes each.
-            count: How many the first rank has.
-
-        Raises:
-            ReadError: a rank is gone.
+        ``count`` is the number of the first rank's ids.
         """
         if not count:
             return []
@@ -522,40 +474,34 @@ class ExchangeGroup:
 
 
 def _portable(error: BaseException) -> CheckpointError:
-    """An error that other ranks can be told: of one of this package's own types, since others may not be pickled."""
+    """An error for other ranks, of one of this package's types, because others may not be picklable."""
     kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
-    kind: type[CheckpointError] = next(kinds, CheckpointError)  # an interrupt, say: it is not the checkpoint's fault
+    # such as an interrupt, which is not an error of the checkpoint
+    kind: type[CheckpointError] = next(kinds, CheckpointError)
     return kind(describe(error))
 
 
-# --- planning an exchange: without communication, the same on each rank -----------------------------------------------
+# --- planning an exchange: each rank makes the same plan, without communication ---------------------------------------
 #
 # Wants:    the bytes of stored tensors that every rank needs, in the order of files and offsets
-# Spans:    a consecutive part of them for each rank to read, about as many bytes for each
-# Windows:  the bytes of its span that a rank reads at once, into one buffer
+# Spans:    a consecutive part of the wants for each rank to read, of about equal size
+# Windows:  the part of its span that a rank reads at once, into one buffer
 
-_UNITS_PER_RANK = 16  # the fewer, the less even are the spans
+_UNITS_PER_RANK = 16  # with fewer units, spans are less even
 _MAX_UNIT = 4 << 20
 
 
 class Want(NamedTuple):
-    """The bytes of one stored tensor that a rank needs.
+    """The bytes of one stored tensor that a rank needs."""
 
-    Attributes:
-        id: The same on all ranks that need the same bytes.
-        item: The tensor.
-        intervals: The bytes, counted from the tensor's first one; whole blocks if they are verified.
-        targets: What they are for.
-    """
-
-    id: bytes
+    id: bytes  # the same on all ranks that need the same bytes
     item: StoredItem
-    intervals: list[tuple[int, int]]
+    intervals: list[tuple[int, int]]  # relative to the tensor's first byte; whole blocks if they are verified
     targets: tuple[ReadTarget, ...]
 
 
 def wants_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, Want]:
-    """The bytes that some targets need, by their id, in the order of files and offsets."""
+    """The bytes that targets need, by their id, in the order of files and offsets."""
     wants = {}
     for file, of_tensor in by_tensor(targets):
         item = of_tensor[0].item
@@ -572,18 +518,12 @@ def total_bytes(wants: Iterable[Want]) -> int:
 
 
 class WindowPart(NamedTuple):
-    """Consecutive bytes of one stored tensor, in a window.
+    """Consecutive bytes of one stored tensor in a window. Start and stop are relative to the tensor's first byte."""
 
-    Attributes:
-        want: The number of the want.
-        start, stop: The bytes, counted from the tensor's first one.
-        position: Where they begin in the window: a multiple of 64.
-    """
-
-    want: int
+    want: int  # the number of the want
     start: int
     stop: int
-    position: int
+    position: int  # offset in the window, a multiple of 64
 
     @property
     def end(self) -> int:
@@ -601,7 +541,7 @@ class Window(NamedTuple):
         return self.parts[-1].end if self.parts else 0
 
     def between(self, start: int, stop: int) -> Iterator[WindowPart]:
-        """The parts of parts that lie in a range of the window; ``start`` and ``stop`` are multiples of 64."""
+        """The parts in a range of the window, cut to it; ``start`` and ``stop`` are multiples of 64."""
         first = bisect.bisect_right(self.parts, start, key=lambda part: part.end)
         for part in self.parts[first:]:
             if part.position >= stop:
@@ -612,12 +552,8 @@ class Window(NamedTuple):
 
 
 def spans_of(wants: Sequence[Want], ranks: int, window_bytes: int) -> list[list[Window]]:
-    """The windows of each rank.
-
-    Args:
-        wants: What all ranks need.
-        ranks: How many share the reading.
-        window_bytes: The most in a window, unless a single block has more.
+    """The windows of each rank, for the wants that all ranks share. A window is only larger than ``window_bytes`` for
+    one block.
     """
     total = total_bytes(wants)
     unit = min(_MAX_UNIT, window_bytes, max(1, total // (ranks * _UNITS_PER_RANK)))
@@ -631,7 +567,7 @@ def spans_of(wants: Sequence[Want], ranks: int, window_bytes: int) -> list[list[
 
 
 def _units(wants: Sequence[Want], nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """The wants in pieces of whole blocks: about so many bytes, and one block at least."""
+    """Cuts the wants into pieces of whole blocks, of about ``nbytes`` bytes."""
     for number, want in enumerate(wants):
         block = want.item.block
         step = max(1, nbytes // block) * block

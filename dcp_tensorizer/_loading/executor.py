@@ -1,7 +1,7 @@
 """Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
 
-What cannot be read in place (other dtypes, strides, parts of blocks) goes through scratch memory: one buffer for each
-thread, of an operation's size at most. What goes to a GPU goes through the slots of a `PinnedPool` instead. Encrypted
+Data that cannot be read in place (other dtypes or strides, parts of blocks) goes through scratch memory: one buffer per
+thread, at most of an operation's size. Data for a GPU goes through the slots of a `PinnedPool` instead. Encrypted
 blocks are decrypted where they have been read to.
 """
 
@@ -36,7 +36,7 @@ from .pinned_pool import PinnedPool, PinnedPools, Slot
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
 from .targets import ReadTarget, in_turns, part_of
 
-_MAX_DEVICE_THREADS = 16  # each reads, hashes and hands on a few GB/s, and the bus takes some 50
+_MAX_DEVICE_THREADS = 16  # each reads, hashes and passes on a few GB/s, and the bus takes about 50
 
 
 def limits_of(storage: Storage) -> ReadLimits:
@@ -57,22 +57,19 @@ def fetch(
     in_memory: Mapping[str, bytes] = MappingProxyType({}),
     pools: PinnedPools | None = None,
 ) -> int:
-    """Reads everything that the targets want; those on a GPU are ready when it returns.
+    """Reads everything that the targets want; returns the number of bytes. Targets on a GPU are ready when it returns.
 
     Args:
         storage: The checkpoint's directory.
-        targets: What to read, and where it goes.
-        threads: Parallel reads, at most; None for a number that suits the storage.
-        verify: Compare what is read with its digests.
-        progress: Called with the bytes that are done and the bytes in all, by one reading thread at a time.
-        cipher: For items that are encrypted.
-        limits: How reads are joined and cut; None for what suits the storage.
-        page_cache: Leave what is read from a local disk in the page cache; None: if there is room for it.
-        in_memory: Files that need not be read, by name.
-        pools: Memory on the way to GPUs, for several reads one after the other; None for this one's own.
-
-    Returns:
-        Bytes read.
+        targets: The regions to read, and the tensors that receive them.
+        threads: Parallel reads at most; None for a number that suits the storage.
+        verify: Compare the data with its digests.
+        progress: Called with the bytes done and the bytes in all, by one reading thread at a time.
+        cipher: Decrypts encrypted items.
+        limits: How reads are joined and cut; None for the storage's.
+        page_cache: Leave data of local disks in the page cache; None: if there is room for it.
+        in_memory: Contents of files that need not be read, by name.
+        pools: Memory for data on its way to GPUs, shared by several reads; None for its own.
 
     Raises:
         ReadError: a file is missing, too short or unreadable; names file, key and offset.
@@ -86,7 +83,8 @@ def fetch(
     if page_cache is None:
         page_cache = _has_room_to_cache(total)
     counting = free_in_child(threading.Lock())
-    is_inference = torch.is_inference_mode_enabled()  # of this thread: others would not write to its tensors
+    # a setting of this thread; without it, others could not write to its tensors
+    is_inference = torch.is_inference_mode_enabled()
     done = 0
 
     def run(operation: ReadOperation) -> int:
@@ -102,7 +100,7 @@ def fetch(
     with ExitStack() as stack:
         pools = pools or stack.enter_context(PinnedPools(CUDA))
         min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
-        if threads is None and pools.takes(targets):  # a bus takes more than as many readers bring as suit a disk
+        if threads is None and pools.takes(targets):  # the bus takes more than the readers that suit a disk can deliver
             max_threads = max(max_threads, min(_MAX_DEVICE_THREADS, cores()))
         pool = stack.enter_context(pools.pool_for(operations, max_threads))
         files = stack.enter_context(closing(_OpenFiles(storage, operations, in_memory)))
@@ -113,17 +111,17 @@ def fetch(
 
 
 def _has_room_to_cache(nbytes: int) -> bool:
-    """Returns whether the page cache can hold what this rank reads, and as much for each other rank of this machine,
-    twice.
+    """Returns whether the page cache has room for twice what this rank reads, and as much for each other rank of this
+    machine.
 
-    Where it cannot, a load through it would drive out what others need, and find nothing of itself the next time.
+    Otherwise a load through it would drive out what others need, and find nothing of itself the next time.
     """
     available = available_memory()
     return available is None or available >= 2 * (ranks_of_node() or 1) * nbytes
 
 
 class _OpenFiles:
-    """The files of a load, each open from its first operation to its last one.
+    """The files of a load, each open from its first operation to its last.
 
     Operations are in the order of files, so only a few files are open at once.
     """
@@ -148,7 +146,7 @@ class _OpenFiles:
             return self._files[name]
 
     def finish_operation(self, name: str) -> None:
-        """Closes a file whose last operation this was."""
+        """Closes a file after its last operation."""
         with self._lock:
             self._operations_left[name] -= 1
             if not self._operations_left[name]:
@@ -160,7 +158,7 @@ class _OpenFiles:
 
 
 class _Executor:
-    """Runs operations, several at once, each in its thread."""
+    """Runs operations, several at once, each in its own thread."""
 
     def __init__(
         self,
@@ -175,7 +173,7 @@ class _Executor:
         self._storage = storage
         self._page_cache = page_cache
         self._verify = verify
-        # What is not hashed may leave the cache. In few calls it is read 5% faster.
+        # Data that is not hashed need not stay in the cache. Reading it in few calls is 5% faster.
         self._slice_bytes = storage.reads.slice_bytes if verify else UNLIMITED
         self._cipher = cipher
         self._pool = pool
@@ -183,7 +181,7 @@ class _Executor:
         self._scratch = threading.local()
 
     def run(self, operation: ReadOperation) -> None:
-        """Reads, checks and copies out one operation's segments."""
+        """Reads, checks and copies out the segments of one operation."""
         if self._pool is None or not any(map(self._pool.is_for, operation.targets)):
             self._run(operation, None)
         else:
@@ -199,12 +197,11 @@ class _Executor:
             if segment.target_offset is None:
                 scatter(segment, place, slot)
 
-    # --- where segments are read to -----------------------------------------------------------------------------
+    # --- the memory that segments are read into -----------------------------------------------------------------
 
     def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
-        """The memory that each segment is read to.
-
-        Its target, or a part of the slot, or of this thread's scratch buffer.
+        """The memory that each segment is read into: its target's, or a part of the slot or of this thread's scratch
+        buffer.
         """
         sizes = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
         scratch = iter(self._scratch_views(sizes, slot) if sizes else ())
@@ -227,7 +224,7 @@ class _Executor:
     # --- reading and checking -----------------------------------------------------------------------------------
 
     def _read(self, operation: ReadOperation, places: Sequence[memoryview]) -> None:
-        """Reads segments to their places, and compares each with its digests when it has been read."""
+        """Reads segments into their memory, and compares each with its digests."""
         try:
             file = self._files.open(operation.file)
             if not self._page_cache and not any(target.shared for target in operation.targets):
@@ -275,7 +272,7 @@ class _Executor:
             raise self._mismatch(segment, f"{mismatch}", advice) from None
 
     def _decrypt(self, segment: Segment, data: memoryview) -> None:
-        """Decrypts whole blocks. A block's MAC finds what its digest finds, and changes that were made on purpose."""
+        """Decrypts whole blocks. A block's MAC reveals damage, as its digest would, and also deliberate changes."""
         assert self._cipher is not None, "the reader looks for a key first"
         step = segment.item.block
         for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
@@ -291,7 +288,7 @@ class _Executor:
 
 
 def _advice(error: Exception) -> str:
-    """Advice for an error. A load has looked before that the files are there, and a tool has not."""
+    """Advice for an error. A load has checked before that the files exist; a tool has not."""
     if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
         return (
             ". The checkpoint is damaged, or was overwritten or removed while it was read: load it again, or another "
@@ -301,7 +298,7 @@ def _advice(error: Exception) -> str:
 
 
 def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:
-    """Buffers for consecutive bytes: the segments' places, and room for the gaps between the segments."""
+    """Buffers for consecutive bytes: the segments' memory, and memory for the gaps between them."""
     gaps = [after.offset - before.file_stop for before, after in itertools.pairwise(segments)]
     room = memoryview(bytearray(max(gaps, default=0)))
     buffers = [places[0]]
@@ -316,16 +313,14 @@ def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list
 
 
 def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None = None) -> None:
-    """Copies to each target what it wants of a segment.
+    """Copies to each target its part of a segment.
 
-    Args:
-        segment: What was read.
-        data: Its bytes, on any device if they are a tensor of uint8.
-        slot: Where they lie, if some targets are on a GPU: copies to those are queued.
+    ``data`` are the segment's bytes, on any device if they are a uint8 tensor. ``slot`` is the slot that holds them if
+    some targets are on a GPU: copies to those are queued.
     """
     for target in segment.targets:
         queued = slot is not None and slot.pool.is_for(target)
-        # Rows of a few bytes each would cross the bus by way of unpinned memory: all that encloses them does instead.
+        # Rows of a few bytes would cross the bus through unpinned memory, so all bytes around them are sent instead.
         sent = slot.send(data, target) if queued and slot is not None and target.run is None else data
         for destination, source in _parts(target, segment, sent):
             if queued:
@@ -338,7 +333,7 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
 def _parts(
     target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of a target and of a segment's elements, which belong there."""
+    """Views of a target and of the segment's elements that belong there."""
     content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
     elements = content.view(named_dtype(target.item.dtype))
     first = segment.start // target.itemsize
@@ -377,39 +372,33 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 # --- the threads of a load --------------------------------------------------------------------------------------------
 #
-# Bytes in the page cache keep a core busy: more threads than cores only hinder each other. Disks and servers keep
-# threads waiting: they need many reads at once to reach their full speed. A load does not know beforehand which of the
-# two it will be, so it begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache
-# took 252 ms with 8 threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8
-# threads and 0.88 GB/s with few.
+# Reads from the page cache keep cores busy, and more threads than cores hinder each other. Disks and servers make
+# threads wait, and need many reads at once for their full speed. A load does not know beforehand which it will meet. So
+# it begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache took 252 ms with 8
+# threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s
+# with few.
 
 _T = TypeVar("_T")
 
 # A thread waits for the storage if less than a quarter of its time was spent on a core. It may also have waited for a
 # core, or for the interpreter lock: twice as many threads as cores read the page cache a tenth slower.
 _WAITING_FACTOR = 4
-# It waits for a disk, too, if more than half of its bytes came from one: decrypting or copying them may keep it busy
-# for half of the time.
+# It also waits for a disk if more than half of its bytes came from one: it may be busy decrypting or copying them for
+# half of the time.
 _FROM_DISK = 0.5
 _RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
 
 
 class Usage(NamedTuple):
-    """A thread's use of the processor since some moment in the past.
+    """A thread's use of the processor since some moment in the past."""
 
-    Attributes:
-        wall_seconds: Time that has passed.
-        cpu_seconds: Time that it has spent on a core.
-        disk_bytes: What the kernel has read from disks for it. Not every network filesystem counts this.
-    """
-
-    wall_seconds: float
-    cpu_seconds: float
-    disk_bytes: int
+    wall_seconds: float  # passed since then
+    cpu_seconds: float  # on a core
+    disk_bytes: int  # read by the kernel for it; not counted by every network filesystem
 
 
 def thread_usage() -> Usage:
-    """The calling thread's use."""
+    """The usage of the calling thread."""
     blocks = 0 if _RUSAGE_THREAD is None else resource.getrusage(_RUSAGE_THREAD).ru_inblock
     return Usage(time.perf_counter(), time.thread_time(), blocks * 512)
 
@@ -422,20 +411,16 @@ def run_all(
     max_threads: int,
     usage: Callable[[], Usage] = thread_usage,
 ) -> None:
-    """Calls ``run`` with every operation, in several threads; raises what it raises, and then begins no other one.
+    """Calls ``run`` with each operation, in order, in several threads; after an error no other operation begins.
 
-    Args:
-        operations: In the order in which they are begun.
-        run: Called by several threads at once; returns how many bytes it has read.
-        min_threads: How many threads begin.
-        max_threads: How many there may be, when those that have begun wait for the storage.
-        usage: What the calling thread has used.
+    ``run`` returns how many bytes it has read. ``min_threads`` threads begin, and up to ``max_threads`` run while
+    others wait for the storage, which ``usage`` shows.
     """
     remaining = deque(operations)
     workers: list[Future[None]] = []
 
     def work() -> None:
-        """Runs one operation after the other: a future for each would cost more than a small read."""
+        """Runs one operation after the other. A future for each would take longer than a small read."""
         began = usage()
         nbytes = finished = 0
         try:
@@ -454,11 +439,11 @@ def run_all(
             raise
 
     def start() -> None:
-        with suppress(RuntimeError):  # the system has no more threads: those that there are do all of it
+        with suppress(RuntimeError):  # no more threads can be started: the running ones do everything
             workers.append(pool.submit(work))  # noqa: F821  (as above)
 
     try:
-        with Workers(max_threads, "dcp-read") as pool:  # it waits for threads that write to targets
+        with Workers(max_threads, "dcp-read") as pool:  # waits for threads that write to targets
             try:
                 for _ in range(min(min_threads, max_threads, len(remaining))):
                     start()
@@ -473,18 +458,20 @@ def run_all(
         del (
             work,
             start,
-        )  # they refer to themselves, and by `run` to the targets, which would stay until the collector comes
+        )  # they form a cycle, which would keep the targets until the next garbage collection
 
 
 def _is_power_of_two(number: int) -> bool:
-    """Looking at the usage takes time. So a thread looks after its first operation, its second, fourth, eighth, ..."""
+    """Measuring takes time. So a thread measures its usage after its first operation, its second, fourth, eighth, and
+    so on.
+    """
     return number & (number - 1) == 0
 
 
 def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:
-    """Returns whether a thread that has read so many bytes since it began has mostly waited for them.
+    """Returns whether a thread that has read ``nbytes`` bytes has mostly waited for them.
 
-    All its time counts: a single operation may have taken long because it was interrupted.
+    All its time counts, because a single operation may take long for being interrupted.
     """
     wall = now.wall_seconds - began.wall_seconds
     busy = now.cpu_seconds - began.cpu_seconds

@@ -1,8 +1,8 @@
-"""Pinned memory for what is read on its way to a GPU: a few slots, used in turn while other reads go on.
+"""Pinned memory for data on its way to a GPU: a few slots, used in turn while other reads go on.
 
-With as much host memory as the model has, a model that only the GPUs can hold could not be loaded. So there are a few
-slots, each of one read's size. A thread takes a slot, reads into it, checks it, queues its copies on a stream beside
-training's, and returns the slot. Its next user waits for those copies.
+If host memory were needed for all of the model, a model that only fits on the GPUs could not be loaded. So there are a
+few slots, each of one read's size. A thread takes a slot, reads into it, checks it, queues its copies on a side stream,
+and returns the slot. Its next user waits for those copies.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .targets import ReadTarget
 
 
 class PinnedPools:
-    """The slots of a load, which may consist of many reads: a planner may want one tensor after the other.
+    """The slots of a load, which may consist of many reads, because a planner may want one tensor after the other.
 
-    To register memory takes longer than to read as much. So what a read has used is kept for the next ones.
+    Registering memory takes longer than reading as much. So the slots of one read are kept for the next ones.
     """
 
     def __init__(self, device: Device) -> None:
@@ -45,7 +45,7 @@ class PinnedPools:
 
     @contextmanager
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
-        """The slots for a read: one and a half for each thread; None if nothing goes to a device.
+        """The slots for a read: one and a half per thread; None if no target is on a device.
 
         All copies have arrived when the block ends.
         """
@@ -77,7 +77,7 @@ class PinnedPools:
                 kept.follow()
                 return kept
             kept.close()
-            # Enough for all that was asked for so far. What grows a little with each tensor grows by much: so seldom.
+            # Enough for all requests so far, and more, so that growing requests seldom need new memory.
             indices, count = {*indices, *kept.streams}, max(count, kept.count)
             nbytes = kept.nbytes if nbytes <= kept.nbytes else max(nbytes, 2 * kept.nbytes)
         return PinnedPool(self._device, indices, count, nbytes)
@@ -98,7 +98,9 @@ class Slot:
         self._copied_to: set[int] = set()
 
     def send(self, data: memoryview | torch.Tensor, target: ReadTarget) -> torch.Tensor:
-        """Queues a copy of bytes of this slot to the device of a target; they are there for this slot's copies."""
+        """Queues a copy of bytes of this slot to the device of a target, and returns it for this slot's further
+        copies.
+        """
         index = self.pool.device.index_of(target.tensor)
         assert index is not None
         self._copied_to.add(index)
@@ -109,23 +111,19 @@ class Slot:
         return sent
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy from this slot to a device; elements are converted to the target's dtype there."""
+        """Queues a copy from this slot to a device. Elements are converted to the target's dtype there."""
         index = self.pool.device.index_of(target)
         assert index is not None
         self._copied_to.add(index)
         self.pool.streams[index].copy([target], [source])
 
     def copies(self) -> list[Event]:
-        """Events that are over when the slot's memory is free again."""
+        """Events after which the slot's memory is free again."""
         return [self.pool.streams[index].mark() for index in self._copied_to]
 
 
 class PinnedPool:
-    """Pinned slots for loads to one or more devices.
-
-    Raises:
-        ReadError: there is no memory for the slots.
-    """
+    """Pinned slots for loads to one or more devices; raises `ReadError` if there is no memory for them."""
 
     def __init__(self, device: Device, indices: Collection[int], count: int, nbytes: int) -> None:
         self.device, self.count, self.nbytes = device, count, nbytes
@@ -141,11 +139,11 @@ class PinnedPool:
             self._slots.put((self._buffer.allocate(torch.uint8, (aligned(nbytes),)), []))
 
     def is_enough(self, indices: Collection[int], count: int, nbytes: int) -> bool:
-        """Returns whether a read can use it that would have so many slots of its own."""
+        """Returns whether the pool serves a read that needs this many slots of this size."""
         return self.streams.keys() >= set(indices) and self.count >= count and self.nbytes >= nbytes
 
     def follow(self) -> None:
-        """Copies come after what the devices' current streams have queued by now."""
+        """Makes copies wait for everything that is in the devices' current streams now."""
         for stream in self.streams.values():
             stream.follow()
 
@@ -155,7 +153,7 @@ class PinnedPool:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """The slot that was returned first; its copies have arrived."""
+        """The slot that was returned first, when its copies have arrived."""
         memory, copies = self._slots.get()
         slot = Slot(memory, self)
         try:
@@ -166,12 +164,12 @@ class PinnedPool:
             self._slots.put((memory, slot.copies()))
 
     def settle(self) -> None:
-        """Returns when everything has arrived."""
+        """Waits until all copies have arrived."""
         for stream in self.streams.values():
             stream.mark().synchronize()
 
     def close(self) -> None:
-        """Returns when everything has arrived, and gives the memory back."""
+        """Waits until all copies have arrived, and frees the memory."""
         try:
             self.settle()
         finally:

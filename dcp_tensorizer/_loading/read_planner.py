@@ -1,8 +1,8 @@
-"""Plans the bytes that a load reads, and their order: pure planning, without any I/O.
+"""Plans which bytes a load reads, and in which order, without any I/O.
 
 Each target names a region of a stored tensor. Its bytes become segments. A segment is a run of bytes of one tensor that
-is read once: either straight into the target's memory, where the run has the same bytes there, or into a scratch buffer
-from which regions are copied out. Segments that lie close together in a file are read in one operation.
+is read once: either straight into the target's memory, if the bytes are the same there, or into a scratch buffer from
+which regions are copied out. Segments that lie close together in a file are read in one operation.
 """
 
 from __future__ import annotations
@@ -20,45 +20,34 @@ from .._runtime.gc_pause import collector_paused
 from .targets import ReadTarget
 
 MAX_SCRATCH_BYTES = 8 << 20
-"""Of one operation: enough to reach a disk's full speed, and small enough to keep several threads busy."""
+"""The size of one operation: enough for a disk's full speed, and small enough to keep several threads busy."""
 
 MAX_SEGMENTS = 512
-"""Of one operation: half of the buffers that one ``preadv`` takes, because each gap takes a buffer, too."""
+"""Segments of one operation: half of the buffers that one ``preadv`` takes, because each gap takes a buffer, too."""
 
 _Interval = tuple[int, int]
 
 
 class ReadLimits(NamedTuple):
-    """The limits by which reads are joined and cut.
+    """The limits by which reads are joined and cut."""
 
-    Attributes:
-        max_gap_bytes: To read so much for nothing costs less than another request.
-        max_coalesced_bytes: What one operation reads at most, if that goes straight to targets.
-        max_scratch_bytes: What one operation reads at most into scratch memory.
-        max_segments: How many segments one operation has at most.
-    """
-
-    max_gap_bytes: int
-    max_coalesced_bytes: int = MAX_SCRATCH_BYTES
-    max_scratch_bytes: int = MAX_SCRATCH_BYTES
-    max_segments: int = MAX_SEGMENTS
+    max_gap_bytes: int  # reading this many unneeded bytes is faster than another request
+    max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads straight into targets
+    max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads into scratch memory
+    max_segments: int = MAX_SEGMENTS  # of one operation
 
 
 class Segment(NamedTuple):
-    """A run of bytes of one stored tensor.
+    """A run of bytes of one stored tensor. Start and stop are relative to the tensor's first byte.
 
-    Attributes:
-        item: The tensor.
-        start, stop: The bytes, counted from the tensor's first one.
-        targets: Who wants some of them.
-        target_offset: They are read into the memory of the only target, so many bytes from its beginning; None: they
-            are read into scratch memory.
+    It is read into the memory of its only target, ``target_offset`` bytes from the beginning; None: into scratch
+    memory.
     """
 
     item: StoredItem
     start: int
     stop: int
-    targets: tuple[ReadTarget, ...]
+    targets: tuple[ReadTarget, ...]  # that want some of the bytes
     target_offset: int | None
 
     @property
@@ -67,12 +56,12 @@ class Segment(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """First byte in the file."""
+        """The position of its first byte in the file."""
         return self.item.offset + self.start
 
     @property
     def file_stop(self) -> int:
-        """First byte in the file that is not in it."""
+        """The position after its last byte in the file."""
         return self.item.offset + self.stop
 
     @property
@@ -102,7 +91,7 @@ class ReadOperation:
 
     @property
     def targets(self) -> Iterator[ReadTarget]:
-        """The targets of its segments; one may come several times."""
+        """The targets of its segments. A target may appear several times."""
         return (target for segment in self.segments for target in segment.targets)
 
     def add(self, segment: Segment) -> None:
@@ -119,9 +108,9 @@ class ReadOperation:
         )
 
     def batches(self, max_bytes: int) -> Iterator[slice]:
-        """Cuts the operation into reads that fit a processor's cache, so that what was read is hashed there.
+        """Cuts the operation into reads that fit into a processor's cache, so that the data is hashed there.
 
-        Gives slices of the segments: as many as have ``max_bytes`` together, or a larger one by itself.
+        Yields slices of the segments: as many as fit into ``max_bytes``, or a larger one by itself.
         """
         first, start = 0, self.offset
         for number, segment in enumerate(self.segments):
@@ -133,13 +122,10 @@ class ReadOperation:
 
 @collector_paused()
 def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[ReadOperation]:
-    """Plans the bytes to read, in the order of files and offsets, no byte twice.
+    """Plans the bytes to read, in the order of files and offsets, none of them twice.
 
-    Args:
-        targets: What is wanted.
-        limits: How reads are joined and cut.
-        verify: Read whole blocks, so that their digests can be checked. Encrypted items are read by whole blocks in
-            any case.
+    ``verify`` reads whole blocks, so that their digests can be checked. Encrypted items are always read by whole
+    blocks.
     """
     operations: list[ReadOperation] = []
     for file, of_tensor in by_tensor(targets):
@@ -162,9 +148,9 @@ def by_tensor(targets: Iterable[ReadTarget]) -> Iterator[tuple[str, list[ReadTar
 
 
 def wanted_bytes(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[_Interval]:
-    """The bytes of one stored tensor that its targets need, as `plan_reads` widens and joins them.
+    """The bytes of one stored tensor that its targets need, widened and joined as by `plan_reads`.
 
-    They depend on what is wanted, and not on the memory that it goes to.
+    They depend on the regions, not on the targets' memory.
     """
     item = targets[0].item
     step = item.block if verify or item.nonce_and_macs else 1
@@ -178,7 +164,7 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
     item = first.item
     step = item.block if verify or item.nonce_and_macs else 1
     if len(targets) == 1 and first.in_place and (run := first.run) is not None:
-        if run == (0, item.length) and item.length <= limits.max_coalesced_bytes:  # most tensors: nothing to cut
+        if run == (0, item.length) and item.length <= limits.max_coalesced_bytes:  # true for most tensors
             return [Segment(item, 0, item.length, (first,), 0)]
         return _in_place_segments(first, run, step, _whole_steps(limits.max_coalesced_bytes, step))
     runs = [(target, _runs(target.shape, target.region, target.itemsize, limits.max_gap_bytes)) for target in targets]
@@ -191,7 +177,9 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
 
 
 def _in_place_segments(target: ReadTarget, run: _Interval, step: int, max_bytes: int) -> list[Segment]:
-    """A run that goes straight to its target, except for blocks at its ends of which the target has only a part."""
+    """A run that is read straight into its target, except for blocks at its ends of which the target has only a
+    part.
+    """
     first, last = run
     start, stop = _widen(run, step, target.item.length)
     inner_start = start if start == first else min(start + step, stop)
@@ -203,7 +191,7 @@ def _in_place_segments(target: ReadTarget, run: _Interval, step: int, max_bytes:
 
 
 def _whole_steps(max_bytes: int, step: int) -> int:
-    """The most bytes that are whole steps; one step, if not even that fits."""
+    """The largest size up to ``max_bytes`` that is a multiple of ``step``, or one step."""
     return max(step, max_bytes // step * step)
 
 
@@ -214,7 +202,7 @@ def _cut(intervals: Iterable[_Interval], max_bytes: int) -> Iterator[_Interval]:
 
 
 def _runs(shape: Sequence[int], region: Region, itemsize: int, max_gap: int) -> list[_Interval]:
-    """The runs of bytes to read for a region of an array. Gaps between its rows of up to ``max_gap`` are read, too."""
+    """The runs of bytes to read for a region of an array. Gaps of up to ``max_gap`` between its rows are read, too."""
     if not shape:
         return [(0, itemsize)]
     row_runs = _runs(shape[1:], Region(region.start[1:], region.size[1:]), itemsize, max_gap)
@@ -228,18 +216,18 @@ def _runs(shape: Sequence[int], region: Region, itemsize: int, max_gap: int) -> 
 
 
 def _widen(interval: _Interval, step: int, length: int) -> _Interval:
-    """The steps that an interval touches, of ``length`` bytes in all."""
+    """The range of whole steps that an interval touches, in ``length`` bytes."""
     return interval[0] // step * step, min(-(-interval[1] // step) * step, length)
 
 
 def _touches(runs: Sequence[_Interval], start: int, stop: int) -> bool:
-    """Returns whether one of some sorted, disjoint runs has bytes in a range."""
+    """Returns whether one of several sorted, disjoint runs has bytes in a range."""
     first = bisect_right(runs, start, key=lambda run: run[1])
     return first < len(runs) and runs[first][0] < stop
 
 
 def _merge(intervals: Iterable[_Interval], gap: int = 0) -> list[_Interval]:
-    """Joins intervals that overlap or touch, or lie no more than ``gap`` apart."""
+    """Joins intervals that overlap, touch, or are at most ``gap`` apart."""
     merged: list[_Interval] = []
     for start, stop in sorted(intervals):
         if merged and start - merged[-1][1] <= gap:

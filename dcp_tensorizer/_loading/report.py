@@ -1,4 +1,4 @@
-"""The cost of a load, for logs and for the users' own metrics; and the progress of one that takes long."""
+"""The cost of a load, for logs and for users' own metrics, and the progress of a long load."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class LoadReport:
     """One load, as one rank sees it. Seconds are wall-clock time.
 
     Attributes:
-        path: What was loaded, without credentials.
-        save_id: Of the save that wrote the checkpoint; empty if the checkpoint does not name it.
-        load_id: Of the reader, see `TensorizerStorageReader.load_id`.
+        path: The checkpoint's path, without credentials.
+        save_id: The id of the save that wrote the checkpoint; empty if the checkpoint does not name it.
+        load_id: The reader's, see `TensorizerStorageReader.load_id`.
         rank: The rank that reports.
         items: Tensors and objects, or parts of tensors, that this rank loaded.
-        nbytes: Bytes that this rank read for them. Whole blocks are read where they are verified.
+        nbytes: Bytes that this rank read for them, whole blocks if they are verified.
         received_bytes: Bytes that other ranks read for it, see ``exchange`` of `TensorizerStorageReader`.
         started_at: When the load began (``time.time()``).
-        seconds: In all, from the first look at the metadata until everything was in its place.
-        plan_seconds: Of these, until the first tensor was read: the metadata, DCP's planning and its collectives, and
-            checks.
-        read_seconds: Of these, reading, verifying and converting.
+        seconds: Total time, from reading the metadata until everything was in its place.
+        plan_seconds: The part of it before the first tensor was read: the metadata, DCP's planning and its collectives,
+            and checks.
+        read_seconds: The part of it for reading, verifying and converting.
     """
 
     path: str
@@ -44,7 +44,7 @@ class LoadReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Bytes that were read in each of ``seconds``, in GB of 10**9 bytes."""
+        """Bytes that were read, divided by ``seconds``, in units of 10^9 bytes per second."""
         return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -56,18 +56,18 @@ class LoadReport:
 
 
 class LoadClock:
-    """Takes the times of a load, from now on."""
+    """Measures the times of a load that begins now."""
 
     def __init__(self) -> None:
         self._started_at = time.time()
         self._began = self._began_reading = time.perf_counter()
 
     def begin_reading(self) -> None:
-        """Everything is planned."""
+        """Notes that everything is planned."""
         self._began_reading = time.perf_counter()
 
     def report(self, **facts: Any) -> LoadReport:
-        """The report of a load that ends now, with what is not a time."""
+        """The report of a load that ends now; ``facts`` are its other fields."""
         ended = time.perf_counter()
         return LoadReport(
             **facts,
@@ -79,7 +79,7 @@ class LoadClock:
 
 
 def publish(report: LoadReport, on_report: Callable[[LoadReport], object] | None) -> None:
-    """Tells the log, and the user's callback, whose errors only the log gets."""
+    """Logs a report, and calls the user's callback, whose errors are only logged."""
     logger.info("%s", report)
     if on_report is not None:
         try:
@@ -89,13 +89,7 @@ def publish(report: LoadReport, on_report: Callable[[LoadReport], object] | None
 
 
 class LoadProgress:
-    """Tells a callback how far a load is, and every few seconds the log.
-
-    Args:
-        path: What is loaded.
-        callback: Called with the bytes that are done and the bytes in all.
-        log_seconds: Seconds between two messages of the log.
-    """
+    """Tells a callback the progress of a load, and every ``log_seconds`` the log."""
 
     def __init__(self, path: str, callback: Callable[[int, int], object] | None, log_seconds: float = 10.0) -> None:
         self._path = path
@@ -104,7 +98,7 @@ class LoadProgress:
         self._began = self._logged_at = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
-        """Tells the progress; called by one thread at a time."""
+        """Takes the bytes done and the bytes in all; called by one thread at a time."""
         if self._callback is not None:
             self._callback(done, total)
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The targets of a load: for each tensor a region of what is stored, and the tensor that receives it."""
+"""The targets of a load: a region of each stored tensor, and the tensor that receives it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,20 @@ from ..errors import ReadError
 from .validate import check_length
 
 Casts = dict[tuple[torch.dtype, torch.dtype], list[str]]
-"""The keys of tensors that are converted while they are loaded, by their dtype and that of their targets."""
+"""The keys of tensors that are converted while they are loaded, by the stored dtype and the target's."""
 
 
-@dataclass(slots=True, eq=False)  # two targets that want the same are still two
+@dataclass(slots=True, eq=False)  # two targets of the same region are not equal
 class ReadTarget:
-    """A region of a stored tensor, and the tensor that receives it.
+    """A region of a stored tensor, and the tensor that receives it."""
 
-    Attributes:
-        key: Its name in the state dict, for messages.
-        item: Where the stored tensor is.
-        shape: The stored tensor's shape.
-        region: What is wanted of the stored tensor; not empty.
-        tensor: Receives the region, and has its shape. Any dtype, device and strides, unless ``in_place``.
-        in_place: The stored bytes can be read into the memory of ``tensor`` as they are.
-        shared: Other ranks most likely read the same bytes.
-    """
-
-    key: str
+    key: str  # for messages
     item: StoredItem
-    shape: tuple[int, ...]
-    region: Region
-    tensor: torch.Tensor
-    in_place: bool
-    shared: bool = False
+    shape: tuple[int, ...]  # of the stored tensor
+    region: Region  # not empty
+    tensor: torch.Tensor  # of the region's shape; of any dtype, device and strides, unless `in_place`
+    in_place: bool  # the stored bytes can be read into its memory as they are
+    shared: bool = False  # other ranks most likely read the same bytes
 
     @classmethod
     def of(cls, key: str, item: StoredItem, shape: tuple[int, ...], region: Region, tensor: torch.Tensor) -> ReadTarget:
@@ -56,25 +46,27 @@ class ReadTarget:
 
     @classmethod
     def of_bytes(cls, key: str, item: StoredItem, start: int, tensor: torch.Tensor) -> ReadTarget:
-        """A target that gets stored bytes as they are, from the byte ``start`` on: a tensor of uint8 in host memory."""
+        """A target for stored bytes as they are, from the byte ``start`` on: a uint8 tensor in host memory."""
         region = Region((start,), (tensor.numel(),))
         return cls(key, item._replace(dtype="uint8"), (item.length,), region, tensor, in_place=True)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a stored element."""
+        """The size of a stored element in bytes."""
         return named_dtype(self.item.dtype).itemsize
 
     @property
     def run(self) -> tuple[int, int] | None:
-        """The bytes of the region in the stored tensor, from the first to after the last, if they are one run."""
+        """The region's first byte in the stored tensor and the one after its last, if its bytes are one run; otherwise
+        None.
+        """
         if self.region.size == self.shape:
             return 0, self.item.length
         first, last = self._enclosing_bytes()
         return (first, last) if last - first == math.prod(self.region.size) * self.itemsize else None
 
     def _enclosing_bytes(self) -> tuple[int, int]:
-        """The bytes of the stored tensor from the region's first element to its last."""
+        """The range of bytes in the stored tensor from the region's first element to its last."""
         first = last = 0
         for start, size, extent in zip(self.region.start, self.region.size, self.shape, strict=True):
             first = first * extent + start
@@ -88,7 +80,7 @@ def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region | None]:
-    """The question to the index for an item of a load plan (see `Index.pieces`)."""
+    """The key, offset and region of an item of a load plan, as `Index.pieces` takes them."""
     index = read_item.storage_index
     offset = None if index.offset is None else tuple(index.offset)
     if read_item.type == LoadItemType.BYTE_IO:
@@ -97,7 +89,7 @@ def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region 
 
 
 def is_object(pieces: Sequence[Piece]) -> bool:
-    """Returns whether something was stored as what ``torch.save`` made of it."""
+    """Returns whether a value was stored by ``torch.save``."""
     return bool(pieces) and pieces[0].item.kind != "tensor"
 
 
@@ -110,20 +102,11 @@ def targets_of(
     world_size: int,
     casts: Casts,
 ) -> list[ReadTarget]:
-    """The targets of one item of a load plan, after a look that it fits.
+    """The targets of one item of a load plan, after checking that it fits.
 
-    Args:
-        path: The checkpoint's, for messages.
-        metadata: The checkpoint's.
-        read_item: The planner's item.
-        pieces: Where that is stored.
-        tensor: Receives it.
-        world_size: How many ranks load.
-        casts: Gets the key, if the tensor has another dtype.
-
-    Raises:
-        ReadError: it does not fit the tensor; names the key.
-        MetadataError: the metadata contradicts itself; names the key.
+    ``pieces`` are its stored chunks, and ``tensor`` receives it. ``casts`` gets the key if the tensor has another
+    dtype. Raises `ReadError` if it does not fit the tensor, and `MetadataError` if the metadata contradicts itself;
+    both name the key.
     """
     key = read_item.dest_index.fqn
     size = tuple(read_item.lengths)
@@ -139,7 +122,7 @@ def targets_of(
         check_length(path, key, piece.item, piece.shape)
         part = tensor if piece.part.size == size else part_of(tensor, piece.part, whole)
         target = ReadTarget.of(key, piece.item, piece.shape, piece.region, part)
-        # Other ranks read the same bytes of a tensor that is replicated, or of which they want other columns.
+        # Other ranks read the same bytes of a replicated tensor, or of one of which they want other columns.
         is_replicated = isinstance(entry, TensorStorageMetadata) and size == entry.size
         target.shared = world_size > 1 and (is_replicated or target.run is None)
         targets.append(target)
@@ -166,7 +149,7 @@ def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tenso
             f"load it into a tensor of {stored_dtype}"
         )
     keys = casts.setdefault((stored_dtype, tensor.dtype), [])
-    if key not in keys[-1:]:  # each chunk of a tensor is looked at
+    if key not in keys[-1:]:  # this is called for each chunk of a tensor
         keys.append(key)
 
 
@@ -178,10 +161,10 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
-    """The targets that are read at the same time, in the order of their turns.
+    """The groups of targets that may be read at the same time, in order.
 
-    What shares memory with another one, as tied weights do, is read by itself, in the order of the plan. So the last
-    one is there as a whole, as with torch's reader. At the same time, reads would mix what they bring.
+    Targets that share memory, such as tied weights, are read one by one, in the order of the plan. So the last one is
+    whole, as with torch's reader. Reads at the same time would mix.
     """
     shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets
@@ -191,7 +174,7 @@ def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
 
 
 def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
-    """The targets whose memory another one's overlaps."""
+    """The targets whose memory overlaps that of another one."""
     placed = ((_memory(target.tensor), target) for target in targets if _has_address(target))
     overlapping: set[ReadTarget] = set()
     furthest: ReadTarget | None = None
@@ -210,7 +193,7 @@ def _has_address(target: ReadTarget) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The number of a tensor's GPU, or -1; the address of its first element, and the one after its last element."""
+    """The number of a tensor's GPU, or -1; the address of its first element, and the one after its last."""
     first = tensor.data_ptr()
     if tensor.is_contiguous():
         return tensor.get_device(), first, first + tensor.nbytes
@@ -228,7 +211,7 @@ _at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
 
 
 class RetainedPlan(LoadPlan):
-    """A load plan; the one that `keep` gives must be kept until it has come back.
+    """A load plan whose items stay on their rank. The plan that `keep` returns must be kept until it has come back.
 
     Its fields are those of `LoadPlan`. To change the items elsewhere, set them, or make a new plan.
     """
@@ -254,7 +237,7 @@ class RetainedPlan(LoadPlan):
         if self._items is None:
             self._items = pickle.loads(zlib.decompress(self._packed))
         if _at_home.get(self._token) is not self:
-            self._token = ""  # the caller may change them: so these count from now on
+            self._token = ""  # the caller may change them, so these are sent from now on
         return self._items
 
     @items.setter
@@ -262,7 +245,7 @@ class RetainedPlan(LoadPlan):
         self._items, self._token = items, ""
 
     def send_to(self, rank: int) -> None:
-        """Gives the items along if a planner has given the plan to another rank than the one that made it."""
+        """Sends the items along if a planner has given the plan to another rank than the one that made it."""
         if rank != self._rank:
             self.items = self.items
 
@@ -276,14 +259,14 @@ class RetainedPlan(LoadPlan):
 
 
 def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """Rebuilds the plan at the coordinator, with its items in one piece."""
+    """Rebuilds the plan on the coordinator, with its items in one piece."""
     plan = RetainedPlan([], storage_data, planner_data)
     plan._items, plan._packed, plan._token, plan._rank = None, packed, token, rank
     return plan
 
 
 def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """Rebuilds the plan at the rank that made it, with the items that it has kept."""
+    """Rebuilds the plan on the rank that made it, with the items that it has kept."""
     return RetainedPlan(_at_home[token].items, storage_data, planner_data)
 
 
@@ -293,22 +276,16 @@ def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
 
 
 class Located:
-    """The stored chunks of the items of a plan.
+    """The stored chunks of the items of a rank's plan. Items of the final plan that are new are located on demand.
 
-    Args:
-        index: The checkpoint's.
-        items: Those of the plan that a rank has made. Its final plan may have others, which are found when they are
-            asked for.
-
-    Raises:
-        MetadataError: something is stored nowhere, or what says where is damaged.
-        ReadError: that cannot be read.
+    Raises `MetadataError` if an item is not stored or the metadata is damaged, and `ReadError` if it cannot be read.
     """
 
     def __init__(self, index: Index, items: Sequence[ReadItem]) -> None:
         self._index = index
         located = index.locate([wanted_of(item) for item in items])
-        # By identity: to compare thousands of items takes longer than to find them. Each is kept, and so is its id.
+        # By identity, because comparing thousands of items takes longer than locating them. Items are kept alive, so
+        # that ids stay valid.
         self._by_id = {id(item): (item, pieces) for item, pieces in zip(items, located, strict=True)}
 
     @property

@@ -1,4 +1,4 @@
-"""Checks before a load changes any target: that the checkpoint is whole, and fits the ranks that load it."""
+"""Checks, before a load changes any target, that the checkpoint is whole and fits the ranks that load it."""
 
 from __future__ import annotations
 
@@ -28,24 +28,16 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class ReadFrom(NamedTuple):
-    """The part of a rank's load plan that tells the coordinator which save it is for.
-
-    Attributes:
-        save_id: Of the save that it is a plan for.
-        group: The name and the ranks of the group in which this rank exchanges what it reads; empty for none.
-        group_size: How many ranks are in it.
-    """
+    """The part of a rank's load plan that tells the coordinator which save it is for."""
 
     save_id: str
-    group: str = ""
+    group: str = ""  # name and ranks of the ``exchange`` group; empty for none
     group_size: int = 0
 
 
 def check_one_save(path: str, carried: Sequence[object]) -> None:
-    """Checks that the plans of all ranks are for one save.
-
-    Raises:
-        MetadataError: they are for several, or that is not known.
+    """Checks that the plans of all ranks are for one save; raises `MetadataError` if they are not, or if that is
+    unknown.
     """
     if len(carried) < 2:
         return
@@ -78,21 +70,18 @@ EMPTY_DICT = (
     "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
     "Other dicts need the keys that are to be loaded"
 )
-"""What is wrong with keys of `keys_below_empty_dicts`, and what to do."""
+"""Explains the problem of `keys_below_empty_dicts`, and what to do."""
 
 
 def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
-    """The paths of keys in the nested state dict that was saved; empty if the metadata does not say."""
+    """The paths of keys in the nested state dict that was saved; empty if the metadata has none."""
     return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
 
 
 def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metadata: Metadata) -> list[str]:
-    """The keys that a checkpoint has in a dict that is empty in the state: DCP loads nothing into it, and says nothing.
+    """The checkpoint's keys in dicts that are empty in the state: DCP loads nothing into these, without an error.
 
-    Args:
-        state: The nested state dict that is loaded into.
-        keys: What the checkpoint has, and the state has not.
-        metadata: The checkpoint's.
+    ``keys`` are those that the checkpoint has and the state lacks.
     """
     empty = set(_empty_dicts(state, ()))
     if not empty:
@@ -103,7 +92,9 @@ def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metada
 
 
 def warn_of_empty_dicts(path: str, planner: LoadPlanner) -> None:
-    """Says which keys are not loaded because the state dict has an empty dict in their place, as of a new optimizer."""
+    """Warns about keys that are not loaded because the state has an empty dict in their place, such as of a new
+    optimizer.
+    """
     if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict or planner.metadata is None:
         return
     more = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
@@ -121,11 +112,7 @@ def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def stored_item(path: str, metadata: Metadata, index: MetadataIndex) -> StoredItem:
-    """The location of the bytes of a chunk or object.
-
-    Raises:
-        MetadataError: the metadata does not say; names the key.
-    """
+    """The location of a chunk or object; raises `MetadataError`, naming the key, if the metadata has none."""
     place = metadata.storage_data["items"].get(item_key(index))
     if place is None:
         raise MetadataError(f"{path} has no data for {index.fqn!r} at offset {index.offset}")
@@ -133,21 +120,17 @@ def stored_item(path: str, metadata: Metadata, index: MetadataIndex) -> StoredIt
 
 
 def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Region]) -> None:
-    """Checks that the stored chunks of a tensor hold each of its elements once.
-
-    Raises:
-        MetadataError: they do not; names the key.
-    """
+    """Raises `MetadataError`, naming the key, unless the stored chunks of a tensor hold each of its elements once."""
     if not covers(shape, regions):
         held = sum(math.prod(region.size) for region in regions)
         raise MetadataError(
             f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements: they hold "
-            f"{held:,}, and a rank's part is missing or there twice"
+            f"{held:,}, and a rank's part is missing or stored twice"
         )
 
 
 def check_coverage(path: str, index: Index, keys: Iterable[str]) -> None:
-    """Checks the chunks of every tensor among ``keys`` as `check_chunks` does, unless the save has found them whole."""
+    """Checks the chunks of every tensor among ``keys`` like `check_chunks`, unless the save has found them whole."""
     for key in keys:
         layout = index.incomplete_layout(key)
         if layout is not None:
@@ -155,11 +138,7 @@ def check_coverage(path: str, index: Index, keys: Iterable[str]) -> None:
 
 
 def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) -> None:
-    """Checks that a stored tensor has as many bytes as its shape and dtype say.
-
-    Raises:
-        MetadataError: it has not; names the key.
-    """
+    """Raises `MetadataError`, naming the key, unless a stored tensor has the size of its shape and dtype."""
     if math.prod(shape) * named_dtype(item.dtype).itemsize != item.length:
         raise MetadataError(f"{path}: {key!r} of shape {shape} has {item.length:,} bytes stored")
 
@@ -167,16 +146,9 @@ def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) 
 def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     """Checks that a checkpoint whose ranks each saved for themselves is loaded by as many ranks.
 
-    All ranks of the load look at the same files, so that all of them find the same.
-
-    Args:
-        storage: The checkpoint's directory.
-        has_own: There is metadata of this rank's own.
-        world_size: How many ranks load.
-
-    Raises:
-        NotCommitted: not even the first rank's metadata is there.
-        MetadataError: another number of ranks saved it.
+    All ranks look at the same files, so that all find the same. ``has_own`` says whether this rank's own metadata
+    exists. Raises `NotCommitted` if not even the first rank's exists, and `MetadataError` if another number of ranks
+    saved it.
     """
     if storage.head(metadata_file_name(0)) is None:
         raise nothing_committed(storage)
@@ -189,10 +161,9 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
 
 
 def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
-    """Checks that a rank saved for itself all that its targets hold, where it cannot see what other ranks saved.
+    """Checks that a rank saved for itself all that its targets hold, because it cannot see what other ranks saved.
 
-    Raises:
-        MetadataError: it saved other parts; names the key.
+    Raises `MetadataError`, naming the key, if it saved other parts.
     """
     # A planner may read a part more than once.
     parts = {(i.dest_index.fqn, i.dest_index.offset, i.dest_offsets, i.lengths) for i in plan.items}
@@ -212,11 +183,7 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
 
 
 def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]) -> None:
-    """Checks that data files are there, and have the sizes that they were saved with, as ``sizes`` says.
-
-    Raises:
-        ReadError: one is missing, or has another size; names it.
-    """
+    """Checks that data files exist with their sizes; raises `ReadError`, naming the file."""
     ordered = sorted(names)
     for name, nbytes in zip(ordered, in_threads(storage.head, ordered), strict=True):
         expected = sizes[name]
@@ -230,21 +197,16 @@ def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]
 # --- the format of a directory, by its names and first bytes ----------------------------------------------------------
 
 DirectoryFormat = Literal["dcp_tensorizer", "dcp", "safetensors"]
-"""Of this package, of torch's own storage, or tensors in files of safetensors."""
+"""This package's format, that of torch's own storage, or safetensors files."""
 
 _HEAD_BYTES = 64
 _SHOWN_NAMES = 5
 
 
 def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
-    """The format of a directory's checkpoint; None if it holds none.
+    """The format of a directory's checkpoint; None if it holds none. Raises `ReadError` if it cannot be read.
 
-    Args:
-        storage: The directory.
-        rank: Whose own metadata counts, where there is none of all ranks.
-
-    Raises:
-        ReadError: it cannot be read.
+    ``rank``'s own metadata counts if there is none of all ranks.
     """
     for name in (metadata_file_name(), metadata_file_name(rank)):
         head = storage.read(name, _HEAD_BYTES)
@@ -254,7 +216,7 @@ def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
 
 
 def contents(storage: Storage) -> str:
-    """A few of the names in a directory, for an error; raises what `Storage.listing` does."""
+    """Some of the names in a directory, for an error; raises what `Storage.listing` raises."""
     files, folders = storage.listing()
     names = sorted([file.name for file in files] + [f"{folder}/" for folder in folders])
     if not names:
@@ -264,12 +226,14 @@ def contents(storage: Storage) -> str:
 
 
 def nothing_committed(storage: Storage) -> NotCommitted:
-    """The error for a path that holds no committed checkpoint: says what is there instead, as far as it can be seen."""
+    """The error for a path that holds no committed checkpoint; it says what is there instead, as far as that can be
+    seen.
+    """
     return NotCommitted(f"{storage.path} holds no committed checkpoint: {_instead(storage)}.")
 
 
 def has_data(storage: Storage) -> bool:
-    """Returns whether data of a save of this package lies in a directory; raises what `Storage.listing` does."""
+    """Returns whether a directory has data of one of this package's saves; raises what `Storage.listing` raises."""
     return any(is_data_file_name(file.name) for file in storage.listing()[0])
 
 
@@ -292,7 +256,7 @@ def _instead(storage: Storage) -> str:
 
 
 def kind_of_file(head: bytes) -> str:
-    """Describes a file that was given for a checkpoint, and what to do with it."""
+    """Describes a file that was given instead of a checkpoint, and says what to do."""
     if head.startswith(b"PK\3\4") or looks_like_pickle(head):
         return "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`"
     if head.startswith(MAGIC) or is_index(head):
@@ -308,11 +272,8 @@ def kind_of_file(head: bytes) -> str:
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     """Reads and checks a checkpoint's index: that of all ranks, or one rank's own. None if there is none.
 
-    Of a large one, the places of each rank are read when they are wanted.
-
-    Raises:
-        MetadataError: it is damaged, or of another format.
-        ReadError: it cannot be read.
+    The places of a large one are read on demand. Raises `MetadataError` if it is damaged or of another format, and
+    `ReadError` if it cannot be read.
     """
     name = metadata_file_name(rank)
     file = find_index(storage, name)
@@ -327,27 +288,27 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
 
 
 def read_head(storage: Storage) -> Head | None:
-    """Reads and checks the head of the index of all ranks; raises what `read_index` does. None if there is none."""
+    """Reads and checks the head of the index of all ranks; None if there is none. Raises what `read_index` raises."""
     file = find_index(storage, metadata_file_name())
     return None if file is None else file.head
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
-    """All that the index says, as `Index.stored_metadata` gives it; raises what `read_index` does."""
+    """The whole index, as `Index.stored_metadata` returns it; raises what `read_index` raises."""
     index = read_index(storage, rank)
     return None if index is None else index.stored_metadata()
 
 
 def unreadable(error: CheckpointError, meta: StorageMeta | None = None) -> Metadata:
-    """The metadata of a checkpoint that cannot be read: any access raises the reason.
+    """Metadata that stands for an unreadable checkpoint's: any access raises the reason.
 
-    DCP shows it to the planner, before it lets the storage raise the error.
+    DCP shows it to the planner before it lets the storage raise the error.
     """
     return Metadata(_Unreadable(error), planner_data={}, storage_meta=meta)
 
 
 class _Unreadable(dict[str, Any]):
-    """Raises an error, whatever is asked."""
+    """Raises an error on any access."""
 
     def __init__(self, error: CheckpointError) -> None:
         super().__init__()

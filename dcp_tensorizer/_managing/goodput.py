@@ -1,4 +1,4 @@
-"""Accounts for a job's time: how much went into training, and how much into checkpoints."""
+"""Measures how much of a job's time went into training, and how much into checkpoints."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class GoodputReport:
     """The cost of checkpoints for one rank of a job since its manager was made. All times are wall-clock seconds.
 
     Attributes:
-        seconds: Since the manager was made.
-        saves: That were committed.
-        failures: Saves that were not.
-        stall_seconds: That training spent in `save`. What is waited for in `wait` and `close` is not in it.
-        restore_seconds: Spent in `restore`.
+        seconds: Time since the manager was made.
+        saves: Number of committed saves.
+        failures: Number of saves that failed.
+        stall_seconds: Time that training spent in `save`, without `wait` and `close`.
+        restore_seconds: Time spent in `restore`.
         durable_seconds: From the call to the commit, on average over the saves.
     """
 
@@ -33,7 +33,7 @@ class GoodputReport:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the job could train, from 0 to 1. Steps done twice are not known here."""
+        """The share of the time in which the job could train, from 0 to 1. Steps that are repeated are not counted."""
         spent = self.stall_seconds + self.restore_seconds
         return max(0.0, 1 - spent / self.seconds) if self.seconds > 0 else 1.0
 
@@ -44,10 +44,10 @@ class GoodputReport:
         return self.stall_seconds / tries if tries else 0.0
 
     def young_interval(self, mean_time_between_failures: float) -> float:
-        """The seconds that should lie between two saves, by Young's rule: the square root of 2 x stall x MTBF.
+        """The best interval between two saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
 
-        Never less than a save takes until it is durable: before that the next one would wait for it. Before the first
-        save nothing is known, and it is 0.
+        Never less than the time until a save is durable, because the next save would wait for it; 0 before the first
+        save.
 
         Args:
             mean_time_between_failures: Of the whole job, in seconds.
@@ -66,7 +66,7 @@ class GoodputReport:
 
 
 class GoodputClock:
-    """Takes the times of a job, on several threads."""
+    """Measures the times of a job, on several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
@@ -76,26 +76,26 @@ class GoodputClock:
         self._saves = self._failures = 0
 
     def stalled(self, since: float) -> None:
-        """Training has waited since a moment."""
+        """Notes that training has waited since a moment."""
         self._stall += self.now() - since
 
     def restored(self, since: float) -> None:
-        """A checkpoint was restored since a moment."""
+        """Notes that a checkpoint was restored since a moment."""
         self._restore += self.now() - since
 
     def saved(self, since: float) -> None:
-        """A save that began at a moment is committed."""
+        """Notes that a save which began at a moment is committed."""
         with self._lock:
             self._saves += 1
             self._durable += self.now() - since
 
     def failed(self) -> None:
-        """A save has failed."""
+        """Notes that a save has failed."""
         with self._lock:
             self._failures += 1
 
     def report(self) -> GoodputReport:
-        """All of it, up to now."""
+        """The report up to now."""
         with self._lock:
             return GoodputReport(
                 seconds=self.now() - self._began,

@@ -1,4 +1,4 @@
-"""The place of a job among the checkpoints of a folder: its branch, and which checkpoints are of it."""
+"""The place of a job among the checkpoints of a folder: its branch, and the checkpoints of that branch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Place:
     """The place of a job.
 
     Attributes:
-        branch: That it is on.
-        tip: The checkpoint that it goes on from; None if there is none, or it is not known.
-        numbers: The steps of the branch that are there.
-        names: Of the directories of all steps, whatever branch they are on.
-        others: The names of those of other branches.
-        left: The newest checkpoint, if the job has gone back to before it, and has saved nothing since.
-        step: The step that the job has come to: in `save` last, or by what it has restored; -1 before the first.
+        branch: The job's branch.
+        tip: The checkpoint that it goes on from; None if there is none, or it is unknown.
+        numbers: The existing steps of the branch.
+        names: The directories' names of all steps, on any branch.
+        others: The names of the steps on other branches.
+        left: The newest checkpoint, if the job has gone back behind it, and has not saved since.
+        step: The step of the last `save` or restore; -1 before the first.
     """
 
     branch: Branch
@@ -42,7 +42,7 @@ class Place:
 
     @classmethod
     def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step], step: int = -1) -> Place:
-        """On a branch, among all checkpoints of a folder."""
+        """The place on a branch, among all checkpoints of a folder."""
         newest = newest_of(steps)
         left = None if newest is None or belongs(newest, branch) else newest
         numbers = {other.number for other in members(sound(steps), branch)}
@@ -51,19 +51,19 @@ class Place:
         return cls(branch, tip, numbers, names, others, left, step)
 
     def begin_anew(self, branch: Branch) -> None:
-        """The job goes on from something else than its last checkpoint, and nobody knows from what: on a new branch."""
+        """Moves the job to a new branch: it goes on from something unknown instead of its last checkpoint."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
         self.branch, self.tip, self.numbers, self.left = branch, None, set(), self.tip or self.left
 
     def advance(self, saved: Step | None) -> None:
-        """The last save is over; None if it failed."""
+        """Notes the result of the last save; None if it failed."""
         if saved is not None:
             self.tip, self.left = saved, None
             self.numbers.add(saved.number)
             self.names[saved.number] = saved.name
 
     def name_of(self, step: int, names: StepNames) -> str:
-        """The name of a step's directory: one that is there may be spelled in another way."""
+        """The name of a step's directory. An existing one may be padded in another way."""
         return self.names.get(step) or names.name_of(step)
 
     def record(self, step: int, metrics: dict[str, float], job: str) -> SaveRecord:
@@ -71,7 +71,7 @@ class Place:
         return SaveRecord(step, (self.tip.save_id or None) if self.tip else None, self.branch, metrics, job)
 
     def warn_of_others(self, path: str) -> None:
-        """Says which checkpoints are not of this job's branch."""
+        """Warns about checkpoints that are not of this job's branch."""
         if self.others:
             logger.warning(
                 "%s: not counted and not deleted are %s, which this job does not go on from. A save of the same step "
@@ -82,7 +82,7 @@ class Place:
 
 
 def newest_of(steps: Sequence[Step], branch: Branch | None = None) -> Step | None:
-    """The newest checkpoint that can be read, of a branch or of the current one; None if there is none."""
+    """The newest readable checkpoint of a branch, by default of the current one; None if there is none."""
     readable = sound(steps)
     branch = branch or current_branch(readable)
     return next(reversed(members(readable, branch)), None) if branch else None
@@ -94,11 +94,9 @@ def sound(steps: Sequence[Step]) -> list[Step]:
 
 
 def read_members(folder: Storage, names: StepNames, place: Place | None) -> list[Step]:
-    """The checkpoints of a job's branch as they are now; of a job that has no place yet, of the current one.
+    """The checkpoints of a job's branch as they are now; without a place, those of the current branch.
 
-    Raises:
-        MetadataError: two directories are of one step.
-        ReadError: the folder cannot be read.
+    Raises `MetadataError` if two directories are of one step, and `ReadError` if the folder cannot be read.
     """
     steps = sound(read_steps(folder, names))
     branch = current_branch(steps) if place is None else place.branch
@@ -106,12 +104,10 @@ def read_members(folder: Storage, names: StepNames, place: Place | None) -> list
 
 
 def begin(folder: Storage, names: StepNames, step: int) -> Place:
-    """The place of a job that has restored nothing, and is to save a step.
+    """The place of a job that saves a step without having restored.
 
-    Beyond the newest checkpoint it goes on from that: it has loaded it by itself. Otherwise it began anew.
-
-    Raises:
-        CheckpointError: the folder cannot be read, or two directories are of one step.
+    If the step is beyond the newest checkpoint, the job is taken to have loaded that one by itself. Otherwise it began
+    anew. Raises `CheckpointError` if the folder cannot be read, or two directories are of one step.
     """
     clean_up(folder, names)
     steps = read_steps(folder, names)
@@ -125,42 +121,31 @@ def begin(folder: Storage, names: StepNames, step: int) -> Place:
 
 
 class RestoreChoice(NamedTuple):
-    """The checkpoints that a job can be restored from.
+    """The checkpoints that a job can be restored from."""
 
-    Attributes:
-        candidates: What was asked for, and what is to fall back on; each with the branch that the job is on then.
-        steps: All checkpoints of the folder.
-    """
-
+    # the one that was asked for, then those to fall back on; each with the branch that follows
     candidates: list[tuple[Step, Branch]]
-    steps: list[Step]
+    steps: list[Step]  # all checkpoints of the folder
 
     def place(self, number: int) -> Place:
-        """The place of the job when it has restored a candidate."""
+        """The job's place after restoring a candidate."""
         step, branch = self.candidates[number]
         return Place.at(branch, step, self.steps, step.number)
 
 
 def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
-    """Finds the checkpoints that a job can be restored from: none if there are no checkpoints at all.
+    """Finds the checkpoints that a job can be restored from: step ``number`` or the newest, and with ``fallback`` those
+    before.
 
-    Args:
-        folder: Of the checkpoints.
-        names: Of their directories.
-        number: The step that was asked for; None: the newest.
-        fallback: Also give those before it.
-
-    Raises:
-        NotCommitted: there is no checkpoint of that step.
-        MetadataError: nothing is there that is understood, but something that looks like a checkpoint.
-        CheckpointError: the folder cannot be read, or two directories are of one step.
+    Raises `NotCommitted` if there is no checkpoint of that step, `MetadataError` if there are only checkpoints of
+    unknown formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
     """
     clean_up(folder, names)
     steps = read_steps(folder, names)
     branch = current_branch(sound(steps)) or TRUNK
     own = members(sound(steps), branch)
     newest = own[-1].number if own else -1
-    # One that cannot be read is on no branch: beyond the newest it is what the job has saved last.
+    # The branch of an unreadable checkpoint is unknown. Beyond the newest readable one, it is the job's last save.
     candidates = [*own, *(step for step in steps if step.problem and step.number > newest)]
     if number is not None:
         asked = [step for step in steps if step.number == number]
@@ -173,15 +158,13 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
         return RestoreChoice([], steps)
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
-    tip = own[-1] if own and is_last else None  # whoever goes on from anything else leaves the branch
+    tip = own[-1] if own and is_last else None  # a job that goes on from another step leaves the branch
     return RestoreChoice([(step, branch if step is tip else leave(step)) for step in candidates], steps)
 
 
 def _look_around(folder: Storage, names: StepNames) -> None:
-    """Sees what else is there, where a job would begin at 0.
-
-    Raises:
-        MetadataError: checkpoints that it does not know.
+    """Checks what else is in the folder before a job begins at step 0; raises `MetadataError` for unknown
+    checkpoints.
     """
     unknown, lost = others(folder, names)
     if unknown:

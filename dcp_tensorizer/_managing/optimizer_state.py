@@ -1,8 +1,9 @@
-"""The state of an optimizer that has made none yet: room for it, as the checkpoint has it, so that it is loaded.
+"""Makes room for the state of an optimizer that has none yet, so that the checkpoint's state can be loaded.
 
-An optimizer makes its state in its first step. DCP loads what the state dict asks for, and so nothing into a new one.
-torch's way is a step with gradients of zero. Here no step is taken: the checkpoint says which tensors and objects the
-state consists of, parameters say how tensors of their shape are sharded, and ``load_state_dict`` takes them.
+An optimizer makes its state in its first step. DCP loads only what the state dict has, and so nothing into a new
+optimizer. torch's way is a step with gradients of zero. Here no step is taken: the checkpoint says which tensors and
+objects the state consists of, parameters say how tensors of their shape are sharded, and ``load_state_dict`` takes
+them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,9 @@ _Path = Sequence[str | int]
 
 
 class OptimizerTarget:
-    """An optimizer that a checkpoint is loaded into.
+    """An optimizer that a checkpoint is loaded into; ``key`` is its key in the state.
 
-    Args:
-        key: Its key in the state.
-        optimizer: As it is in the state.
-        collected: What its ``state_dict`` gave. It is changed, the optimizer is not.
+    ``collected`` is the result of its ``state_dict``, which is changed; the optimizer is not.
     """
 
     def __init__(self, key: str, optimizer: torch.optim.Optimizer, collected: Any) -> None:
@@ -36,10 +34,11 @@ class OptimizerTarget:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             state = collected["state"]
         except (LookupError, TypeError, AttributeError):
-            return  # an optimizer with a state dict of its own kind
+            return  # the optimizer has its own kind of state dict
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
-        # Some of it is the optimizer's own, which stays as it is until all is loaded: a learning rate may be a tensor.
+        # Copied, because the optimizer's own groups must not change before all is loaded: a learning rate may be a
+        # tensor.
         collected["param_groups"] = [
             {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
             for group in collected["param_groups"]
@@ -48,11 +47,10 @@ class OptimizerTarget:
         self._params = {str(number): (number, param) for number, param in zip(numbers, params, strict=True)}
 
     def make_state(self, stored: Mapping[str, Any], paths: Mapping[str, _Path]) -> None:
-        """Makes room for what a checkpoint has of the state.
+        """Makes room for the part of the state that a checkpoint has.
 
-        Args:
-            stored: What the checkpoint has that the state has not, by key.
-            paths: Of the keys, in the nested state dict.
+        ``stored`` are the entries that the checkpoint has and the state lacks; ``paths`` are the keys' paths in the
+        nested state.
         """
         for key, entry in stored.items():
             path = paths.get(key, ())
@@ -60,7 +58,7 @@ class OptimizerTarget:
                 continue
             number, param = self._params.get(str(path[2]), (path[2], None))
             if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
-                continue  # the last is of a parameter that this optimizer does not have
+                continue  # of a parameter that this optimizer does not have
             value = _room(entry, param, str(path[-1]))
             if len(path) == 3:
                 self._state[number] = value
@@ -68,18 +66,13 @@ class OptimizerTarget:
                 set_element(self._state, (number, *path[3:]), value)
 
     def keys_of(self, is_one: Callable[[torch.Tensor], bool], paths: Mapping[str, _Path]) -> Iterator[str]:
-        """The keys of the state of some parameters.
-
-        Args:
-            is_one: Whether a parameter is one of them.
-            paths: Of all keys, in the nested state dict.
-        """
+        """The keys of the state of the parameters for which ``is_one`` is true; ``paths`` as in `make_state`."""
         numbers = {name for name, (_, param) in self._params.items() if is_one(param)}
         if numbers:
             yield from (key for key, path in paths.items() if self._is_of_state(path) and str(path[2]) in numbers)
 
     def owns(self, path: _Path) -> bool:
-        """Returns whether a key is the optimizer's, by its path."""
+        """Returns whether a path belongs to the optimizer."""
         return bool(path) and path[0] == self.key
 
     def _is_of_state(self, path: _Path) -> bool:
@@ -87,7 +80,7 @@ class OptimizerTarget:
 
 
 def _copied(container: Any) -> Any:
-    """Other dicts and lists of the same values."""
+    """Copies dicts and lists, but not the values in them."""
     if type(container) is dict:
         return {key: _copied(value) for key, value in container.items()}
     return [_copied(value) for value in container] if type(container) is list else container
@@ -101,17 +94,17 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
-    """Returns whether it is known how a value is sharded: as its parameter, or not at all."""
+    """Returns whether a value's sharding is known: like its parameter's, or none."""
     if not isinstance(entry, TensorStorageMetadata) or not isinstance(param, DTensor):
         return True
     return not entry.size or entry.size == param.size()
 
 
 def _room(entry: Any, param: torch.Tensor | None, name: str) -> torch.Tensor | None:
-    """Makes the tensor that an entry of the checkpoint is loaded into; None for an object, which takes its place."""
+    """Makes the tensor that an entry of the checkpoint is loaded into; None for an object, which needs none."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
-    if param is not None and entry.size == param.size() and name != "step":  # a "step" stays on the host, as in torch
+    if param is not None and entry.size == param.size() and name != "step":  # "step" stays on the host, as in torch
         return torch.empty_like(param.detach(), dtype=dtype)
-    return torch.empty(entry.size, dtype=dtype, device="cpu")  # `load_state_dict` brings it to the parameter's device
+    return torch.empty(entry.size, dtype=dtype, device="cpu")  # `load_state_dict` moves it to the parameter's device

@@ -1,4 +1,4 @@
-"""Rules for which checkpoints are kept, and the deletion of the others."""
+"""The rules that decide which checkpoints are kept, and the deletion of the others."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _Step = TypeVar("_Step", bound=_Measured)
 class Retention:
     """The rules. A checkpoint is kept if any of them keeps it; without rules all are.
 
-    Where no checkpoint has the metric, it is not known which one is the best, and all are kept.
+    If no checkpoint has the metric, the best one is unknown, and all are kept.
 
     Attributes:
-        latest: Keep so many of the newest. The newest is kept in any case.
-        every: Keep every multiple of it.
+        latest: How many of the newest to keep. The newest is always kept.
+        every: Keep the steps that are multiples of this.
         metric: Keep the best by this metric.
-        mode: Whether the least value is best, or the largest.
-        delete_after: Seconds that a checkpoint has to be old before it is deleted, where others could not see a lock.
-        delete_other_files: Delete one also if its directory holds what no save wrote, and that too.
+        mode: Whether the least or the largest value is best.
+        delete_after: Age in seconds from which a checkpoint is deleted, if others could not see a lock.
+        delete_other_files: Also delete checkpoints with files that no save wrote, and these files.
     """
 
     latest: int | None
@@ -60,12 +60,7 @@ class Retention:
         delete_after: float = 0.0,
         delete_other_files: bool = False,
     ) -> Retention:
-        """Makes the rules from the arguments of the manager.
-
-        Raises:
-            TypeError: one is of a wrong type.
-            ValueError: one has a value that is not allowed.
-        """
+        """Makes the rules from the manager's arguments; raises `TypeError` or `ValueError`."""
         check_count("keep_latest", keep_latest, optional=True)
         check_count("keep_every", keep_every, optional=True)
         metric, mode = keep_best if isinstance(keep_best, tuple) and len(keep_best) == 2 else (keep_best, "min")
@@ -82,7 +77,7 @@ class Retention:
         return self.latest is None and self.every is None and self.metric is None
 
     def best(self, steps: Sequence[_Step]) -> _Step | None:
-        """The best by the metric, the newest of equal ones; None if none has a value."""
+        """The best step by the metric, the newest of equal ones; None if none has a value."""
         if self.metric is None:
             return None
         name, sign = self.metric, -1 if self.mode == "min" else 1
@@ -90,7 +85,7 @@ class Retention:
         return max(measured, key=lambda step: (sign * step.metrics[name], step.number), default=None)
 
     def kept(self, steps: Sequence[_Step]) -> set[int]:
-        """The numbers of those that are kept."""
+        """The numbers of the steps to keep."""
         numbers = sorted((step.number for step in steps), reverse=True)
         if self.keeps_all or (self.metric is not None and not any(self.metric in step.metrics for step in steps)):
             return set(numbers)
@@ -101,26 +96,19 @@ class Retention:
         return kept if best is None else kept | {best.number}
 
 
-# Deletes checkpoints that no rule keeps, where nobody can be harmed by it.
+# --- deletion of checkpoints that no rule keeps, and that nobody uses -------------------------------------------------
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LINKED = "it is a link: remove it, and what it leads to, by hand"
+_LINKED = "it is a link: remove it, and its target, by hand"
 
 
 def retain(
     folder: Storage, names: StepNames, saved: Step, rules: Retention, check: Callable[[], object] = lambda: None
 ) -> list[Step]:
-    """Deletes what the rules do not keep of the branch of a checkpoint that has just been committed; returns that.
+    """Deletes the checkpoints of a branch that no rule keeps, after the commit of ``saved``; returns them.
 
-    That checkpoint stays in any case. What fails is said in the log: no save fails by it.
-
-    Args:
-        folder: Of the checkpoints.
-        names: Of their directories.
-        saved: The checkpoint.
-        rules: What is kept.
-        check: See `delete_old`.
+    ``saved`` itself always stays. Failures are logged, and no save fails because of them. ``check`` as in `delete_old`.
     """
     try:
         steps = members([step for step in read_steps(folder, names) if not step.problem], saved.branch)
@@ -139,14 +127,10 @@ def delete_old(
     spared: int = -1,
     check: Callable[[], object] = lambda: None,
 ) -> list[Step]:
-    """Deletes those of a branch's checkpoints that no rule keeps; returns them. What stays is said in the log.
+    """Deletes the ``steps`` of a branch that no rule keeps, except ``spared``; returns them. Reasons to stay are
+    logged.
 
-    Args:
-        folder: Of the checkpoints.
-        steps: All of the branch.
-        rules: What is kept.
-        spared: A step that stays whatever the rules say.
-        check: Called just before each deletion: it raises if this job must not delete anything any more.
+    ``check`` is called just before each deletion, and raises if this job must not delete any more.
     """
     kept, linked = rules.kept(steps) | {spared}, folder.linked_directories()
     deleted = []
@@ -174,14 +158,8 @@ def delete_step(
 ) -> str:
     """Deletes a checkpoint, its metadata first; returns why it must stay, or an empty string.
 
-    Args:
-        storage: The checkpoint's directory.
-        step: Which one it is.
-        other_files: Delete also what no save wrote. Otherwise it is a reason to stay.
-        check: See `delete_old`.
-
-    Raises:
-        CheckpointError, OSError: it cannot be looked at, or not be removed.
+    With ``other_files``, files that no save wrote are deleted, too; otherwise they are a reason to stay. Raises
+    `CheckpointError` or `OSError` if it cannot be examined or removed.
     """
     with ExitStack() as stack:
         lock = storage.lock_directory()
@@ -215,7 +193,7 @@ def _remove_tree(storage: Storage) -> None:
 
 
 def clean_up(folder: Storage, names: StepNames) -> None:
-    """Removes what dead saves have left in directories of steps, where that is proven; see `commit.dead_files`."""
+    """Removes the files of dead saves in directories of steps, if that is proven; see `commit.dead_files`."""
     if not folder.locks_are_visible:
         return
     try:
@@ -224,14 +202,14 @@ def clean_up(folder: Storage, names: StepNames) -> None:
             if names.step_in(name) is not None:
                 _clean_up_step(folder.child(name))
     except NotCommitted:
-        return  # there is no directory, as in a first run
+        return  # no directory, such as before the first save
     except (CheckpointError, OSError) as error:
         logger.info("%s: what dead saves have left is not removed: %s", folder.path, describe(error))
 
 
 def _clean_up_step(storage: Storage) -> None:
     if storage.head(metadata_file_name()) is not None:
-        return  # the next save there does it
+        return  # the next save there cleans up
     lock = storage.lock_directory()
     try:
         if lock.is_exclusive:

@@ -1,4 +1,4 @@
-"""Reads the checkpoints in a folder, by their own records and not by the times of files."""
+"""Reads the checkpoints in a folder, by their own records instead of the times of files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .._runtime.threads import in_threads
 from .._storage.base import Storage
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError
 
-# Which checkpoints belong together: a job that goes back to an earlier one begins a branch.
+# --- branches: a job that goes back to an earlier checkpoint begins one -----------------------------------------------
 #
-# A branch is known by all that led to it: the name of each branch on the way, and the step at which it left the one
-# before. So checkpoints in between may be gone. What was saved without a manager is on the `TRUNK`.
+# A branch is identified by its whole history: the name of each branch on the way, and the step at which it left the one
+# before. So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
 
 Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
@@ -48,7 +48,7 @@ def leave(at: Saved | None) -> Branch:
 
 
 def belongs(saved: Saved, branch: Branch) -> bool:
-    """Returns whether a checkpoint is on a branch, or on one of those that led to it, from before that was left."""
+    """Returns whether a checkpoint is on a branch, or on an earlier part of its history."""
     own = saved.branch[-1][0]
     for (name, _), following in zip(branch, (*branch[1:], None), strict=True):
         if name == own:
@@ -62,9 +62,9 @@ def members(steps: Iterable[_Saved], branch: Branch) -> list[_Saved]:
 
 
 def current_branch(steps: Sequence[Saved]) -> Branch | None:
-    """The branch that a job was on last; None if there are no checkpoints.
+    """The branch of the job's last save; None if there are no checkpoints.
 
-    One that was left is never it, whatever the clocks say. Of the others it is that of the last save.
+    A branch that the job has left is not considered, whatever the clocks say.
     """
     left = {name for saved in steps for name, _ in saved.branch[:-1]}
     ends = [saved for saved in steps if saved.branch[-1][0] not in left]
@@ -76,8 +76,7 @@ LATEST = "latest"
 """The file that names the directory of the newest checkpoint."""
 _MAX_NAME = 1024
 
-# What the files are called in which others keep checkpoints. Where names are not understood, only these are looked for:
-# logs and settings may lie in the folder too.
+# Suffixes of other packages' checkpoint files. Other unknown files may be logs and settings.
 _FOREIGN_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".tensors", ".tensorizer")
 
 
@@ -87,15 +86,14 @@ class Step:
 
     Attributes:
         number: The step.
-        name: Of its directory.
-        save_id: Of the save that wrote it; empty if that is not known.
-        saved_at: When, in nanoseconds since the epoch; 0 if that is not known.
-        branch: See `branches`.
-        metrics: That were recorded with it.
-        job: The run of the job that saved it; empty if that is not known.
-        problem: Why it is not one of this package that can be read; empty if it is.
-        recorded: The step that its index says, which is another one if the directory was renamed or copied; None if it
-            does not say.
+        name: The name of its directory.
+        save_id: The id of its save; empty if unknown.
+        saved_at: In nanoseconds since the epoch; 0 if unknown.
+        branch: Its branch.
+        metrics: The recorded metrics.
+        job: The run of the job that saved it; empty if unknown.
+        problem: Why it cannot be read as one of this package; empty if it can.
+        recorded: The step in its index, which differs if the directory was renamed or copied; None if there is none.
     """
 
     number: int
@@ -112,12 +110,9 @@ class Step:
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
     """The committed checkpoints in a folder, lowest step first. One request for each, for the folder, and for `LATEST`.
 
-    A listing may come from a cache. What `LATEST` names counts, if it is a checkpoint, whether or not it is listed. A
-    directory may have been moved elsewhere, with a link left in its place. One that cannot be read says why.
-
-    Raises:
-        MetadataError: two directories are of one step; names them.
-        ReadError: the folder cannot be listed.
+    A listing may come from a cache, so the checkpoint that `LATEST` names counts even if it is not listed. Directories
+    that were replaced by links count, too. Unreadable checkpoints say why. Raises `MetadataError` if two directories
+    are of one step, and `ReadError` if the folder cannot be listed.
     """
     try:
         found = {*folder.listing()[1], *folder.linked_directories()}
@@ -141,10 +136,12 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
 
 
 def _newest(folder: Storage) -> str:
-    """The name that `LATEST` has; empty if there is none. One without its line's end is cut off: of an old size."""
+    """The name in `LATEST`; empty if there is none. A name without a newline is incomplete: the size came from a
+    cache.
+    """
     try:
         name = (folder.read(LATEST, _MAX_NAME) or b"").decode()
-    except (CheckpointError, UnicodeDecodeError):  # a directory of that name, say
+    except (CheckpointError, UnicodeDecodeError):  # such as a directory of that name
         return ""
     return name[:-1] if name.endswith("\n") and not {"/", "\\", "\0"} & set(name) else ""
 
@@ -159,7 +156,7 @@ def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:
 
 
 def step_of(number: int, name: str, head: Head) -> Step:
-    """A checkpoint of which the head has been read. Its directory has the last word on its number."""
+    """A checkpoint whose head has been read. The directory's name decides on its number."""
     record, save_id = head.record, head.save_id if isinstance(head.save_id, str) else ""
     if record is None:
         return Step(number, name, save_id, head.saved_at)
@@ -169,19 +166,14 @@ def step_of(number: int, name: str, head: Head) -> Step:
 
 
 class Others(NamedTuple):
-    """Other contents of a folder where `read_steps` found no checkpoint.
+    """Other contents of a folder where `read_steps` found no checkpoint."""
 
-    Attributes:
-        unknown: What looks like a checkpoint: names of directories, and files.
-        lost: Directories of steps that hold data without metadata.
-    """
-
-    unknown: list[str]
-    lost: list[str]
+    unknown: list[str]  # directories and files that look like checkpoints
+    lost: list[str]  # directories of steps that have data without metadata
 
 
 def others(folder: Storage, names: StepNames) -> Others:
-    """Looks around in a folder; raises `ReadError` if it cannot be listed. One request for it and each directory."""
+    """Looks for other contents of a folder, by one request for it and each directory; raises `ReadError`."""
     try:
         files, folders = folder.listing()
         folders = sorted([*folders, *folder.linked_directories()])
@@ -189,7 +181,7 @@ def others(folder: Storage, names: StepNames) -> Others:
         return Others([], [])
     found = Others([], [])
     for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
-        is_step = names.step_in(name) is not None  # data alone is no checkpoint there: dead saves leave it
+        is_step = names.step_in(name) is not None  # data alone is not a checkpoint: dead saves leave it
         if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
             found.unknown.append(name)
         elif is_step and any(map(is_data_file_name, inside)):
@@ -209,23 +201,17 @@ def _is_of_checkpoint(name: str) -> bool:
     return name == metadata_file_name() or name.endswith(_FOREIGN_SUFFIXES)
 
 
-# The names of the directories that steps are in.
+# --- the names of steps' directories ----------------------------------------------------------------------------------
 
-_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # other bases, commas and exponents show in some of them
+_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # some of them reveal other bases, commas and exponents
 
 
 class StepNames:
-    """Names such as ``step-20``, known by their number: ``step-000020`` is the same step.
+    """Names such as ``step-20``, recognised by their number: ``step-000020`` is the same step.
 
-    Args:
-        template: The name with ``{}`` where the number goes; ``{:06}`` pads it.
-
-    Attributes:
-        shown: The template with ``N`` for the number, however that is padded: ``step-N``.
-
-    Raises:
-        TypeError: it is no string.
-        ValueError: it has not one place for a number, or cannot be the name of one directory.
+    ``template`` is the name with ``{}`` for the number; ``{:06}`` pads it. ``shown`` has ``N`` instead of the number.
+    Raises `TypeError` unless it is a string, and `ValueError` unless it has one place for a number and can name a
+    directory.
     """
 
     def __init__(self, template: str) -> None:
@@ -253,6 +239,6 @@ class StepNames:
         return self.template.format(step)
 
     def step_in(self, name: str) -> int | None:
-        """The step whose directory has a name; None if it is of something else."""
+        """The step whose directory has a name; None for other names."""
         match = self._pattern.fullmatch(name)
         return None if match is None else int(match[1])

@@ -1,6 +1,6 @@
-"""Finds what a dead job has left in local folders: who has it, and whether it can be loaded.
+"""Finds saves of a dead job in local folders: which node has them, and whether they can be loaded.
 
-Each rank sees the local folder of its own node. So they tell each other what they have.
+Each rank sees only the local folder of its own node. So ranks tell each other what they have.
 """
 
 from __future__ import annotations
@@ -25,66 +25,43 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _CLAIM_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-_ASK_SECONDS = 5.0  # so that no collective waits for longer than a group allows
+_ASK_SECONDS = 5.0  # between two agreements, so that none takes longer than the group's timeout
 
 
 class UnflushedPart(NamedTuple):
-    """A record that is not on the remote yet.
+    """A record of a save that is not on the remote yet."""
 
-    Attributes:
-        place: Of the checkpoint.
-        rank: Who saved it.
-        files: Of the rank, and the bytes in each.
-        commit: Those of all ranks, on the rank that commits; None on others.
-        is_confirmed: On another rank: it is known that the save was committed.
-        is_alive: The writer lives that has saved it.
-    """
-
-    place: str
-    rank: int
-    files: dict[str, int]
-    commit: dict[str, int] | None
-    is_confirmed: bool = False
-    is_alive: bool = False
+    place: str  # of the checkpoint
+    rank: int  # that saved it
+    files: dict[str, int]  # the rank's, with their sizes
+    commit: dict[str, int] | None  # those of all ranks, on the rank that commits; None on others
+    is_confirmed: bool = False  # on another rank: the save is known to be committed
+    is_alive: bool = False  # the writer that saved it is alive
 
 
 class Left(NamedTuple):
-    """The saves that lie in the local folder of a rank.
+    """The saves in a rank's local folder."""
 
-    Attributes:
-        held: The files that are there.
-        parts: What is not on the remote yet.
-        can_list: Whether the rank can tell at all.
-    """
-
-    held: set[str]
-    parts: list[UnflushedPart]
-    can_list: bool
+    held: set[str]  # the existing files
+    parts: list[UnflushedPart]  # not on the remote yet
+    can_list: bool  # whether the rank can list its folder
 
 
 class _Loss(NamedTuple):
-    """A save that will not be on the remote.
-
-    Attributes:
-        files: Of it, as far as they are known.
-        reason: Why.
-        is_known: It is known to have been committed.
-    """
+    """A save that will not get to the remote."""
 
     place: str
-    files: set[str]
+    files: set[str]  # as far as they are known
     reason: str
-    is_known: bool
+    is_known: bool  # it is known to have been committed
 
 
 def settle(flushing: Flushing | None, agreement: Agreement) -> None:
-    """Lets the flush bring what a job before has left, and waits for it where it could not be loaded otherwise.
+    """Lets the flush finish saves of an earlier job, and waits for it if they could not be loaded otherwise.
 
-    Where all ranks see one local folder, it is loaded from there. What a lost node had is given up, with an error in
-    the log of each rank, and what is of it on the remote goes. Every rank calls it.
-
-    Raises:
-        WriteError: a rank is gone.
+    If all ranks see one local folder, they are loaded from there. Saves of a lost node are given up, with an error in
+    each rank's log, and their files on the remote are removed. Every rank calls it. Raises `WriteError` if a rank is
+    gone.
     """
     if flushing is None:
         return
@@ -104,7 +81,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     ]
     everybody = agreement.gathered(Left(held, parts, can_list))
     losses = list[_Loss]()
-    if all(left.can_list for left in everybody) and _suspects(everybody):  # or else the flush gives it its time
+    if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush decides in its time
         losses = agreement.decided(lambda: _losses(flushing, _suspects(everybody)))
     for loss in losses:
         _give_up(flushing, own, loss)
@@ -112,7 +89,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     is_far = any(
         part.commit is not None and not part.commit.keys() <= held for left in everybody for part in left.parts
     )
-    (must_wait,) = agreement.largest(int(is_far))  # and all have given up by then what is lost
+    (must_wait,) = agreement.largest(int(is_far))  # by then all have given up the lost ones
     for loss in losses:
         if agreement.is_first:
             _clear(flushing, loss)
@@ -127,7 +104,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
 
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
-    """The files of a record that are there. What cannot be read counts: the flush tries that for a while."""
+    """The existing files of a record. Files that cannot be read count, because the flush tries again for a while."""
     local, whole = LocalStorage(flushing.target.folder(record.place)), set[str]()
     for name, nbytes in record.files.items():
         try:
@@ -140,10 +117,10 @@ def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
 
 
 def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[str]]]:
-    """The saves that seem to be lost: the parts that are known of each, and the files that nobody has.
+    """The saves that seem to be lost: the known parts of each, and the files that nobody has.
 
-    Of a commit some files are on no node of this job. Or there are parts, and no node of this job has their commit.
-    What a writer has saved that lives is not for others to judge: a job may load what another one saves.
+    Either files of a commit are on no node of this job, or no node has the commit of some parts. Saves of a living
+    writer do not count: a job may load what another one saves.
     """
     held = set[str]().union(*(left.held for left in everybody))
     parts = [part for left in everybody for part in left.parts]
@@ -162,7 +139,7 @@ def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[
 
 
 def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], set[str]]]) -> list[_Loss]:
-    """Returns the suspects that are not on the remote, either. Those that cannot be looked at are waited for."""
+    """The suspects that are not on the remote either. If the remote cannot be read, they are waited for."""
     losses = []
     for parts, missing in suspects:
         place, commit = parts[0].place, parts[0].commit
@@ -176,7 +153,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
                 continue
             files = {name for part in parts for name in part.files}
             if files & named_files(remote, metadata_file_name()):
-                continue  # it has arrived, and only that has not been seen yet
+                continue  # it has arrived, which the local record does not show yet
         except CheckpointError as error:
             logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, place, str(error))
             continue
@@ -189,7 +166,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
 
 
 def _give_up(flushing: Flushing, own: Sequence[tuple[FlushEntry, FlushRecord]], loss: _Loss) -> None:
-    """Gives up what this node has of a loss."""
+    """Gives up this node's part of a loss."""
     for entry, record in own:
         if (
             record.place == loss.place
@@ -202,22 +179,22 @@ def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, re
     deadline = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < deadline:
         now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)
-        if now is None:  # another rank of this node was first
+        if now is None:  # another rank of this node has done it
             return
         with flushing.queue.claimed(now) as is_free:
             if is_free:
                 try:
                     flushing.queue.give_up(now, record, reason, TOLD)
-                except CheckpointError as error:  # then the flush gives it up; the other ranks wait for this one
+                except CheckpointError as error:  # the flush gives it up later; the other ranks wait for this one
                     logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
                     return
                 drop(flushing.queue, now._replace(state=TOLD), record)
                 return
-        time.sleep(_LOOK_SECONDS)  # it is flushed, by another job say
+        time.sleep(_LOOK_SECONDS)  # it is being flushed, perhaps by another job
 
 
 def _clear(flushing: Flushing, loss: _Loss) -> None:
-    """Removes what the remote has of a loss: also what a lost node has sent, which has the save's id in its name."""
+    """Removes a loss from the remote: also files that a lost node has sent, which have the save's id in their names."""
     with suppress(CheckpointError, OSError):
         remote = flushing.target.open(loss.place)
         ids, found = {save_id_in(name) for name in loss.files}, set[str]()
@@ -237,7 +214,9 @@ def _remove_empty(remote: Storage) -> None:
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:
-    """Waits until no rank has anything to commit on the remote, or nothing has gone on for the timeout anywhere."""
+    """Waits until no rank has anything to commit on the remote, or until nothing has made progress anywhere for the
+    timeout.
+    """
     logger.info(
         "%s: waiting for what the job before has left in local folders, which no node has as a whole",
         flushing.target.name,

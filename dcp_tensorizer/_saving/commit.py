@@ -1,4 +1,4 @@
-"""The commit: ``.metadata`` is replaced atomically, and only then what it replaced is removed."""
+"""The commit: ``.metadata`` is replaced atomically; only then are the files of the replaced checkpoint removed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from ..errors import CheckpointError, WriteError
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
-    """Locks a directory for a save, on whoever will commit it, before any rank writes; removes what dead saves left.
+    """Locks a directory for a save, on the rank that commits it, before any rank writes; removes the files of dead
+    saves.
 
-    A save belongs to whoever commits it. Where none is under way, what saves have recorded there and no metadata names
-    can never become part of a checkpoint.
-
-    Raises:
-        WriteError: the directory cannot be opened, or another save cleans up there for longer than ``timeout`` seconds.
+    If no save is under way, files that saves have recorded there and no metadata names can never become part of a
+    checkpoint. Raises `WriteError` if the directory cannot be opened, or another save cleans up there for longer than
+    ``timeout`` seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
@@ -48,9 +47,9 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
 
 
 def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
-    """Leaves a record of each save, where that is possible.
+    """Leaves a record of each save, if possible.
 
-    Whoever finds it in this very directory, and the directory locked by nobody, knows that the save is over.
+    If a record is found in this very directory, and nobody has locked the directory, the save is over.
     """
     for save_id in set(save_ids):
         storage.put_record(record_file_name(save_id))
@@ -58,37 +57,31 @@ def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
 
 def remove_records(storage: Storage, save_ids: Iterable[str]) -> None:
     """Removes the records of saves whose files are gone, or named by the metadata."""
-    if storage.locks_are_visible:  # elsewhere there are none, and to look costs requests
+    if storage.locks_are_visible:  # elsewhere there are no records, and looking costs requests
         remove(storage, map(record_file_name, set(save_ids)))
 
 
 def drop_record(storage: Storage, save_id: str) -> None:
-    """Removes the record of a save that has failed, unless files of it are left: it proves that they are dead."""
+    """Removes the record of a failed save, unless files of it are left, which the record proves to be dead."""
     if storage.locks_are_visible:
-        with suppress(Exception):  # who cannot tell leaves it
+        with suppress(Exception):  # if that is unknown, the record stays
             names = [file.name for file in storage.listing()[0]]
             if not any(is_data_file_name(name) and save_id_in(name) == save_id for name in names):
                 remove_records(storage, [save_id])
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Selects a directory's files that are of dead saves, if no save is under way there: their records prove it.
+    """Selects a directory's files that provably belong to dead saves, if no save is under way there.
 
-    Others that no metadata names may be on their way into the directory, or of a save whose lock is not to be seen.
-
-    Raises:
-        CheckpointError: which ones those are cannot be told.
+    Other files that no metadata names may be copies under way, or of a save whose lock is not visible. Raises
+    `CheckpointError` if the metadata or records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
     return [name for name in leftovers(storage, names) if save_id_in(name) in records] if records else []
 
 
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Selects a directory's files that are of saves that are not committed; their records come last.
-
-    Raises:
-        CheckpointError: which ones those are cannot be told.
-    """
+    """Selects a directory's files of saves that are not committed, their records last; raises `CheckpointError`."""
     kept: set[str] = set()
     for name in names:
         if is_metadata_file_name(name):
@@ -111,29 +104,29 @@ def commit(
     check: Callable[[], object] = lambda: None,
     is_owned: bool = False,
 ) -> None:
-    """Makes a save the checkpoint at its path. All of its data must be durable by now. Its records go.
+    """Makes a save the checkpoint at its path, and removes its records. All of its data must be durable.
 
-    The files of the checkpoint that it replaces (`replaced_files`, asked before) can then be removed.
+    Afterwards the files of the replaced checkpoint (`replaced_files`, called before) can be removed.
 
     Args:
         storage: The checkpoint's directory.
-        metadata: DCP's, with the save's id in its ``storage_meta``; it is not changed, because with plan caching the
-            planner hands the same one out again.
-        parts: What each rank has written.
-        rank: None, or the rank that commits its own part when ranks save without collectives.
+        metadata: DCP's, with the save's id in its ``storage_meta``. It is not changed, because with plan caching the
+            planner returns the same object again.
+        parts: The ranks' reports of what they wrote.
+        rank: The rank that commits its own part, if ranks save without collectives; otherwise None.
         sync: Make the metadata durable.
-        overwrite: Replace a checkpoint at the path; otherwise that is an error, also where another job has committed
-            one since the save began.
+        overwrite: Replace a checkpoint at the path. Otherwise that is an error, also if another job has committed one
+            since the save began.
         cipher: The key of an encrypted checkpoint.
-        entries: Of the saves before, see `encode`.
-        record: What a manager says of the save.
-        check: Called just before the metadata is put: it raises `Refused` if the save must not be committed any more.
-        is_owned: The directory is this run's alone, as ``check`` says. So metadata that is put there after that by
-            another run is not replaced, as far as the storage can tell (`Storage.put_if`).
+        entries: Sections of earlier saves, see `encode`.
+        record: The manager's record of the save.
+        check: Called just before the metadata is put; raises `Refused` if the save must no longer be committed.
+        is_owned: ``check`` ensures that only this run uses the directory. If another run puts metadata there after that
+            check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
 
     Raises:
-        WriteError: nothing has been committed, what was committed before is untouched, and the save's files are
-            removed. Or it may have been, or will be, as after a lost answer: then all files stay.
+        WriteError: nothing has been committed, the checkpoint before is untouched, and the save's files are removed. Or
+            the outcome is unknown, as after a lost answer: then all files stay.
     """
     assert metadata.storage_meta is not None and metadata.storage_meta.save_id is not None
     files = dict(file for part in parts for file in part.files)
@@ -154,16 +147,14 @@ def commit(
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
-    """Looks that the data of all ranks is where the metadata will say, as every load will look.
-
-    Raises:
-        Refused: some is not; names its ranks, and why that may be.
+    """Checks that the data of all ranks is at its place, as every load will; otherwise raises `Refused`, naming
+    ranks.
     """
     names = list(files)
     try:
         sizes = in_threads(storage.head, names)
     except CheckpointError as error:
-        raise Refused(f"{storage.path}: cannot look whether all data is there: {error}") from error
+        raise Refused(f"{storage.path}: cannot check whether all data is there: {error}") from error
     missing = [name for name, size in zip(names, sizes, strict=True) if size != files[name]]
     if missing:
         ranks = sorted({data_file_rank(name) for name in missing})
@@ -178,16 +169,15 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
 def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     """The data files of the checkpoint that `commit` would replace now.
 
-    They can be asked for while data is being written. Of a checkpoint that another job commits in between, the files
-    are then left behind.
+    It may be called while data is being written. If another job commits a checkpoint in between, its files stay.
     """
-    with suppress(Exception):  # not one of ours, or it cannot be read: no reason to fail a save that is committed
+    with suppress(Exception):  # not one of ours, or unreadable: a committed save must not fail because of it
         return _named_files(storage, metadata_file_name(rank))
     return set()
 
 
 def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
-    """The index of a save, as bytes; takes the options of `encode`, and raises `Refused`."""
+    """The index of a save as bytes; takes the options of `encode`, and raises `Refused`."""
     try:
         return encode(metadata, parts, **options)
     except Exception as error:
@@ -195,12 +185,12 @@ def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], *
 
 
 def remove(storage: Storage, names: Iterable[str]) -> None:
-    """Removes files that belong to no checkpoint; what cannot be removed only costs space."""
+    """Removes files that belong to no checkpoint. Files that cannot be removed only take space."""
     names = tuple(names)
     try:
         storage.remove(*names)
     except Exception:
-        for name in names:  # one that cannot be removed does not keep the others
+        for name in names:  # one by one, so that a failure does not keep the others
             with suppress(Exception):
                 storage.remove(name)
 
@@ -213,28 +203,17 @@ def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """The data files that a metadata file names, read from its head alone.
-
-    Raises:
-        CheckpointError: it is damaged, not one of ours, or cannot be read.
-    """
+    """The data files that a metadata file names, read only from its head; raises `CheckpointError`."""
     file = find_index(storage, name)
     return set() if file is None else set(data_files(file.head))
 
 
-# The encryption keys of a save: every rank must have the same one, or nobody could load the checkpoint.
+# --- encryption keys: if ranks had different ones, nobody could load the checkpoint -----------------------------------
 
 
 def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: Storage) -> None:
-    """Checks that all ranks have the same key, or none.
-
-    Args:
-        cipher: The coordinator's.
-        parts: What each rank has written.
-        storage: The checkpoint's directory.
-
-    Raises:
-        WriteError: a rank has another key. The save's files are removed.
+    """Raises `WriteError`, and removes the save's files, if a rank has another key than the coordinator's
+    ``cipher``.
     """
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is None:
@@ -247,38 +226,33 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: St
     )
 
 
-# How a checkpoint's files are removed: in an order after which nobody finds half of one, however far it has come.
+# --- removing a checkpoint, in an order in which nobody ever finds half of one ----------------------------------------
 
 
 def withdraw(storage: Storage, names: Sequence[str]) -> None:
-    """Removes the metadata: from now on there is no checkpoint. What is left is known as of a dead save.
+    """Removes the metadata, so that there is no checkpoint any more; the other files count as a dead save's.
 
-    Args:
-        storage: The directory.
-        names: Of all files in it.
-
-    Raises:
-        OSError: it cannot be removed.
+    ``names`` are all files in the directory. Raises `OSError` if it cannot be removed.
     """
     put_records(storage, map(save_id_in, filter(is_data_file_name, names)))
     storage.remove(*filter(is_metadata_file_name, names))
-    storage.sync_directory()  # after a crash there may be data without metadata, but not the other way
+    storage.sync_directory()  # so that a crash may leave data without metadata, but never the reverse
 
 
 def remove_files(storage: Storage, names: Sequence[str]) -> None:
-    """Removes all but the metadata, and the directory if it is empty then; raises `OSError`."""
+    """Removes all files but the metadata, and then the directory if it is empty; raises `OSError`."""
     storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
     remove_records(storage, map(save_id_in, filter(is_data_file_name, names)))
     storage.remove_directory()
 
 
-# What a rank has written for a save that then failed on another rank: it is removed by the rank that wrote it.
+# --- files of a save that has failed on another rank ------------------------------------------------------------------
 #
-# A rank whose own part fails leaves nothing behind. The others have written theirs by then, and learn of it from DCP's
-# error. Where everybody sees a lock, the next save or restore removes what they have left. Elsewhere nobody else can
-# know whose files those are.
+# A rank whose own part fails removes its files. The others have written theirs by then, and learn of the failure from
+# DCP's error. If locks are visible, the next save or restore removes their files. Elsewhere nobody else can know whose
+# files those are, so each rank removes its own.
 
-_MARK = "_dcp_tensorizer_before_commit"  # in an error that goes to the other ranks
+_MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to the other ranks
 
 
 class WrittenFiles:
@@ -289,25 +263,27 @@ class WrittenFiles:
         self._names: tuple[str, ...] = ()
 
     def note(self, storage: Storage, names: Iterable[str]) -> None:
-        """The rank has written these, and nobody else will remove them."""
+        """Notes files that this rank has written, and that nobody else will remove."""
         self._storage, self._names = storage, tuple(names)
 
     def remove(self) -> None:
-        """Removes them: the save was not committed, and will not be. Idempotent; what cannot be removed stays."""
+        """Removes them, because the save was not and will not be committed. Idempotent; files that cannot be removed
+        stay.
+        """
         if self._storage is not None:
             remove_with_records(self._storage, self._names)
         self._storage, self._names = None, ()
 
 
 def failed_before_commit(error: BaseException) -> None:
-    """Notes in an error, which goes to all ranks, that a rank's part has failed: so the commit was never begun."""
+    """Marks an error, which goes to all ranks: a rank's part has failed, so the commit never began."""
     vars(error)[_MARK] = True
 
 
 def is_uncommitted(error: BaseException) -> bool:
-    """Returns whether what DCP raises says that a save was not committed, and will not be.
+    """Returns whether an error of DCP's proves that a save was not committed, and will not be.
 
-    A failure of the commit itself does not say so: its answer may have been lost.
+    A failure of the commit itself proves nothing, because its answer may have been lost.
     """
     failures = getattr(error, "failures", None)
     causes = [cause for cause, _ in failures.values()] if isinstance(failures, Mapping) else [error]

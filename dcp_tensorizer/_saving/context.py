@@ -1,4 +1,4 @@
-"""The state that the saves of one writer share, and that each of its sessions works with."""
+"""The state that the saves of one writer share, and that its sessions use."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ class SaveContext:
     """The part of a writer that a session needs: options, its place in the engine, and who gets its reports.
 
     Args:
-        options: Of the writer.
+        options: The writer's options.
         on_report: Called with the report of each save.
         closed: The writer has been closed, and stages nothing.
 
     Attributes:
-        options: Of the writer.
-        engine: Has the buffers that saves are written from, and the process that writes them.
-        stager: Copies state dicts there.
-        flushing: Of the local folder, if there is one.
-        reports: Takes what saves cost to the user.
-        freshness: Knows whether a save differs from the one before.
-        id: Of the writer.
-        owner: Says whether the folder of the saves is still this run's; None where nobody claims it.
-        closed: The writer has been closed.
+        engine: The staging buffers and the writer process.
+        stager: Copies state dicts to the buffers.
+        flushing: The flush of the local folder, if there is one.
+        reports: Passes the reports of saves to the user.
+        freshness: Compares each save with the one before.
+        id: The writer's id.
+        owner: The run's claim to the folder of the saves; None if nobody claims it.
     """
 
     def __init__(
@@ -62,13 +60,13 @@ class SaveContext:
         self._life: Life | None = None
 
     def show_life(self) -> None:
-        """Says in the local folder that what this writer saves there is of no dead job, until it is closed."""
+        """Shows in the local folder, until the writer is closed, that its saves there are not those of a dead job."""
         if self.flushing is not None and self._life is None and not self.closed:
             with suppress(CheckpointError, OSError):
                 self._life = Life(self.flushing.queue, self.id)
 
     def reusing_save(self) -> ReusingSave | None:
-        """Returns what knows which parts of a save need not be written again; None if everything is to be written."""
+        """Returns a `ReusingSave` that decides what need not be written again; None if everything is written."""
         options = self.options
         if not options.write.reuse_unchanged:
             return None

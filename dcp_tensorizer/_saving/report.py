@@ -1,4 +1,4 @@
-"""The cost of a save, for logs and for the users' own metrics."""
+"""The cost of a save, for logs and for users' own metrics."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ class SaveReport:
     """One save, as one rank sees it. Seconds are wall-clock time; those of the writer process overlap.
 
     Attributes:
-        path: Where it went, without credentials.
+        path: The checkpoint's path, without credentials.
         save_id: Identifies the save; part of the names of its files.
         rank: The rank that reports.
         nbytes: Bytes of tensors and objects that this rank wrote.
-        reused_nbytes: Of these, what was in files of an earlier save, and was not written again (``reuse_unchanged``).
-        files: Data files that this rank wrote, or reused.
-        attempts: 1, or 2 when the writer process died and a fresh one wrote everything once more.
-        started_at: When staging began, or a save that stages nothing (``time.time()``).
+        reused_nbytes: The part of them that was in files of an earlier save, and was not written again
+            (``reuse_unchanged``).
+        files: Data files that this rank wrote or reused.
+        attempts: 1, or 2 if the writer process died and a fresh one wrote everything again.
+        started_at: When staging began, or a save without staging (``time.time()``).
         seconds: From then until it was durable.
-        wait_seconds: In `stage`, until the save before was over; before ``started_at``.
-        stage_seconds: In `stage`, for the copy. 0 for a synchronous save.
-        plan_seconds: In DCP's planning and its collectives.
-        resolve_seconds: In this process, from the finished plan to the request and from the answer to the results.
-        hash_seconds: In the writer process until all hashes were known; it writes meanwhile.
-        write_seconds: Of that and after it, in write calls and fsync.
-        commit_seconds: In publishing ``.metadata``; None on ranks that do not commit.
+        wait_seconds: Time in `stage` until the save before was over; before ``started_at``.
+        stage_seconds: Time in `stage` for the copy; 0 for a synchronous save.
+        plan_seconds: Time in DCP's planning and its collectives.
+        resolve_seconds: Time in this process from the finished plan to the request, and from the answer to the
+            results.
+        hash_seconds: Time in the writer process until all hashes were known; it also writes meanwhile.
+        write_seconds: Time in write calls and fsync, which overlaps ``hash_seconds``.
+        commit_seconds: Time to publish ``.metadata``; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).
-        remote_durable_at: When the remote had the checkpoint as a whole; None before that, and without ``local``.
+        remote_durable_at: When the remote had the whole checkpoint; None before that, and without ``local``.
     """
 
     path: str
@@ -72,12 +74,12 @@ class SaveReport:
 
     @property
     def stall_seconds(self) -> float:
-        """The seconds that training waited: for the save before, and for the copy."""
+        """How long training waited: for the save before, and for the copy."""
         return self.wait_seconds + self.stage_seconds
 
     @property
     def gigabytes_per_second(self) -> float:
-        """`nbytes` in `seconds`, in units of 10^9 bytes a second."""
+        """`nbytes` divided by `seconds`, in units of 10^9 bytes per second."""
         return self.nbytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:
@@ -93,11 +95,7 @@ class SaveReport:
 
 
 class SaveTimes:
-    """Takes the times of a save that begins now, and makes its report.
-
-    Args:
-        staging: When it was staged; None if it stages nothing.
-    """
+    """Measures the times of a save that begins now, and makes its report. ``staging`` is None if it stages nothing."""
 
     def __init__(self, staging: StageTimes | None = None) -> None:
         self._staging = staging or StageTimes(time.time())
@@ -105,7 +103,7 @@ class SaveTimes:
         self._commit_began = 0.0
 
     def planned(self) -> None:
-        """The plan is finished."""
+        """Notes that the plan is finished."""
         self._planned = time.perf_counter()
 
     def written(self, *, path: str, save_id: str, rank: int, nbytes: int, written: Written) -> SaveReport:
@@ -130,11 +128,11 @@ class SaveTimes:
         )
 
     def commit_begins(self) -> None:
-        """All ranks have written, and the commit is next."""
+        """Notes that all ranks have written, and the commit begins."""
         self._commit_began = time.perf_counter()
 
     def committed(self, report: SaveReport) -> SaveReport:
-        """The report of a save that is committed now, from that of its data."""
+        """The report of a save that is committed now, made from the report of its data."""
         now = time.time()
         return dataclasses.replace(
             report,
@@ -145,25 +143,22 @@ class SaveTimes:
 
 
 class Reports:
-    """Takes each save's report to the log and to the user.
-
-    Attributes:
-        on_report: The user's function.
-        last: The last one.
-    """
+    """Passes each save's report to the log and to the user's ``on_report``; ``last`` is the last one."""
 
     def __init__(self, on_report: Callable[[SaveReport], object] | None) -> None:
         self.on_report = on_report
         self.last: SaveReport | None = None
 
     def publish(self, report: SaveReport) -> None:
-        """Logs a report, and gives it to the user's function, whose failure is logged and fails nothing."""
+        """Logs a report, and calls the user's function. If that fails, the error is logged, and the save does not
+        fail.
+        """
         self.last = report
         logger.info("%s", report)
         self._tell(report)
 
     def arrived(self, report: SaveReport, moment: float) -> None:
-        """The remote has a save that was reported before: then that is reported, too."""
+        """Reports a save again when the remote has it."""
         report = dataclasses.replace(report, remote_durable_at=moment)
         if self.last is None or self.last.save_id == report.save_id:
             self.last = report
@@ -174,22 +169,21 @@ class Reports:
         if self.on_report is not None:
             try:
                 self.on_report(report)
-            except (Exception, CheckpointException):  # DCP's is no Exception
+            except (Exception, CheckpointException):  # DCP's does not derive from Exception
                 logger.exception("on_report failed; the save did not")
 
 
-# Whether a save differs from the one before: a job that saves one state again and again has lost its training.
+# --- stale states: a job that saves the same values again and again does not save the state that it trains ------------
 
-_DIGEST_BYTES = 8  # the last digest of a tensor is of all of it
-_KEYS_SENT = 3  # by each rank
+_DIGEST_BYTES = 8  # a tensor's last digest covers all of it
+_KEYS_SENT = 3  # per rank
 _KEYS_SHOWN = 5
 
 
 class Freshness:
     """Compares the digests of a rank's floating-point tensors with those of its save before.
 
-    Attributes:
-        must_change: Patterns of the keys that are compared, as `fnmatch` has them.
+    ``must_change`` are patterns of the keys to compare, as in `fnmatch`.
     """
 
     def __init__(self) -> None:
@@ -198,14 +192,10 @@ class Freshness:
         self._digests: dict[ItemKey, bytes] = {}
 
     def compare(self, step: int, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
-        """Compares a save with the one before, and remembers it.
+        """Compares a save with the one before, and remembers it; ``places`` has everything that the rank has written.
 
-        Args:
-            step: Of the save.
-            places: Where everything is that the rank has written.
-
-        Returns:
-            The keys of the first tensors if none has changed; nothing if one has; None if there is nothing to compare.
+        Returns the first keys if none of their tensors has changed, an empty tuple if one has, and None if nothing can
+        be compared.
         """
         before, self._digests = self._digests, {k: v.digests[-_DIGEST_BYTES:] for k, v in places.items() if _counts(v)}
         step_before, self._step = self._step, step
@@ -220,10 +210,7 @@ class Freshness:
 def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | None]) -> None:
     """Logs a warning if no rank has saved a tensor that differs from its save before.
 
-    Args:
-        path: Of the checkpoint.
-        step: Of the save.
-        unchanged: What `Freshness.compare` has found, by rank.
+    ``unchanged`` are the results of `Freshness.compare` by rank.
     """
     found = [keys for keys in unchanged if keys is not None]
     if found and all(found):
@@ -238,9 +225,7 @@ def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | No
 
 
 def _counts(item: StoredItem) -> bool:
-    """Returns whether an item is a floating-point tensor whose digests are of its elements, and not of what a nonce
-    made.
-    """
+    """Returns whether an item is a floating-point tensor whose digests depend only on its elements, not on a nonce."""
     if item.kind != "tensor" or not item.digests or item.nonce_and_macs:
         return False
     dtype = named_dtype(item.dtype)

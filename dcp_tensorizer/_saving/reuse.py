@@ -1,12 +1,12 @@
-"""An engine's memory of the files that it has written, so that a save need not write their contents again.
+"""An engine's memory of the files that it has written, so that a save need not write the same contents again.
 
-A file's bytes are made of the names, dtypes, shapes, kinds and elements of its tensors. So two files of the same
-`Content`, in the same order, are equal, whichever key, chunk or rank the tensors are of in each save. Elements are
-compared by XXH3-128. Each save has files of its own names: what it adopts gets a new name.
+The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
+`TensorContent` in the same order are equal, even if the tensors have other keys, chunks or ranks in each save. Elements
+are compared by XXH3-128. Each save has its own file names, so an adopted file gets a new name.
 
-A file can only be adopted as a whole. So tensors that have not changed lately are kept apart from those that do. Which
-ones those are is known from the digests of the saves before. A tensor that was thought not to change, and did, has to
-stay the same for twice as many saves before it is thought so again.
+Only whole files can be adopted. So tensors that have not changed lately are kept apart from those that do, by the
+digests of earlier saves. When a tensor that was taken for unchanging changes, it must stay the same for twice as many
+saves before it is taken for unchanging again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, Ten
 from ..errors import WriteError
 from .write_plan import plan_files
 
-_HOMES = 4  # of the last saves: that of the newest may be gone, if it was not committed
-_KEPT = 4  # saves: a job may save its model and its optimizer in turn, each with something beside it
+_HOMES = 4  # in the last saves: the newest may be gone, if its save was not committed
+_KEPT = 4  # saves: a job may save its model and its optimizer in turn, and other states between them
 _MAX_PATIENCE = 64
-# A tensor that changes costs its file. Of a file of a GiB the head is 0.03%.
+# If one tensor changes, its whole file must be written. The head is 0.03% of a file of a GiB.
 _MAX_STEADY_BYTES = 1 << 30
-_MIN_STEADY_BYTES = INDEX_CAPACITY  # a file of less would cost more than it saves
+_MIN_STEADY_BYTES = INDEX_CAPACITY  # a smaller file would take more space than it saves
 
 
 class Subject(NamedTuple):
@@ -45,7 +45,7 @@ class Subject(NamedTuple):
 
 
 class TensorContent(NamedTuple):
-    """A tensor and the digest of its elements: what a file's bytes are made of."""
+    """A tensor and the digest of its elements, which together determine a file's bytes."""
 
     subject: Subject
     digest: bytes
@@ -53,19 +53,12 @@ class TensorContent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """The history of a tensor.
+    """The history of a tensor."""
 
-    Attributes:
-        digest: Of its elements, in the last save of it.
-        same: How many saves before that had the same.
-        patience: How many it takes until it is thought not to change.
-        seen: The number of that save.
-    """
-
-    digest: bytes
-    same: int = 0
-    patience: int = 1
-    seen: int = 0
+    digest: bytes  # of its elements, in its last save
+    same: int = 0  # how many saves before that had the same digest
+    patience: int = 1  # how many it takes until the tensor counts as unchanging
+    seen: int = 0  # the number of its last save
 
     @property
     def is_steady(self) -> bool:
@@ -81,40 +74,30 @@ class _History:
 
 @dataclass(frozen=True, slots=True)
 class _KnownFile:
-    """A file that was written, and the names that it has had since then.
+    """A file that was written, and the names that it has had since."""
 
-    Attributes:
-        contents: Of its tensors, in file order.
-        items: Where they are in it.
-        homes: The newest first.
-        sha256: It has a SHA-256 of each tensor.
-        uses: How often it was adopted.
-        seen: The number of the save that last wrote or adopted it.
-    """
-
-    contents: tuple[TensorContent, ...]
-    items: tuple[StoredItem, ...]
+    contents: tuple[TensorContent, ...]  # its tensors, in file order
+    items: tuple[StoredItem, ...]  # their places in it
     nbytes: int
-    homes: tuple[EarlierFile, ...]
-    sha256: bool
-    uses: int = 0
-    seen: int = 0
+    homes: tuple[EarlierFile, ...]  # newest first
+    sha256: bool  # whether it has SHA-256 hashes
+    uses: int = 0  # how often it was adopted
+    seen: int = 0  # the number of the last save that wrote or adopted it
 
 
 class KnownFiles:
-    """The files of the last saves, and what is known of the tensors in them. It may be used by several threads."""
+    """The files of the last saves, and the histories of their tensors. Several threads may use it."""
 
     def __init__(self) -> None:
         self._files: tuple[_KnownFile, ...] = ()
         self._histories: dict[Subject, _History] = {}
         self._saves = 0
-        self._changing = free_in_child(threading.RLock())  # a signal's handler may interrupt its holder, and save
+        # reentrant, because a signal handler that saves may interrupt its holder
+        self._changing = free_in_child(threading.RLock())
 
     def begin(self, contents: Mapping[Subject, bytes]) -> tuple[int, list[_KnownFile], dict[Subject, _History]]:
-        """Begins a save: returns its number, the files that may be adopted, and the histories of its tensors.
-
-        Args:
-            contents: The digests of its tensors.
+        """Begins a save of tensors with these digests; returns its number, the files that it may adopt, and the
+        histories.
         """
         with self._changing:
             self._saves += 1
@@ -127,12 +110,8 @@ class KnownFiles:
         return number, found, histories
 
     def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[Subject, _History]) -> None:
-        """Remembers a save that has written its files, and forgets what no later one can use.
-
-        Args:
-            number: Of the save.
-            files: Its files.
-            histories: What is known of its tensors.
+        """Remembers the files and histories of a save that has written, and forgets those that no later save can
+        use.
         """
         with self._changing:
             known = {
@@ -152,10 +131,7 @@ class KnownFiles:
 class ReusingSave:
     """One save of one rank that does not write again what is in files of earlier saves.
 
-    Args:
-        known: Of the engine.
-        max_reuses: How often a file may be adopted before its tensors are written anew.
-        sha256: Files have a SHA-256 of each tensor.
+    A file is adopted at most ``max_reuses`` times before its tensors are written anew.
     """
 
     def __init__(self, known: KnownFiles, *, max_reuses: int, sha256: bool) -> None:
@@ -175,15 +151,12 @@ class ReusingSave:
         return self._number > 0
 
     def prepare(self, sources: Sequence[TensorSource], digests: Sequence[bytes]) -> None:
-        """Compares what is to be saved with what is known.
-
-        Args:
-            sources: The tensors. Each has a name of its own.
-            digests: The XXH3-128 of each.
+        """Compares the tensors of a save with known files. Each source has its own name; ``digests`` are their
+        XXH3-128.
         """
         self._contents = dict(zip(map(_subject, sources), digests, strict=True))
         self._number, found, self._histories = self._known.begin(self._contents)
-        # One with hashes where none are wanted has other bytes than what is written if it cannot be adopted.
+        # Only files with the same kinds of hashes, because others differ from what would be written instead.
         self._candidates = [file for file in found if file.uses < self._max_reuses and file.sha256 == self._sha256]
 
     def plan(
@@ -195,15 +168,10 @@ class ReusingSave:
         max_adopted_bytes: int = UNLIMITED,
         first: int = 0,
     ) -> tuple[FileRequest, ...]:
-        """Distributes tensors over files: first those that are adopted, then what does not change, then the rest.
+        """Distributes tensors over files: first adopted ones, then those of unchanging tensors, then the rest.
 
-        Args:
-            sources: The tensors, as they were given to `prepare`.
-            rank: Who writes them.
-            save_id: Of the save.
-            max_file_bytes: See `plan_files`.
-            max_adopted_bytes: The size that a file may have to be adopted: what is in a larger one goes to others.
-            first: The number of the first file.
+        ``sources`` are those that were passed to `prepare`. Files of more than ``max_adopted_bytes`` are not adopted;
+        ``first`` is the number of the first file, and ``max_file_bytes`` as in `plan_files`.
         """
         left = {_subject(source): source for source in sources}
         self._adopted = {}
@@ -224,22 +192,17 @@ class ReusingSave:
         return tuple(requests)
 
     def check(self, sources: Iterable[TensorSource], digests: Iterable[bytes]) -> None:
-        """Compares what was written, from memory that others can change, with what it was before.
+        """Compares tensors that were written from memory that others can change with what they were before.
 
-        Args:
-            sources: Some of the tensors.
-            digests: The XXH3-128 of each, taken once more after the write.
+        ``digests`` are taken again after the write.
         """
         subjects = map(_subject, sources)
         self._changed |= {s for s, digest in zip(subjects, digests, strict=True) if self._contents[s] != digest}
 
     def finish(self, location: str, requests: Iterable[FileRequest], done: WriteDone) -> WriteDone:
-        """Remembers what was written, and says where the tensors are in the files that were adopted.
+        """Remembers the written files, and adds to the result the places of tensors in adopted files.
 
-        Args:
-            location: Of the directory.
-            requests: What `plan` has returned.
-            done: What has become of it.
+        ``location`` is the directory's, ``requests`` the result of `plan`, and ``done`` that of writing them.
         """
         results, known = [], []
         for request, result in zip(requests, done.files, strict=True):
@@ -255,9 +218,8 @@ class ReusingSave:
         return replace(done, files=tuple(results))
 
     def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
-        """A file that was written. It may be of equal files elsewhere, as of a job that saves to two storages in turn.
-
-        It takes the count of these over: it must not have them adopted more often than they may be.
+        """A file that was written. If known files elsewhere are equal, as in a job that saves to two storages in turn,
+        it takes over their count of uses, so that they are not adopted too often.
         """
         contents = tuple(TensorContent(subject, self._contents[subject]) for subject in _subjects(request))
         uses = self._adopted[request.name].uses if request.homes else 0
@@ -272,7 +234,7 @@ def _subject(source: TensorSource) -> Subject:
     return Subject(source.name, source.dtype, source.shape, source.kind)
 
 
-# The files of one rank in one save: which tensors go into which, and which need not be written again.
+# --- the files of one rank in one save: which tensors each holds, and which need not be written again -----------------
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -281,13 +243,10 @@ _Digest = Callable[[Sequence[TensorSource]], Sequence[bytes]]
 
 
 class FilesOfSave:
-    """The files of one save: another try has files of its own, for what a process that died has sent may arrive later.
+    """The files of one save. A second attempt has other file names, because data that a dead process sent may arrive
+    later.
 
-    Args:
-        storage: The checkpoint's directory.
-        rank: Who writes.
-        save_id: Of the save.
-        reuse: Knows what need not be written again; None: everything is written.
+    ``reuse`` is None if everything is written.
     """
 
     def __init__(self, storage: Storage, rank: int, save_id: str, reuse: ReusingSave | None) -> None:
@@ -300,7 +259,7 @@ class FilesOfSave:
         self._digest_seconds = 0.0
 
     def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
-        """Distributes tensors over files; ``digest`` gives the XXH3-128 of each, if it is wanted."""
+        """Distributes tensors over files; ``digest`` takes the XXH3-128 of each, if they are needed."""
         self._first += len(self._requests)
         self._requests = ()
         names, limit = (self.rank, self._save_id), self.storage.max_file_bytes
@@ -314,7 +273,7 @@ class FilesOfSave:
         return self._requests
 
     def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
-        """Takes what has become of them; returns it with where the tensors are in all files."""
+        """Takes the result of writing them; returns it with the places of tensors in all files."""
         if self._reuse is None:
             return done
         self._check_unchanged(self._reuse, done, digest)
@@ -323,15 +282,15 @@ class FilesOfSave:
         return self._reuse.finish(self.storage.location, self._requests, done)
 
     def _check_unchanged(self, reuse: ReusingSave, done: WriteDone, digest: _Digest) -> None:
-        """Sees whether what was written from the trainer's own memory is what its digests had been taken of.
+        """Checks that tensors which were written from the trainer's own memory still match their digests.
 
-        It must not change during a save. If it does, that checkpoint is the worse for it, but no later one may be.
+        Training must not change them during a save. If it does, that checkpoint is bad, but later ones must not be.
         """
         written = {file.name for file in done.files if not file.adopted}
         tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]
         if live := [tensor for tensor in tensors if not isinstance(tensor.memory, int)]:
             digests: Sequence[bytes] = [b""] * len(live)
-            with suppress(WriteError):  # it is not known then, and all has been written
+            with suppress(WriteError):  # then it is unknown, and everything has been written
                 digests = self._timed(digest, live)
             reuse.check(live, digests)
 
@@ -342,7 +301,7 @@ class FilesOfSave:
         return digests
 
     def remove(self) -> None:
-        """Removes them, when nobody writes them any more."""
+        """Removes the files when nobody writes them any more."""
         for file in self._requests:
             try:
                 self.storage.discard(file.name)

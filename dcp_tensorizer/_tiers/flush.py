@@ -1,6 +1,6 @@
-"""Brings what lies in a local folder to the remote: files first, in the order of the saves, and then their metadata.
+"""Flushes a local folder to the remote: first the files, in the order of the saves, then their metadata.
 
-It keeps nothing in memory that the records do not have: after a death another process continues from them.
+All state is in the records, so that after a death another process can continue.
 """
 
 from __future__ import annotations
@@ -27,35 +27,29 @@ from .queue import LOST, OPEN, REMOTE, SENT, TOLD, UNFLUSHED, WRITING, Commit, F
 from .target import FlushTarget, below
 
 _FIRST_WAIT = 0.2
-_LONGEST_WAIT = 10.0  # between two looks at what others have to do, or two tries
+_LONGEST_WAIT = 10.0  # between two checks of what others must do, or two attempts
 _PROGRESS_SECONDS = 5.0
 
 
 class Flusher:
-    """Flushes one local folder.
-
-    Args:
-        target: Which one, and where to.
-        gate: Called before each part of a file; returns when it may go on.
-    """
+    """Flushes one local folder. ``gate`` is called before each part of a file, and returns when it may be sent."""
 
     def __init__(self, target: FlushTarget, gate: Callable[[], None] = lambda: None) -> None:
         self.target = target
         self._gate = gate
         self._queue = Queue(target.folder())
-        self._missing: dict[str, set[str]] = {}  # of each commit: the files that have not been seen on the remote
+        self._missing: dict[str, set[str]] = {}  # for each commit, the files that have not been seen on the remote
         self._waits: dict[str, Patience] = {}  # for them
-        self._failing: dict[str, Patience] = {}  # with what cannot be read here
+        self._failing: dict[str, Patience] = {}  # with files that cannot be read here
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
-        self._environment: dict[str, str] = {}  # that the remote was opened in
+        self._environment: dict[str, str] = {}  # in which the remote was opened
         self._is_clean = False
 
     def step(self) -> float | None:
-        """Does what can be done now.
+        """Does everything that can be done now.
 
-        Returns:
-            Seconds after which to look again; None if everything is on the remote.
+        Returns the seconds until the next attempt; None if everything is on the remote.
         """
         if not self._is_clean:
             clean_up(self._queue)
@@ -76,11 +70,11 @@ class Flusher:
         return self._wait
 
     def _open(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The saves that have to be brought to the remote, in their order."""
+        """The saves that are not on the remote yet, in order."""
         return self._queue.records(OPEN, self.target.name)
 
     def _lose_unreadable(self) -> bool:
-        """Gives up what has a record that the disk does not give any more; whether it is to be tried again."""
+        """Gives up saves whose records the disk no longer reads; returns whether to try again."""
         is_damaged = False
         for entry in self._queue.entries():
             if entry.state in OPEN and self._queue.record(entry) is None and (damage := self._queue.damage(entry)):
@@ -92,9 +86,9 @@ class Flusher:
         return is_damaged
 
     def _is_turn_of(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether a part may be sent: not before what was saved earlier is on the remote.
+        """Returns whether a part may be sent: only after earlier saves are on the remote.
 
-        It could take the room there that this still needs, and then neither would ever be committed.
+        Otherwise it could take the space that these need, and neither could ever be committed.
         """
         before = [(e, r) for e, r in self._open() if e.number < entry.number]
         return not any(
@@ -103,15 +97,15 @@ class Flusher:
         )
 
     def _is_awaited(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether a part that is not on the remote is of a checkpoint that will be there, as far as is known
-        here.
+        """Returns whether a part that is not on the remote belongs to a checkpoint that will get there, as far as is
+        known here.
         """
         if record.commit is not None:
             return True
         committed = self._committed_here(record)
         if committed is not None:
             return committed[0].state in OPEN
-        # Its coordinator is on another node, and does not report here that it has given it up.
+        # Its coordinator is on another node, and would not report here if it gave it up.
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _tried(self, entry: FlushEntry, operation: Callable[[], object]) -> None:
@@ -124,12 +118,12 @@ class Flusher:
             except Exception as error:
                 text = describe(error)
                 self._queue.set_trouble(entry, text if self._root is None else self._root.scrub(text))
-                self._root = None  # the next try has connections and credentials of its own
+                self._root = None  # the next attempt has new connections and credentials
 
     # --- files -------------------------------------------------------------------------------------------------
 
     def _send(self, entry: FlushEntry, record: FlushRecord) -> None:
-        """Brings a rank's files to the remote."""
+        """Sends a rank's files to the remote."""
         self._gate()
         is_first = self._queue.trouble(entry) is None
         if not is_first and self._ends_with_its_save(entry, record):
@@ -140,7 +134,7 @@ class Flusher:
         self._queue.set_trouble(entry, "")
         if is_first and self._queue.is_writable:
             missing = set(files)
-        else:  # this has been tried before, or the folder does not show it
+        else:  # tried before, or the folder has no record of it
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
@@ -166,15 +160,15 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: FlushEntry) -> bool:
-        """Returns whether what lies here could not be read for so long that it will not be read any more.
+        """Returns whether local files have been unreadable for so long that they are given up.
 
-        From a disk that takes no more changes either, nothing is waited for.
+        If the disk does not take changes either, they are given up at once.
         """
         is_over = self._failing.setdefault(entry.stem, self.target.patience()).is_over()
         return is_over or not self._queue.is_writable
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
-        """The gate, which notes that there is progress."""
+        """The gate, which also notes progress."""
         last = time.monotonic()
 
         def gate() -> None:
@@ -189,7 +183,7 @@ class Flusher:
     # --- checkpoints -------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Commits what is there as a whole, in the order of the saves, and looks what others have committed."""
+        """Commits complete saves, in order, and checks what others have committed."""
         is_next = True
         for entry, record in self._open():
             commit = record.commit
@@ -203,13 +197,14 @@ class Flusher:
     def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
-        patience = self._waits.pop(entry.stem, None) or self.target.patience()  # a look that fails begins the wait anew
+        # after a failed check the time begins anew
+        patience = self._waits.pop(entry.stem, None) or self.target.patience()
         before = self._missing.get(entry.stem, set(commit.files))
         missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
             patience.renew()
             self._queue.progress(entry)
-        if not missing and len(before) < len(commit.files):  # some were seen long ago: they may be gone since
+        if not missing and len(before) < len(commit.files):  # some were seen long ago, and may be gone
             missing = missing_files(remote, commit.files, commit.files)
         self._missing[entry.stem] = missing
         if missing:
@@ -232,21 +227,18 @@ class Flusher:
         except Superseded as error:
             self._give_up(entry, record, str(error))
             return
-        if replaced is None:  # a process died here, after that
+        if replaced is None:  # committed before by a process that died here
             replaced = self._replaced_before(entry, record.place, commit.name) - set(commit.files)
-        with suppress(OSError):  # what stays only costs space
+        with suppress(OSError):  # files that stay only take space
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
         arrive(self._queue, entry, record, set(commit.files))
 
     def _check_owner(self) -> None:
-        """Looks whether the remote folder is, as far as anybody has claimed it, a run's that saves to this local one.
+        """Checks that the remote folder belongs to a run that saves to this local folder, if it is claimed at all.
 
-        Otherwise another run goes on there from something else, and what lies here is not what it has.
-
-        Raises:
-            Superseded: it is not.
-            ReadError: it cannot be read.
+        Otherwise another run goes on there from something else. Raises `Superseded` then, and `ReadError` if the claim
+        cannot be read.
         """
         for name, runs in self._queue.runs().items():
             claim = read_claim(self._remote(""), name)
@@ -257,7 +249,7 @@ class Flusher:
                 )
 
     def _index(self, entry: FlushEntry) -> bytes | None:
-        """The metadata of a checkpoint; None if there is none any more. Raises `ReadError`: perhaps later."""
+        """The metadata of a checkpoint; None if it no longer exists. Raises `ReadError` if it may be readable later."""
         try:
             index = self._queue.index(entry)
             read_head(index, f"{entry.stem}.index")
@@ -273,20 +265,22 @@ class Flusher:
         return {other.id for other in self._queue.entries() if other.number < entry.number}
 
     def _replaced_before(self, entry: FlushEntry, place: str, name: str) -> set[str]:
-        """The files of what was flushed before under a name of a metadata file: each replaces only its own."""
+        """The files of earlier flushed saves under the name of a metadata file: each replaces only its own."""
         before = [r for e, r in self._queue.records() if e.number < entry.number and r.place == place]
         commits = [r.commit for r in before if r.commit is not None and r.commit.name == name]
         return {name for commit in commits for name in commit.files}
 
     def _look(self, entry: FlushEntry, record: FlushRecord) -> None:
-        """Looks whether a rank's files are part of a checkpoint on the remote."""
+        """Checks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
         if committed is None:  # on another node
-            later = self._passed_over_by(entry)  # before the metadata is read, which cannot name the files after that
+            # before the metadata is read: after a later save it cannot name the files
+            later = self._passed_over_by(entry)
             named = named_files(self._remote(record.place), metadata_file_name())
             if not named & set(record.files):
                 if later:
-                    # The order of another writer's saves is not known here: its files on the remote may be needed yet.
+                    # The order of another writer's saves is unknown here, and its files on the remote may still be
+                    # needed.
                     if record.writer and any(other.writer == record.writer for other in later):
                         discard(self._remote(record.place), *record.files)
                     drop(self._queue, entry, record)
@@ -300,7 +294,7 @@ class Flusher:
         arrive(self._queue, entry, record, named)
 
     def _ends_with_its_save(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Gives a rank's part up if the save was given up that it is of, where that is known here; whether it was."""
+        """Gives a rank's part up if its save is known to be given up; returns whether it was."""
         committed = None if record.commit is not None else self._committed_here(record)
         if committed is None or committed[0].state in (*OPEN, REMOTE):
             return False
@@ -308,16 +302,16 @@ class Flusher:
         return True
 
     def _committed_here(self, record: FlushRecord) -> tuple[FlushEntry, FlushRecord] | None:
-        """The record of the rank that commits, if that is on this node."""
+        """The record of the rank that commits, if it is on this node."""
         for entry, other in self._queue.records():
             if other.commit is not None and set(other.commit.files) & set(record.files):
                 return entry, other
         return None
 
     def _passed_over_by(self, entry: FlushEntry) -> list[FlushRecord]:
-        """The later saves from this folder that the remote has, if a save is not of just now.
+        """The later saves from this folder that the remote has, unless the save is very recent.
 
-        Of any rank: a job that goes on may have fewer.
+        Of any rank, because a job may go on with fewer ranks.
         """
         if time.time() - entry.changed <= self.target.timeout / 10:
             return []
@@ -325,7 +319,7 @@ class Flusher:
         return [r for e, r in arrived if e.number > entry.number]
 
     def _give_up(self, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
-        """A save, or a rank's part of it, will never be on the remote: what there is goes, on this node and there."""
+        """Gives up a save, or a rank's part of it, and removes its files on this node and on the remote."""
         files = record.files if record.commit is None else record.commit.files
         self._queue.give_up(entry, record, reason)
         with suppress(OSError, CheckpointError):
@@ -341,29 +335,22 @@ class Flusher:
 
 # --- copying a file to the remote, where it appears whole -------------------------------------------------------------
 
-_AT_ONCE = 4  # parts on their way: more than that takes memory from training, and is for those who wait
+_AT_ONCE = 4  # parts on their way; more would take memory from training, and nobody waits for the flush
 
 
 class Unreadable(WriteError):
-    """The local copy cannot be read: that is no fault of the remote."""
+    """The local copy cannot be read, which is not a failure of the remote."""
 
 
 def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
-    """Copies a file of so many bytes, and makes it durable.
+    """Copies a file of ``nbytes`` bytes, and makes it durable.
 
-    On a file system it has another name until it is whole: its size alone would not tell, because the space is
-    reserved first. Elsewhere a file appears when it is complete.
+    On a file system it has a temporary name until it is whole, because its space is reserved first and its size proves
+    nothing. Elsewhere a file appears when it is complete. ``gate`` is called before each part, and returns when it may
+    be sent.
 
-    Args:
-        source: Where it is.
-        target: Where it goes.
-        name: Of the file.
-        nbytes: Of the file.
-        gate: Called before each part; returns when it may go on.
-
-    Raises:
-        Unreadable: nor will it be, if the disk is damaged.
-        CheckpointError, OSError: it cannot be copied; nothing of it is left.
+    Raises `Unreadable` if the local file cannot be read, perhaps for good, and `CheckpointError` or `OSError` if it
+    cannot be copied; then nothing of it is left.
     """
     begun = _begun_name(name) if isinstance(target, LocalStorage) else name
     try:
@@ -385,7 +372,7 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
 
 
 def discard(target: Storage, *names: str) -> None:
-    """Removes what a flush has copied, or has begun to; raises `OSError`."""
+    """Removes files that a flush has copied, or has begun to copy; raises `OSError`."""
     begun = [_begun_name(name) for name in names] if isinstance(target, LocalStorage) else []
     target.discard(*names, *begun)
 
@@ -395,7 +382,7 @@ def _begun_name(name: str) -> str:
 
 
 class _Source:
-    """Tells errors of the local disk from those of the remote."""
+    """Distinguishes errors of the local disk from those of the remote."""
 
     def __init__(self, reader: RangeReader, path: str) -> None:
         self._reader = reader
@@ -409,7 +396,7 @@ class _Source:
 
 
 def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
-    """Copies the parts of a file by several threads, each with one buffer."""
+    """Copies the parts of a file with several threads, each with one buffer."""
     starts = list(range(0, nbytes, sink.part_bytes))
     threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
     numbers = iter(enumerate(starts))
@@ -440,18 +427,14 @@ def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], Non
 
 # --- removing local copies, except of the newest checkpoint -----------------------------------------------------------
 
-_FORGET_SECONDS = 60.0  # who follows a save looks when it arrived: its record stays so long
+_FORGET_SECONDS = 60.0  # how long a record stays for processes that wait for its save
 
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
-    """Removes local copies when a checkpoint is on the remote: all that are there, but those of the newest.
+    """Removes local copies when a checkpoint is on the remote: all that are there, except those of the newest.
 
-    Its record says that it is there when this is done: so a process that has waited for it finds nothing half removed.
-
-    Args:
-        queue: Of the local folder.
-        entry, record: Of the checkpoint.
-        named: The data files that it has on the remote.
+    The record shows the arrival only afterwards, so that a process that has waited for it finds nothing half removed.
+    ``named`` are the data files of the checkpoint on the remote.
     """
     done = queue.records({REMOTE})
     _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
@@ -467,7 +450,7 @@ def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]
 
 
 def _metadata_of(record: FlushRecord) -> tuple[str, str]:
-    """The place and the name of a save's metadata: one save replaces another only if it has the same."""
+    """The place and the name of a save's metadata. A save replaces another only if both are equal."""
     return record.place, metadata_file_name() if record.commit is None else record.commit.name
 
 
@@ -476,7 +459,7 @@ def _is_old(entry: FlushEntry) -> bool:
 
 
 def free(queue: Queue) -> bool:
-    """Removes every local copy of what is on the remote, to make room. Whether there was any."""
+    """Removes every local copy of saves that are on the remote, to make room; returns whether there was any."""
     dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if _is_here(queue, r)]
     return any(dropped)
 
@@ -486,7 +469,7 @@ def _is_here(queue: Queue, record: FlushRecord) -> bool:
 
 
 def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
-    """Removes a rank's local files, and then the record of them; whether it did. Not while they are being loaded."""
+    """Removes a rank's local files, and then their record, unless they are being loaded; returns whether it did."""
     folder = queue.root / record.place
     local = LocalStorage(folder)
     if not folder.is_dir():
@@ -506,7 +489,7 @@ def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool =
     finally:
         lock.release()
     with suppress(OSError):
-        while folder != queue.root:  # empty folders go as well
+        while folder != queue.root:  # remove empty folders as well
             folder.rmdir()
             folder = folder.parent
     if forget:
@@ -515,7 +498,7 @@ def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool =
 
 
 def clean_up(queue: Queue) -> None:
-    """Removes what saves have left whose process died while it wrote, and the records of what was given up."""
+    """Removes the files of saves whose process died while it wrote, and the records of saves that were given up."""
     queue.sweep()
     entries = queue.entries()
     for entry in entries:
@@ -532,17 +515,17 @@ def clean_up(queue: Queue) -> None:
 
 
 def undo(writing: Writing) -> None:
-    """Removes what a save has left here that ends without success, and its record. Idempotent.
+    """Removes the local files and the record of a save that fails. Idempotent.
 
-    Of one that was handed over to the flush nothing goes.
+    If the save was handed over to the flush, nothing is removed.
     """
     if writing.is_unfinished:
         _remove_written(writing.queue, writing.record)
-        writing.abort()  # last: after a death the next process knows where to look
+        writing.abort()  # last, so that after a death the next process knows where to look
 
 
 def _remove_written(queue: Queue, record: FlushRecord) -> None:
-    """Removes the files of a save that had not ended, and their folder, if it is empty and no other save is there."""
+    """Removes the files of an unfinished save, and their folder if it is empty and no other save is there."""
     local = LocalStorage(queue.root / record.place)
     with suppress(CheckpointError, OSError):
         names = [file.name for file in local.listing()[0]]
@@ -555,25 +538,23 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
             lock.release()
 
 
-# --- the commit on the remote, when every file of every rank is there -------------------------------------------------
+# --- the commit on the remote, after every file of every rank is there ------------------------------------------------
 
 
 class Superseded(WriteError):
-    """A checkpoint will never be on the remote: another one was saved there since."""
+    """A checkpoint will never be on the remote, because another one was saved there since."""
 
 
 def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
-    """Returns the files that are not there with their sizes; raises `ReadError`."""
+    """Returns the files that are missing or have other sizes; raises `ReadError`."""
     names = sorted(names)
     found = in_threads(remote.head, names)
     return {name for name, nbytes in zip(names, found, strict=True) if nbytes != sizes[name]}
 
 
 def named_files(remote: Storage, name: str) -> set[str]:
-    """The data files that a metadata file names; empty if there is none, or if it is not one of this package's.
-
-    Raises:
-        ReadError: it cannot be read.
+    """The data files that a metadata file names; empty if there is none, or if it is not this package's. Raises
+    `ReadError`.
     """
     head = _committed(remote, name)
     return set() if head is None else set(data_files(head))
@@ -586,24 +567,25 @@ def publish(
     earlier: Container[str],
     check: Callable[[], object] = lambda: None,
 ) -> set[str] | None:
-    """Makes a save the checkpoint at its place on the remote. All of its files must be there by now.
+    """Makes a save the checkpoint at its place on the remote. All of its files must be there.
 
-    To do so again is harmless: an answer may have been lost, or a process may have died in between.
+    Repeating it is harmless, after a lost answer or the death of a process.
 
     Args:
-        remote: Where.
+        remote: The checkpoint's directory.
         index: The metadata.
-        commit: What is committed.
-        earlier: Ids of saves that are known to be earlier ones, whatever the clock said.
-        check: Called just before the metadata is put: it raises if that must not be done any more. What another run
-            puts there after that is not replaced, as far as the storage can tell (`Storage.put_if`).
+        commit: The save to commit.
+        earlier: Ids of saves that are known to be earlier, whatever the clock said.
+        check: Called just before the metadata is put; raises if that must no longer be done. If another run puts
+            metadata
+            there after that check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
 
     Returns:
-        The files of the checkpoint that it has replaced; None if it was there already.
+        The files of the replaced checkpoint; None if the save was committed already.
 
     Raises:
-        Superseded: a checkpoint is there that was saved later than this one, or that must not be replaced.
-        CheckpointError: it could not be put now (a full disk, say), or nobody knows whether it is there or will be.
+        Superseded: there is a checkpoint that was saved later, or that must not be replaced.
+        CheckpointError: it could not be put now (such as on a full disk), or the outcome is unknown.
     """
     own = read_head(index, commit.name)
     before = remote.read(commit.name)
@@ -618,10 +600,10 @@ def publish(
         if not commit.overwrite:
             remote.put(commit.name, index, sync=True, replace=False, save_id=str(own.save_id or ""))
         elif not remote.put_if(commit.name, before, index, save_id=str(own.save_id or "")):
-            raise Refused(f"{remote.path}: another run has saved there just now")  # the next try looks at that
-    except Refused as error:  # also for a full disk, which is no reason to give a save up
+            raise Refused(f"{remote.path}: another run has saved there just now")  # the next attempt examines that one
+    except Refused as error:  # also of a full disk, which is no reason to give a save up
         there = _committed(remote, commit.name)
-        if there is not None and there.save_id == own.save_id:  # an attempt before this one has come to it meanwhile
+        if there is not None and there.save_id == own.save_id:  # an earlier attempt has succeeded meanwhile
             return None
         if not commit.overwrite and remote.head(commit.name) is not None:
             raise Superseded(str(error)) from error
@@ -632,20 +614,19 @@ def publish(
 def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
     """Returns whether the remote holds a checkpoint under a metadata file's name that was saved later than this one.
 
-    Raises:
-        MetadataError, ReadError: this one is damaged, or the remote cannot be read.
+    Raises `MetadataError` if this one is damaged, and `ReadError` if the remote cannot be read.
     """
     there = _committed(remote, name)
     return there is not None and _is_later(there, read_head(index, name), ())
 
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
-    """Returns whether what is there was saved later, as far as clocks and branches say."""
+    """Returns whether the checkpoint on the remote was saved later, according to clocks and branches."""
     return there.saved_at > own.saved_at and there.save_id not in earlier and not _has_left(own, there)
 
 
 def _has_left(own: Head, there: Head) -> bool:
-    """Returns whether the job has left the branch of a checkpoint before it saved its own, whatever the clocks said."""
+    """Returns whether the job has left a checkpoint's branch before it saved its own, whatever the clocks said."""
     if own.record is None or there.record is None or not there.record.branch:
         return False
     return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}
@@ -660,11 +641,7 @@ def _head(data: bytes | None, name: str) -> Head | None:
 
 
 def _committed(remote: Storage, name: str) -> Head | None:
-    """The head of a metadata file; None if there is none, or if it is not one of this package's.
-
-    Raises:
-        ReadError: it cannot be read.
-    """
+    """The head of a metadata file; None if there is none, or if it is not this package's. Raises `ReadError`."""
     try:
         file = find_index(remote, name)
     except MetadataError:  # a checkpoint of torch's, say, which any save replaces
@@ -674,8 +651,8 @@ def _committed(remote: Storage, name: str) -> Head | None:
 
 # --- the thread that flushes, while no save needs the writer process --------------------------------------------------
 #
-# It has the priority of the process. With a lower one it would flush nothing on busy cores. And if it held the
-# interpreter while it waits for a core, a new save would wait, too.
+# It has the process's priority. With a lower one it would flush nothing on busy cores, and a new save would wait for
+# the interpreter while the thread waits for a core.
 
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0
@@ -684,8 +661,7 @@ _TROUBLE_SECONDS = 10.0
 class FlushThread:
     """Flushes local folders, one after the other, as long as there is something to flush.
 
-    Args:
-        is_busy: Whether a save is under way, which has priority.
+    ``is_busy`` returns whether a save is under way, which has priority.
     """
 
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
@@ -696,7 +672,7 @@ class FlushThread:
         self._thread: threading.Thread | None = None
 
     def add(self, target: FlushTarget) -> None:
-        """Adds a folder to flush: what is there now, and what comes before that is done. With the newest options."""
+        """Adds a folder to flush, with the newest options: everything that is there until the flush is done."""
         with self._changed:
             self._requests += 1
             flusher = self._flushers.get((target.local, target.name))
@@ -713,7 +689,7 @@ class FlushThread:
                 requests, flushers = self._requests, dict(self._flushers)
             waits = {key: _step(flusher) for key, flusher in flushers.items()}
             with self._changed:
-                if self._requests == requests:  # or else there may be something new to do
+                if self._requests == requests:  # otherwise there may be new work
                     self._flushers = {key: flusher for key, flusher in flushers.items() if waits[key] is not None}
                     self._changed.wait(min((wait for wait in waits.values() if wait is not None), default=None))
 
@@ -725,5 +701,5 @@ class FlushThread:
 def _step(flusher: Flusher) -> float | None:
     try:
         return flusher.step()
-    except Exception:  # the local folder cannot be read: perhaps later
+    except Exception:  # the local folder cannot be read now
         return _TROUBLE_SECONDS

@@ -1,11 +1,11 @@
-"""The records of what has been saved to a local folder, and how far each has come on its way to the remote.
+"""The records of saves to a local folder, and how far each has come on its way to the remote.
 
-Every rank of a node has a record of each of its saves, in one folder beside the checkpoints. What is in a record is
-written once. How far it has come is in the file's name, which changes by renaming. So each step is atomic, and whoever
-comes after a death sees which was the last.
+Every rank of a node has a record of each of its saves, in one folder beside the checkpoints. The contents of a record
+never change. Its state is part of the file's name, and changes by renaming. So each step is atomic, and after a death
+the next process sees the last one.
 
-A disk may take no more changes, and still hold checkpoints that can be read. How far these come is written down aside:
-in a folder in the memory of this machine, which all of its processes see.
+A disk may refuse changes while its checkpoints can still be read. Then new states are written to a folder in the memory
+of this machine, which all of its processes see.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ FOLDER = ".flush"
 
 WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD = "writing", "unflushed", "sent", "remote", "lost", "told"
 OPEN = frozenset({UNFLUSHED, SENT})
-"""What is not on the remote yet, as a checkpoint."""
+"""The states of saves that are not on the remote as a checkpoint yet."""
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
-_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # a run that saves to the local folder, and the name of its claim
-_TEMPORARY_SECONDS = 3600.0  # a record that is written takes milliseconds
+# the id of a run that saves to the local folder, and the name of its claim
+_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")
+_TEMPORARY_SECONDS = 3600.0  # age of abandoned temporary files: writing a record takes milliseconds
 _LIFE = ".writer"
-_TRIES = 100  # to list records while others rename them
+_TRIES = 100  # attempts to list records while others rename them
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MEMORY = ("/dev/shm",)  # the disk of temporary files may be the one that takes no changes
+_MEMORY = ("/dev/shm",)  # not the folder of temporary files, which may be on the same disk
 
 
 class _Moved(Exception):
@@ -51,45 +52,28 @@ class _Moved(Exception):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """The knowledge of the rank that commits, of the whole checkpoint.
+    """The knowledge of the rank that commits about the whole checkpoint."""
 
-    Attributes:
-        name: Of the metadata file.
-        files: Of all ranks, and the bytes in each.
-        overwrite: Replace a checkpoint on the remote.
-    """
-
-    name: str
-    files: dict[str, int]
-    overwrite: bool
+    name: str  # of the metadata file
+    files: dict[str, int]  # of all ranks, with their sizes
+    overwrite: bool  # replace a checkpoint on the remote
 
 
 class FlushRecord(msgspec.Struct, frozen=True):
-    """One rank's part of one save.
+    """One rank's part of one save."""
 
-    Attributes:
-        remote: The remote folder, without credentials.
-        place: Of the checkpoint, below that and below the local folder.
-        rank: Who saved.
-        id: Of the rank's save: part of the names of its files.
-        writer: An id of the writer that saved: its saves are committed in their order.
-        files: That the rank wrote to the local folder, and the bytes in each.
-        commit: On the rank that commits, when the save is committed locally.
-        reason: Why it was given up.
-    """
-
-    remote: str
-    place: str
+    remote: str  # the remote folder, without credentials
+    place: str  # of the checkpoint, relative to both folders
     rank: int
-    id: str
-    writer: str = ""
-    files: dict[str, int] = {}
-    commit: Commit | None = None
-    reason: str = ""
+    id: str  # of the rank's save, part of its file names
+    writer: str = ""  # the id of the writer, whose saves are committed in order
+    files: dict[str, int] = {}  # in the local folder, with their sizes
+    commit: Commit | None = None  # on the rank that commits, after the local commit
+    reason: str = ""  # why it was given up
 
 
 class FlushEntry(NamedTuple):
-    """A record, as the folder shows it."""
+    """A record, as listed in the folder."""
 
     number: int
     """Grows from save to save."""
@@ -97,7 +81,7 @@ class FlushEntry(NamedTuple):
     id: str
     state: str
     changed: float
-    """When it last made progress; for one that is on the remote, when that was complete (``time.time()``)."""
+    """When it last made progress; if it is on the remote, when it arrived (``time.time()``)."""
 
     @property
     def stem(self) -> str:
@@ -111,8 +95,7 @@ class FlushEntry(NamedTuple):
 class Queue:
     """The records of a local folder. Several processes may use it at once.
 
-    Attributes:
-        is_writable: Whether the last change of a record could be written to the folder, as far as that is not full.
+    ``is_writable`` says whether the last change of a record could be written to the folder; a full disk does not count.
     """
 
     def __init__(self, root: Path) -> None:
@@ -123,7 +106,7 @@ class Queue:
         self._records: dict[str, FlushRecord] = {}
 
     def entries(self) -> list[FlushEntry]:
-        """All records, in the order of their saves. Of one whose state was being changed, the later state."""
+        """All records, in the order of their saves. If a state was just being changed, the later one counts."""
         for _ in range(_TRIES):
             with suppress(_Moved):
                 return self._listed()
@@ -148,8 +131,8 @@ class Queue:
         return sorted(latest.values())
 
     def state(self, entry: FlushEntry) -> str | None:
-        """The state that a record is in now; None if it is gone."""
-        # In the order in which a record comes by them: or else one that is just being renamed would be missed.
+        """The current state of a record; None if it no longer exists."""
+        # In the order in which a record takes the states, so that one that is being renamed is not missed.
         state = None
         for other in _ORDER:
             if any((folder / f"{entry.stem}.{other}").exists() for folder in self._folders()):
@@ -157,16 +140,16 @@ class Queue:
         return state
 
     def record(self, entry: FlushEntry) -> FlushRecord | None:
-        """Reads a record, also if it is renamed meanwhile.
+        """Reads a record, even if it is renamed meanwhile.
 
-        None if it is gone, or was not written by this package.
+        None if it no longer exists, or was not written by this package.
         """
         known = self._records.get(entry.name)
         names = [f"{entry.stem}.{state}" for state in _ORDER[_ORDER.index(entry.state) :]]
         for path in [folder / name for name in names for folder in self._folders()] if known is None else ():
             with suppress(msgspec.MsgspecError, OSError):
                 known = msgspec.json.decode(path.read_bytes(), type=FlushRecord)
-                if len(self._records) > 1000:  # of a job that has saved very often
+                if len(self._records) > 1000:  # in a job with very many saves
                     self._records.clear()
                 self._records[entry.name] = known
                 break
@@ -175,12 +158,12 @@ class Queue:
     def records(
         self, states: Container[str] = _ORDER, remote: str | None = None
     ) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records in some states, and what is in them, in the order of their saves."""
+        """The records in some states with their contents, in the order of their saves."""
         found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
-        """Why a record cannot be read, where that is the disk's fault; empty if it can, or it is gone."""
+        """Why the disk cannot read a record; empty if it can, or if the record no longer exists."""
         try:
             (self.folder / entry.name).read_bytes()
         except FileNotFoundError:
@@ -197,16 +180,15 @@ class Queue:
         return data
 
     def begin(self, record: FlushRecord) -> Writing:
-        """Begins a record, before the first byte of a save is written: so leftovers are known.
+        """Begins a record before the first byte of a save is written, so that leftovers are recognised.
 
-        Raises:
-            CheckpointError, OSError: it cannot be written.
+        Raises `CheckpointError` or `OSError` if it cannot be written.
         """
         self._storage.make_directory()
         number = max((entry.number for entry in self.entries() if entry.id != record.id), default=0) + 1
         writing = FlushEntry(number, record.rank, record.id, WRITING, time.time())
-        while True:  # until no clean-up has taken it for that of a dead save before it was locked
-            # Not synced: if the machine fails, files that nothing names are all that is left.
+        while True:  # again if a clean-up has removed it as a dead save's before it was locked
+            # Not synced: if the machine fails, only files that nothing names are left.
             self._put(writing, record, sync=False)
             with suppress(FileNotFoundError):
                 descriptor = os.open(self.folder / writing.name, os.O_RDONLY | os.O_CLOEXEC)
@@ -216,22 +198,17 @@ class Queue:
                 os.close(descriptor)
 
     def admit(self, name: str, run: str) -> None:
-        """Notes that a run saves to this local folder. Idempotent.
-
-        Args:
-            name: Of the file in the remote folder that its claim is in.
-            run: Its id.
+        """Notes that a run saves to this local folder; ``name`` is that of its claim's file in the remote folder.
+        Idempotent.
         """
         if run not in self.runs().get(name, ()):
-            with suppress(CheckpointError):  # nothing can be saved there then
+            with suppress(CheckpointError):  # then nothing can be saved there either
                 self._storage.make_directory()
             self._note(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
-        """The runs that have saved to this local folder, by the names of the files that their claims are in.
-
-        Raises:
-            ReadError: the folder cannot be listed.
+        """The ids of the runs that have saved to this local folder, by the names of their claims' files. Raises
+        `ReadError`.
         """
         try:
             names = os.listdir(self.folder)
@@ -246,7 +223,7 @@ class Queue:
         return found
 
     def move(self, entry: FlushEntry, state: str) -> FlushEntry:
-        """Takes a record to another state, now. Of several processes that try it at once, one does."""
+        """Moves a record to another state. If several processes try at once, one succeeds."""
         moved = entry._replace(state=state, changed=time.time())
         if self._is_aside(entry.name):
             os.rename(self._aside / entry.name, self._aside / moved.name)
@@ -261,7 +238,7 @@ class Queue:
         return moved
 
     def progress(self, entry: FlushEntry) -> None:
-        """Notes that the flush of a record goes on."""
+        """Notes that the flush of a record makes progress."""
         with suppress(OSError):
             try:
                 os.utime((self._aside if self._is_aside(entry.name) else self.folder) / entry.name)
@@ -271,12 +248,9 @@ class Queue:
                 self._put_aside(entry.name, self._content(entry), error)
 
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
-        """Notes that a save will not be on the remote. What is left of it can be removed then.
+        """Notes that a save will not be on the remote. Its files can be removed then.
 
-        Args:
-            entry, record: Of the save.
-            reason: Why.
-            state: `TOLD` if that has been said already.
+        ``state`` is `TOLD` if that has been reported already.
         """
         lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
         try:
@@ -291,10 +265,10 @@ class Queue:
         self._unlink(entry.name)
 
     def remove(self, entry: FlushEntry) -> None:
-        """Removes a record, and what belongs to it; its data must be gone."""
+        """Removes a record and what belongs to it; its data must be removed before."""
         own = [f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)]
         self._unlink(*own)
-        if not any((self.folder / name).exists() for name in own):  # or else it would be in an earlier state again
+        if not any((self.folder / name).exists() for name in own):  # otherwise it would be in an earlier state again
             for name in own if self._has_aside() else ():
                 with suppress(OSError):
                     (self._aside / name).unlink(missing_ok=True)
@@ -302,22 +276,22 @@ class Queue:
                 self._aside.rmdir()
 
     def confirm(self, entry: FlushEntry) -> None:
-        """Notes on a rank that does not commit that the save was committed: if that is lost, it is a loss."""
+        """Notes, on a rank that does not commit, that the save was committed: losing it is a real loss."""
         self._note(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
-        """Returns whether it is known here that a save was committed by another rank."""
+        """Returns whether it is known here that another rank has committed a save."""
         return any((folder / f"{entry.stem}.committed").exists() for folder in self._folders())
 
     def trouble(self, entry: FlushEntry) -> str | None:
-        """The trouble in flushing a record; empty while it is flushed, None before and after that."""
+        """The problem in flushing a record; empty while it is flushed, None before and after that."""
         for folder in self._folders():
             with suppress(OSError):
                 return (folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
         return None
 
     def set_trouble(self, entry: FlushEntry, text: str | None) -> None:
-        """Notes what has gone wrong."""
+        """Notes the problem in flushing a record."""
         name = f"{entry.stem}.trouble"
         if text is None:
             self._unlink(name)
@@ -329,7 +303,7 @@ class Queue:
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
         """Locks a record until the block ends, and returns whether that succeeded."""
-        # The one in the folder is locked, also if a later state is aside: it is the same file for all.
+        # The record in the folder is locked, even if a later state is aside, because it is the same file for all.
         names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
         name = next((name for name in reversed(names) if (self.folder / name).exists()), entry.name)
         try:
@@ -339,7 +313,8 @@ class Queue:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_there = (self.folder / name).exists() and self.state(entry) == entry.state  # not moved before that
+            # not moved before it was locked
+            is_there = (self.folder / name).exists() and self.state(entry) == entry.state
         except OSError:
             is_there = False
         try:
@@ -350,7 +325,7 @@ class Queue:
             os.close(descriptor)
 
     def is_alive(self, writer: str) -> bool:
-        """Returns whether the writer lives that has saved something here; its job goes on then."""
+        """Returns whether a writer that has saved something here is alive; then its job goes on."""
         try:
             descriptor = os.open(self.folder / f"{writer}{_LIFE}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -364,9 +339,9 @@ class Queue:
         return False
 
     def sweep(self) -> None:
-        """Removes what is left of records that were being written when their process died.
+        """Removes records that were being written when their process died.
 
-        What was written down aside comes back to the folder, if that can be written again.
+        States that were written aside return to the folder, if it can be written again.
         """
         with suppress(NotCommitted, OSError):
             for file in self._storage.listing()[0]:
@@ -405,14 +380,11 @@ class Queue:
             with suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
 
-    # --- what is written down aside ----------------------------------------------------------------------------
+    # --- states that are written aside -------------------------------------------------------------------------
 
     @property
     def _aside(self) -> Path:
-        """The file that changes are written to which the folder does not take.
-
-        Raises `OSError` if there is no folder.
-        """
+        """The folder for changes that the disk refuses; raises `OSError` if it cannot be made."""
         status = os.stat(self.folder)
         named = f"{os.path.realpath(self.folder)} {status.st_dev} {status.st_ino}".encode("utf-8", "surrogatepass")
         base = next((base for base in _MEMORY if os.access(base, os.W_OK)), tempfile.gettempdir())
@@ -420,14 +392,14 @@ class Queue:
         return Path(base, f"dcp_tensorizer-flush-{os.getuid()}-{name}")
 
     def _has_aside(self) -> bool:
-        """Returns whether something is written down aside, by this user."""
+        """Returns whether this user has written something aside."""
         with suppress(OSError):
             status = os.lstat(self._aside)
             return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
         return False
 
     def _folders(self) -> list[Path]:
-        """The folders to look in for a record: the latest first."""
+        """The folders in which to look for a record, the latest first."""
         return [self._aside, self.folder] if self._has_aside() else [self.folder]
 
     def _files_aside(self) -> list[Path]:
@@ -440,7 +412,7 @@ class Queue:
         return self._has_aside() and (self._aside / name).exists()
 
     def _note(self, name: str, content: bytes) -> None:
-        """Writes something down that is of use to others, but not needed."""
+        """Writes something that is useful for others, but not needed."""
         with suppress(OSError):
             try:
                 (self.folder / name).write_bytes(content)
@@ -455,11 +427,7 @@ class Queue:
         return msgspec.json.encode(record)
 
     def _put_aside(self, name: str, content: bytes, error: OSError) -> None:
-        """Writes down aside what the folder does not take.
-
-        Raises:
-            OSError: that of the folder, if it cannot be written down there, either.
-        """
+        """Writes aside what the disk refuses; raises the disk's ``error`` if that fails, too."""
         self.is_writable = error.errno in _FULL
         try:
             with suppress(FileExistsError):
@@ -476,7 +444,7 @@ class Queue:
 def _changed(path: Path) -> float:
     try:
         return os.stat(path).st_mtime
-    except FileNotFoundError as error:  # it has another name by now, which the list may lack
+    except FileNotFoundError as error:  # renamed meanwhile
         raise _Moved from error
     except OSError as error:
         raise ReadError(f"cannot read {path}: {error}") from error
@@ -487,16 +455,15 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
 
 
 class Life:
-    """Says in a folder of records that a writer is alive: as long as this object does, and until it is ended.
+    """Shows in a folder of records that a writer is alive, while this object lives and until `end`.
 
-    Raises:
-        CheckpointError, OSError: it cannot be written there.
+    Raises `CheckpointError` or `OSError` if it cannot be written there.
     """
 
     def __init__(self, queue: Queue, writer: str) -> None:
         queue._storage.make_directory()
         path = queue.folder / f"{writer}{_LIFE}"
-        while True:  # until no other process has removed it as a dead writer's before it was locked
+        while True:  # again if another process has removed it as a dead writer's before it was locked
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
@@ -506,20 +473,14 @@ class Life:
         self._remove = Finalizer(self, queue._unlink, path.name)
 
     def end(self) -> None:
-        """The writer is closed. Idempotent."""
+        """Ends it when the writer is closed. Idempotent."""
         self._remove()
         self._descriptor.close()
 
 
 class Writing:
-    """A record of a save under way. It is locked as long as this object and this process live, and until it is over.
-
-    Made by `Queue.begin`.
-
-    Attributes:
-        entry: The record, as the folder shows it.
-        queue: It is in this one.
-        record: What was known when the save began.
+    """A record of a save under way, made by `Queue.begin`. It is locked until the save is over, or this process
+    ends.
     """
 
     def __init__(self, queue: Queue, entry: FlushEntry, record: FlushRecord, descriptor: int) -> None:
@@ -533,16 +494,17 @@ class Writing:
 
     @property
     def is_unfinished(self) -> bool:
-        """Returns whether what the save has written is of no use if it ends here. A forked child cannot end it."""
+        """Returns whether the written files are of no use if the save ends now. False in forked children, which cannot
+        end it.
+        """
         return not self._is_handed_over and self._home.is_here
 
     def written(
         self, files: Mapping[str, int], *, sync: bool, commit: Commit | None = None, index: bytes = b""
     ) -> None:
-        """The rank's files are durable, and from now on they are flushed. With ``commit``, the save is committed.
+        """Hands over durable files to the flush; with ``commit``, commits the save locally.
 
-        Raises:
-            CheckpointError, OSError: it could not be written down: they are not, and it is not.
+        Raises `CheckpointError` or `OSError` if that could not be recorded: then neither has happened.
         """
         if self._is_aborted:
             raise WriteError(f"{self.queue.root}/{self.record.place}: the save was interrupted")
@@ -561,13 +523,13 @@ class Writing:
         self._unlock()
 
     def abort(self) -> None:
-        """The save has failed here, and its files are gone. Idempotent; does nothing after `written`."""
+        """Removes the record of a failed save whose files are gone. Idempotent; does nothing after `written`."""
         if self.is_unfinished:
             self._is_aborted = True
             self.queue.remove(self.entry)
             self._unlock()
 
     def _unlock(self) -> None:
-        with suppress(OSError):  # a forked child may have a copy of the descriptor, with which the lock would last
+        with suppress(OSError):  # a forked child may have a copy of the descriptor, which would keep the lock
             fcntl.flock(self._descriptor.number, fcntl.LOCK_UN)
         self._descriptor.close()

@@ -1,4 +1,4 @@
-"""The local folder that is flushed to a remote one: what is at PATH/x on the remote lies at LOCAL/x on a node."""
+"""The local folder that is flushed to a remote one: LOCAL/x on a node is the copy of PATH/x on the remote."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ _LONGEST_LOOK = 20.0
 """Seconds from one look at a flush to the next, at a slow disk or remote, or between two tries. More is no wait."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
+@dataclass(frozen=True, slots=True, repr=False)  # it contains secrets
 class FlushTarget:
-    """A local folder, and the remote one that it is flushed to.
+    """A local folder, and the remote one that it is flushed to: a path or URL, which `open_storage` opens with
+    ``options``.
 
-    Attributes:
-        local: The local folder.
-        remote: The remote one: a path or a URL.
-        options: Passed to the fsspec filesystem of the remote.
-        timeout: Seconds after which a wait for the remote is given up.
+    After ``timeout`` seconds a wait for the remote is given up.
     """
 
     local: str
@@ -36,7 +33,7 @@ class FlushTarget:
 
     @property
     def name(self) -> str:
-        """The remote folder, without credentials: so that it can be written down."""
+        """The remote folder without credentials, for records and messages."""
         return redact(self.remote).rstrip("/")
 
     @property
@@ -45,7 +42,7 @@ class FlushTarget:
         return is_in_process(self.remote)
 
     def patience(self) -> Patience:
-        """The patience for a flush that makes no progress."""
+        """The time limit for a flush that makes no progress."""
         return Patience(self.timeout, _LONGEST_LOOK)
 
     def open(self, place: str = "") -> Storage:
@@ -72,9 +69,7 @@ def below(root: Storage, place: str) -> Storage:
 
 
 def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
-    """The place of a path below a root, with slashes between names: empty for the root itself; None if it is not below
-    it.
-    """
+    """The path relative to a root, with slashes; empty for the root itself, None if it is not below it."""
     above, below = (os.fspath(end).rstrip("/") for end in (root, path))
     if above == below:
         return ""
@@ -89,10 +84,8 @@ def target_of(
 ) -> FlushTarget:
     """The target of a writer or a reader with a local folder.
 
-    Raises:
-        TypeError: the local folder is no path.
-        ValueError: there is no path that it could mirror, it is a URL, or one of them lies in the other.
-        WriteError: one of them is relative, and there is no working directory.
+    Raises `TypeError` unless the local folder is a path, `ValueError` if there is no path to mirror, if it is a URL, or
+    if one contains the other, and `WriteError` if one is relative and there is no working directory.
     """
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
         raise TypeError(f"local must be a str or an os.PathLike, and is {type(local).__name__}")

@@ -1,7 +1,8 @@
 """A checkpoint that is read from the nearest copy: each file from the local folder if it is whole there.
 
-What is committed locally, and not on the remote yet, is a checkpoint here if all of its files are in this node's local
-folder. Where nodes have folders of their own it is not, on any of them: so all ranks see the same.
+A save that is committed locally, but not on the remote yet, appears as a checkpoint if all of its files are in this
+node's local folder. If nodes have local folders of their own, it appears on none of them, so that all ranks see the
+same.
 """
 
 from __future__ import annotations
@@ -25,14 +26,10 @@ _WHOLE = OPEN | {REMOTE}
 
 
 class _Copies(NamedTuple):
-    """The useful copies in a local folder.
+    """The useful copies in a local folder."""
 
-    Attributes:
-        sizes: The files that are whole, and their sizes.
-        indexes: The metadata files of the newest checkpoint that is not on the remote, if it is whole here.
-    """
-
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # of the whole files
+    # metadata files of the newest checkpoint that is not on the remote, if it is whole here
     indexes: Mapping[str, bytes]
 
 
@@ -75,7 +72,8 @@ class NearestStorage(Storage):
         whole = {name: entry for name, (entry, commit) in commits.items() if commit.files.items() <= sizes.items()}
         indexes = dict[str, bytes]()
         for name, entry in whole.items():
-            with suppress(MetadataError):  # it is gone: the flush gives it up, and it is no checkpoint here, either
+            # missing: the flush gives the save up, and it is not a checkpoint here either
+            with suppress(MetadataError):
                 index = queue.index(entry)
                 if os.access(queue.folder, os.W_OK) or not self._is_superseded(index, name):
                     indexes[name] = index
@@ -97,7 +95,7 @@ class NearestStorage(Storage):
         return NearestStorage(self._target, self.remote.child(name), f"{self._place}/{name}".lstrip("/"))
 
     def linked_directories(self) -> list[str]:
-        with suppress(NotCommitted):  # as `listing` has it: there may be something in the local folder alone
+        with suppress(NotCommitted):  # as in `listing`: a directory may be only in the local folder
             return self.remote.linked_directories()
         return []
 
@@ -142,7 +140,7 @@ class NearestStorage(Storage):
         if name in self._copies.sizes:
             try:
                 return self._local.open(name)
-            except OSError:  # it has just been removed, because there is a newer one
+            except OSError:  # just removed, because there is a newer one
                 return self.remote.open(name)
         return self.remote.open(name)
 
@@ -191,11 +189,10 @@ class Opener:
         self._target = None if local is None else target_of(path, local, self._options, timeout)
 
     def __call__(self, path: str | os.PathLike[str]) -> Storage:
-        """The storage of a checkpoint.
+        """Opens the storage of a checkpoint.
 
-        Raises:
-            WriteError: it cannot be opened.
-            ReadError: it is not below the path that the local folder mirrors.
+        Raises `WriteError` if it cannot be opened, and `ReadError` if it is not below the path that the local folder
+        mirrors.
         """
         if self._target is None:
             return open_storage(path, self._options, self._timeout)
