@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._format.tensor_bytes import named_dtype
-from .._runtime.torch_compat import OLD_PROPERTIES, StorageInfo
-from .._unpickle.inert import Made, Named, count_parts, load_inert
+from .._runtime.torch_compat import GET_LAYOUT, OLD_PROPERTIES, StorageInfo
+from .._unpickle.inert import Inert, Made, Named, hash_cost
 from ..errors import CheckpointError, MetadataError, UntrustedObject
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
@@ -43,20 +43,8 @@ def read_pickled(pickled: bytes, path: str) -> Metadata:
     Raises `MetadataError` if it is damaged or something else, and `UntrustedObject` if it names something that does not
     belong in a checkpoint's metadata.
     """
-
-    def check_name(named: Named) -> None:
-        if named not in _MAKERS and named not in _ENCODINGS and named != _GETATTR and _dtype_or_none(named) is None:
-            raise _untrusted(named)
-
-    def check_call(made: Made) -> None:
-        if made.what == _GETATTR:  # only of a memory format, as Python 3.11.0 to 3.11.3 write it
-            if len(made.arguments) != 2 or made.arguments[0] not in _ENCODINGS:
-                raise _untrusted(made.what)
-        elif made.what not in _MAKERS and made.what not in _ENCODINGS:
-            raise _untrusted(made.what)
-
     try:
-        metadata = _Values(len(pickled)).of(load_inert(pickled, check_name, check_call))
+        metadata = _Values(len(pickled)).of(_Records(pickled).read())
         if not isinstance(metadata, Metadata):
             raise ValueError("it does not hold a checkpoint's metadata")
         return metadata
@@ -68,12 +56,31 @@ def read_pickled(pickled: bytes, path: str) -> Metadata:
         raise MetadataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _untrusted(named: Named) -> UntrustedObject:
-    return UntrustedObject(f"{named}, which has no place in a checkpoint's metadata")
+class _Records(Inert):
+    """Refuses every name that has no place in a checkpoint's metadata."""
+
+    def name(self, module: str, name: str) -> Named:
+        named = super().name(module, name)
+        if named.name not in _MAKERS and named.name != _GETATTR and _dtype_or_none(named) is None:
+            raise _untrusted(named.name)
+        return named
+
+    def call(self, what: Named, arguments: tuple[Any, ...]) -> Made:
+        if what.name == _GETATTR:  # only of a memory format, as Python 3.11.0 to 3.11.3 write it
+            if len(arguments) != 2 or type(arguments[0]) is not Named or arguments[0].name not in _ENCODINGS:
+                raise _untrusted(_GETATTR)
+            return Made(arguments[0].name, arguments[1:])
+        if what.name not in _MAKERS:
+            raise _untrusted(what.name)
+        return Made(what.name, arguments)
+
+
+def _untrusted(name: str) -> UntrustedObject:
+    return UntrustedObject(f"{name}, which has no place in a checkpoint's metadata")
 
 
 class _Values:
-    """Builds values from those of `load_inert`, each one once, however often the pickle refers to it."""
+    """Builds values from those that `_Records` reads, each one once, however often the pickle refers to it."""
 
     def __init__(self, nbytes: int) -> None:
         self._made: dict[int, tuple[Any, int]] = {}  # by identity: the pickle's own values live as long as this
@@ -104,8 +111,6 @@ class _Values:
 
     def _make(self, value: Any, kind: type) -> Any:
         if kind is Made:
-            if value.what == _GETATTR or value.what in _ENCODINGS:
-                return _memory_format(value)
             return _MAKERS[value.what](value, self)
         if kind is dict:
             return {self.of(key): self.of(member) for key, member in value.items()}
@@ -113,7 +118,7 @@ class _Values:
             return kind(map(self.of, value))
         dtype = _dtype_or_none(value)
         if dtype is None:
-            raise _untrusted(value) if kind is Named else TypeError(f"it holds a {kind.__name__}")
+            raise _untrusted(value.name) if kind is Named else TypeError(f"it holds a {kind.__name__}")
         return dtype
 
     def fields(self, made: Made) -> dict[str, Any]:
@@ -202,7 +207,7 @@ def _properties(made: Made, values: _Values) -> TensorProperties:
 
 def _index(made: Made, values: _Values) -> MetadataIndex:
     fields = values.fields(made)
-    count_parts(fields["fqn"], _MAX_KEY)
+    hash_cost(fields["fqn"], _MAX_KEY)
     offset, number = _optional(fields.get("offset"), torch.Size), _optional(fields.get("index"), int)
     return MetadataIndex(fields["fqn"], offset, number)
 
@@ -241,9 +246,9 @@ def _layout(made: Made, values: _Values) -> torch.layout:
     return _typed(layout, torch.layout)
 
 
-def _memory_format(made: Made) -> torch.memory_format:
+def _memory_format(made: Made, values: _Values) -> torch.memory_format:
     """A member of an enumeration, by its value or by its name."""
-    member = made.arguments[-1]
+    (member,) = made.arguments
     if type(member) not in (int, str) or member not in _FORMATS:
         raise ValueError("a memory format that torch does not have")
     return _FORMATS[member]
@@ -253,12 +258,12 @@ def _path(made: Made, values: _Values) -> pathlib.PurePath:
     parts = [_typed(part, str) for part in made.arguments]
     if sum(map(len, parts)) > _MAX_PATH:
         raise ValueError(f"a path of more than {_MAX_PATH:,} characters")
-    return pathlib.PureWindowsPath(*parts) if made.what.name.endswith("WindowsPath") else pathlib.PurePosixPath(*parts)
+    return pathlib.PureWindowsPath(*parts) if made.what.endswith("WindowsPath") else pathlib.PurePosixPath(*parts)
 
 
 def _ordered(made: Made, values: _Values) -> OrderedDict[Any, Any]:
     pairs = [tuple(pair) for pair in _typed(made.arguments[0], list)] if made.arguments else []
-    pairs += zip(made.members[::2], made.members[1::2], strict=True)
+    pairs += made.members
     return OrderedDict((values.of(key), values.of(value)) for key, value in pairs)
 
 
@@ -272,24 +277,25 @@ _FORMATS: Mapping[int | str, torch.memory_format] = {
     "TORCH_CHANNELS_LAST": torch.channels_last,
     "TORCH_PRESERVE_FORMAT": torch.preserve_format,
 }
-_GETATTR = Named("builtins", "getattr")
-_ENCODINGS: Sequence[Named] = (Named(_CLASSES, "_MEM_FORMAT_ENCODING"), Named(OLD_PROPERTIES, "MEM_FORMAT_ENCODING"))
-_MAKERS: Mapping[Named, Callable[[Made, _Values], Any]] = {
-    Named(_CLASSES, "Metadata"): _metadata,
-    Named(_CLASSES, "StorageMeta"): _storage_meta,
-    Named(_CLASSES, "BytesStorageMetadata"): _bytes_metadata,
-    Named(_CLASSES, "TensorStorageMetadata"): _tensor_metadata,
-    Named(_CLASSES, "ChunkStorageMetadata"): _chunk_metadata,
-    Named(_CLASSES, "TensorProperties"): _properties,
-    Named(OLD_PROPERTIES, "TensorProperties"): _properties,
-    Named(_CLASSES, "MetadataIndex"): _index,
-    Named("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _storage_info,
-    Named("torch", "Size"): _size,
-    Named("torch.serialization", "_get_layout"): _layout,
-    Named("collections", "OrderedDict"): _ordered,
+_GETATTR = "builtins.getattr"
+_ENCODINGS = (f"{_CLASSES}._MEM_FORMAT_ENCODING", f"{OLD_PROPERTIES}.MEM_FORMAT_ENCODING")
+_MAKERS: Mapping[str, Callable[[Made, _Values], Any]] = {
+    f"{_CLASSES}.Metadata": _metadata,
+    f"{_CLASSES}.StorageMeta": _storage_meta,
+    f"{_CLASSES}.BytesStorageMetadata": _bytes_metadata,
+    f"{_CLASSES}.TensorStorageMetadata": _tensor_metadata,
+    f"{_CLASSES}.ChunkStorageMetadata": _chunk_metadata,
+    f"{_CLASSES}.TensorProperties": _properties,
+    f"{OLD_PROPERTIES}.TensorProperties": _properties,
+    f"{_CLASSES}.MetadataIndex": _index,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _storage_info,
+    "torch.Size": _size,
+    GET_LAYOUT: _layout,
+    "collections.OrderedDict": _ordered,
+    **dict.fromkeys(_ENCODINGS, _memory_format),
     # Releases of Python have the classes of paths in different modules.
     **{
-        Named(module, f"{pure}{system}Path"): _path
+        f"{module}.{pure}{system}Path": _path
         for module in ("pathlib", "pathlib._local")
         for pure in ("", "Pure")
         for system in ("Posix", "Windows")
@@ -298,9 +304,9 @@ _MAKERS: Mapping[Named, Callable[[Made, _Values], Any]] = {
 
 
 def _dtype_or_none(named: Any) -> torch.dtype | None:
-    if type(named) is not Named or named.module != "torch":
+    if type(named) is not Named or not named.name.startswith("torch."):
         return None
     try:
-        return named_dtype(named.name)
+        return named_dtype(named.name.removeprefix("torch."))
     except TypeError:
         return None

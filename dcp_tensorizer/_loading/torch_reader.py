@@ -24,7 +24,7 @@ from .._index.torch_metadata import read_pickled
 from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._storage.base import Storage
-from .._unpickle.inert import check_saved
+from .._unpickle.torch_archive import check_saved
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject, describe
 from .deliver import check_trust, copy_to_target, deliver_object
 from .validate import not_committed, nothing_committed, unreadable, warn_of_empty_dicts

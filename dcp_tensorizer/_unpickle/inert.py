@@ -1,370 +1,428 @@
-"""Pickles, read without a class or a function of this process: what they name stays a name.
+"""Follows a pickle without a class or a function of this process: all that it names, calls and changes are stand-ins.
 
-The standard library's unpickler, of which every operation that could reach a class, call something, or take more time
-than its own bytes is replaced. `pickle.Unpickler` is in C, and lets only the look-up of names be replaced. So a pickle
-could change a class that it may look up (BUILD). It could also hash tuples of tuples for ever: a tuple that holds the
-same one twice costs two bytes, and doubles the time.
+`Inert` takes time and memory in proportion to the pickle's bytes. Python's own unpickler does not: it hashes a tuple
+that holds the same tuple twice, which costs two bytes and doubles the time. And it may change every class that it may
+look up (BUILD).
+
+What a pickle may do is decided by subclasses. That of `objects` judges what ``torch.save`` wrote before it is loaded.
+That of `torch_archive` bounds what torch's weights-only rules read. That of `_index.torch_metadata` lets through what
+DCP's records are made of.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
+import pickletools
 import struct
-import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
 
-from .._runtime.torch_compat import tensor_makers
-
-_BUDGET = 8  # parts of keys, for each byte of a pickle; what no pickle shares needs less than one
-_MAX_DEPTH = 64  # of a key
-
-
-class Named(NamedTuple):
-    """A class or a function that a pickle names."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+_WORK_PER_BYTE = 16  # members that are hashed or copied; what no pickle shares needs less than 2
+_MAX_DEPTH = 64  # of tuples in a key: Python hashes them by recursion, which no limit of its own stops
+_HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
+_OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
 
-@dataclass(slots=True, eq=False)
-class Made:
-    """Stands for what a pickle makes by a call; each is equal to itself alone, and so costs nothing to hash.
+class Malformed(ValueError):
+    """No writer makes such a pickle, or it takes more time than its size explains."""
+
+
+class Unexpected(Exception):
+    """A pickle makes a value in a way in which the value's own type would not have written it."""
+
+
+class Named:
+    """A class or a function, by its module and name; nothing is looked up or imported. A pickle has one for each name.
 
     Attributes:
-        what: What is called; of a reference that only ``torch.load`` resolves, ``Named("persistent", "id")``.
-        arguments: With what.
+        name: ``module.name``.
+        trusted: The user allows it, with any arguments.
+    """
+
+    __slots__ = ("name", "trusted")
+
+    def __init__(self, name: str, *, trusted: bool = False) -> None:
+        self.name = name
+        self.trusted = trusted
+
+
+class Value:
+    """Stands for what a call makes; takes no state and no members. It is equal to itself alone.
+
+    Attributes:
+        what: The name of what was called.
+        cost: The cost of hashing it once; None if it cannot be hashed.
+    """
+
+    __slots__ = ("cost", "what")
+
+    def __init__(self, what: str, cost: int | None = 1) -> None:
+        self.what = what
+        self.cost = cost
+
+    def build(self, state: Any) -> None:
+        """Takes a state, as ``__setstate__`` would."""
+        raise Unexpected
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Takes further members."""
+        raise Unexpected
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Takes further keys and values."""
+        raise Unexpected
+
+
+class Made(Value):
+    """Stands for what a call makes; records its arguments, its last state and its members, whatever they are.
+
+    Attributes:
+        arguments: What it was called with.
         state: What ``__setstate__`` would be given; None: it would not be called.
-        members: Added to it afterwards, as to a list, dict or set; a dict's in pairs.
+        members: What would be added to it afterwards, as to a list or a set; to a dict, pairs.
     """
 
-    what: Named
-    arguments: tuple[Any, ...]
-    state: Any = None
-    members: list[Any] = field(default_factory=list)
+    __slots__ = ("arguments", "members", "state")
+
+    def __init__(self, what: str, arguments: tuple[Any, ...]) -> None:
+        self.what = what
+        self.cost = 1
+        self.arguments = arguments
+        self.state: Any = None
+        self.members: list[Any] = []
+
+    def build(self, state: Any) -> None:
+        self.state = state
+
+    def extend(self, items: Sequence[Any]) -> None:
+        self.members += items
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self.members += pairs
 
 
-def load_inert(
-    pickled: bytes,
-    on_name: Callable[[Named], object] = lambda name: None,
-    on_call: Callable[[Made], object] = lambda made: None,
-) -> Any:
-    """Loads a pickle as values of builtin types, `Named` and `Made`.
-
-    Args:
-        pickled: The pickle.
-        on_name: Given what it names; may raise.
-        on_call: Given what it makes; may raise.
+def hash_cost(key: Any, most: int) -> int:
+    """The number of values and 64-bit words that are hashed to hash a key, each as often as the key holds it.
 
     Raises:
-        Exception: it is damaged, or does what no writer does; or what the arguments raise.
+        Malformed: more than ``most``, or one of them cannot be hashed.
     """
-    return _Inert(pickled, on_name, on_call).load()
-
-
-def count_parts(key: Any, limit: int) -> int:
-    """The number of values that must be hashed to hash a key, each as often as the key holds it.
-
-    Raises:
-        pickle.UnpicklingError: more than a limit, or one of them cannot be hashed.
-    """
-    count = 0
+    cost = 0
     left: list[tuple[Any, int]] = [(key, 0)]
     while left:
         part, depth = left.pop()
-        count += 1 + (part.bit_length() >> 6 if type(part) is int else 0)
-        if count > limit or depth > _MAX_DEPTH:
-            raise pickle.UnpicklingError("its keys are made of too many parts")
-        if type(part) is tuple:
+        kind = type(part)
+        own: Any = 1
+        if kind is tuple:
             left += [(inner, depth + 1) for inner in part]
-        elif type(part) in (list, dict, set, bytearray):
-            raise pickle.UnpicklingError(f"it has a key of type {type(part).__name__}")
-    return count
+        elif kind is int:
+            own += part.bit_length() >> 6
+        elif isinstance(part, Value):
+            own = part.cost
+        if own is None or kind in (list, dict, set):
+            raise Malformed("it has a key that cannot be hashed")
+        cost += own
+        if cost > most or depth > _MAX_DEPTH:
+            raise Malformed("it has keys that take too much time or memory to be hashed")
+    return cost
 
 
-class _Inert(pickle._Unpickler):
-    stack: list[Any]
-    append: Callable[[Any], None]
-    pop_mark: Callable[[], list[Any]]
+class Inert:
+    """Reads one pickle as values of builtin types, `Named`, and what `call` and `new` return.
 
-    def __init__(self, pickled: bytes, on_name: Callable[[Named], object], on_call: Callable[[Made], object]) -> None:
-        super().__init__(io.BytesIO(pickled), encoding="bytes")
-        self._on_name = on_name
-        self._on_call = on_call
-        self._budget = 1000 + _BUDGET * len(pickled)
+    Args:
+        pickled: The pickle.
+        protocol: The newest one that it may be of. Of opcodes before protocol 2, those that later ones use are known.
+    """
 
-    def find_class(self, module: str, name: str) -> Any:
-        named = Named(module, name)
-        self._on_name(named)
-        return named
+    def __init__(self, pickled: bytes, protocol: int = pickle.HIGHEST_PROTOCOL) -> None:
+        self._pickled = pickled
+        self._newest = protocol
+        self._names: dict[tuple[str, str], Named] = {}
+        self._work_left = 1000 + _WORK_PER_BYTE * len(pickled)
 
-    def persistent_load(self, pid: Any) -> Any:
-        return self._made(Named("persistent", "id"), (pid,))
+    def read(self, max_opcodes: int | None = None) -> Any:
+        """The value; None if there are more opcodes than a limit.
 
-    def get_extension(self, code: int) -> None:
-        raise pickle.UnpicklingError("it refers to a registry of this process")
+        Raises:
+            Malformed: no writer makes such a pickle, or it takes more time than its size explains.
+        """
+        try:
+            return self._follow(len(self._pickled) + 1 if max_opcodes is None else max_opcodes)
+        except Malformed:
+            raise
+        except (ValueError, IndexError, KeyError, struct.error) as error:  # it ends early; a stack or memo is too small
+            raise Malformed(f"it cannot be parsed ({type(error).__name__}: {error})") from None
 
-    def _made(self, what: Any, arguments: Any) -> Made:
-        if type(what) is not Named or type(arguments) is not tuple:
-            raise pickle.UnpicklingError("it calls a value that is not callable")
-        made = Made(what, arguments)
-        self._on_call(made)
-        for argument in arguments:  # a set of a list, a dict of pairs: making it hashes the items
-            if type(argument) in (list, tuple) and str(what) in _HASHING:
-                for member in argument:  # of a dict, pairs of a key and a value
-                    is_pair = what.name in ("OrderedDict", "dict") and type(member) in (list, tuple) and member
-                    self._check_key(member[0] if is_pair else member)
-        return made
+    # --- what subclasses decide ---------------------------------------------------------------------------------------
 
-    def _check_key(self, key: Any) -> None:
-        self._budget -= count_parts(key, self._budget)
+    def name(self, module: str, name: str) -> Named:
+        """Stands for a class or a function; asked once for each."""
+        return Named(f"{module}.{name}")
 
-    def _call(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._made(self.stack[-1], arguments)
+    def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
+        """Stands for the result of a call."""
+        return Made(what.name, arguments)
 
-    def _call_with_keywords(self) -> None:
-        keywords = self.stack.pop()
-        arguments = self.stack.pop()
-        self.stack[-1] = self._made(self.stack[-1], (*arguments, keywords))
+    def new(self, what: Named, arguments: tuple[Any, ...]) -> Any:
+        """Stands for a new object of a class, made by ``__new__``."""
+        return self.call(what, arguments)
 
-    def _build(self) -> None:
-        state = self.stack.pop()
-        made = self.stack[-1]
-        if type(made) is not Made:
-            raise pickle.UnpicklingError("it changes a value that it has not made")
-        made.state = state
+    def refer(self, place: Any) -> Any:
+        """Stands for what only the caller of ``pickle.load`` could resolve."""
+        return self.call(Named("persistent.id"), (place,))
 
-    def _add(self, members: list[Any], kind: type) -> None:
-        """Adds members to a container that the pickle has made."""
-        container: Any = self.stack[-1]
-        if type(container) is Made:
-            container.members += members
-        elif type(container) is not kind:
-            raise pickle.UnpicklingError(f"it adds to a {type(container).__name__}")
-        elif isinstance(container, list):
-            container += members
-        elif isinstance(container, set):
-            container.update(members)
+    def build(self, target: Any, state: Any) -> None:
+        """Gives a state to what a call has made."""
+        self._change(target, "build", state)
 
-    def _set_items(self, members: list[Any]) -> None:
-        for key in members[::2]:
-            self._check_key(key)
-        if type(self.stack[-1]) is dict:
-            self.stack[-1].update(zip(members[::2], members[1::2], strict=True))
+    def update(self, target: Any, members: list[Any]) -> None:
+        """Sets keys and values, one after the other in a list, in a dict or in what a call has made."""
+        if len(members) % 2:
+            raise Malformed("a key has no value")
+        self._hash(keys := members[::2])
+        pairs = zip(keys, members[1::2], strict=True)
+        if type(target) is dict:
+            target.update(pairs)
         else:
-            self._add(members, dict)
+            self._change(target, "update", list(pairs))
 
-    def _add_to_set(self, members: list[Any]) -> list[Any]:
-        for member in members:
-            self._check_key(member)
-        return members
+    def refuse(self, what: str) -> None:
+        """Told of a value that takes no such state or members."""
+        raise Malformed(f"it changes a {what}")
 
-    def _append_one(self) -> None:
-        member = self.stack.pop()
-        self._add([member], list)
+    def spend(self, work: int) -> None:
+        """Counts values that are hashed or copied."""
+        self._work_left -= work
+        if self._work_left < 0:
+            raise Malformed("it takes too much time or memory for its size")
 
-    def _append_many(self) -> None:
-        self._add(self.pop_mark(), list)
+    # --- the stream ---------------------------------------------------------------------------------------------------
 
-    def _set_one(self) -> None:
-        value = self.stack.pop()
-        key = self.stack.pop()
-        self._set_items([key, value])
+    def _follow(self, max_opcodes: int) -> Any:
+        pickled, known = self._pickled, _KNOWN[self._newest]
+        stack: list[Any] = []
+        below: list[list[Any]] = []  # stacks that MARKs have set aside
+        memo: dict[int, Any] = {}
+        protocol = position = 0
+        for _ in repeat(None, max_opcodes):
+            code = known[pickled[position]]
+            position += 1
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code == _BINGET:
+                stack.append(memo[pickled[position]])
+                position += 1
+            elif code == _LONG_BINGET:
+                stack.append(memo[_UINT4.unpack_from(pickled, position)[0]])
+                position += 4
+            elif code == _BINPUT:
+                memo[pickled[position]] = stack[-1]
+                position += 1
+            elif code == _BININT1:
+                stack.append(pickled[position])
+                position += 1
+            elif code == _MARK:
+                below.append(stack)
+                stack = []
+            elif code == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif code == _TUPLE2:
+                stack[-2:] = [(stack[-2], stack[-1])]
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
+            elif code in _EMPTY:
+                stack.append(_EMPTY[code]())
+            elif code == _REDUCE:
+                arguments = stack.pop()
+                stack[-1] = self._make(self.call, stack[-1], arguments)
+            elif code == _BUILD:
+                state = stack.pop()
+                self.build(stack[-1], state)
+            elif code == _SETITEMS:
+                items, stack = stack, below.pop()
+                self.update(stack[-1], items)
+            elif code == _NEWOBJ:
+                arguments = stack.pop()
+                stack[-1] = self._make(self.new, stack[-1], arguments)
+            elif code in _CONTENTS:
+                unpack_from, nbytes, make = _CONTENTS[code]
+                (count,) = unpack_from(pickled, position)
+                position += nbytes + count
+                if position > len(pickled):
+                    raise Malformed("it cannot be parsed (it is too short)")
+                stack.append(make(pickled[position - count : position]))
+            elif code in _NUMBERS:
+                unpack_from, nbytes = _NUMBERS[code]
+                stack += unpack_from(pickled, position)
+                position += nbytes
+            elif code == _LONG_BINPUT:
+                (number,) = _UINT4.unpack_from(pickled, position)
+                if number > len(pickled):  # Python's unpickler makes room for all numbers before it
+                    raise Malformed("it keeps a value under a number that is too large")
+                memo[number] = stack[-1]
+                position += 4
+            elif code == _TUPLE:
+                members, stack = tuple(stack), below.pop()
+                stack.append(members)
+            elif code == _TUPLE3:
+                stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+            elif code == _SETITEM:
+                value, key = stack.pop(), stack.pop()
+                self.update(stack[-1], [key, value])
+            elif code == _APPENDS:
+                items, stack = stack, below.pop()
+                self._extend(stack[-1], items)
+            elif code == _APPEND:
+                item = stack.pop()
+                self._extend(stack[-1], [item])
+            elif code == _GLOBAL:
+                middle = pickled.index(b"\n", position)
+                end = pickled.index(b"\n", middle + 1)
+                stack.append(
+                    self._named(pickled[position:middle].decode(), pickled[middle + 1 : end].decode(), protocol)
+                )
+                position = end + 1
+            elif code == _BINPERSID:
+                stack[-1] = self.refer(stack[-1])
+            elif code == _POP and stack:
+                del stack[-1]
+            elif code in (_POP, _POP_MARK):
+                stack = below.pop()
+            elif code == _DUP:
+                stack.append(stack[-1])
+            elif code == _PROTO:
+                protocol = pickled[position]
+                if not 2 <= protocol <= self._newest:
+                    raise Malformed(f"it is of protocol {protocol}")
+                position += 1
+            elif code == _STOP:
+                return stack.pop()
+            elif code == _STACK_GLOBAL:
+                name, module = stack.pop(), stack.pop()
+                stack.append(self._named(module, name, protocol))
+            elif code == _ADDITEMS:
+                items, stack = stack, below.pop()
+                self._add(stack[-1], items)
+            elif code == _FROZENSET:
+                items, stack = stack, below.pop()
+                self._hash(items)
+                stack.append(frozenset(items))
+            elif code == _NEWOBJ_EX:
+                keywords, arguments = stack.pop(), stack.pop()
+                stack[-1] = self._make(self.new, stack[-1], arguments, keywords)
+            elif code == _FRAME:
+                position += 8
+            else:
+                code = pickled[position - 1]
+                raise Malformed(f"it has the opcode {_OPCODES[code].name if code in _OPCODES else code}")
+        return None
 
-    def _set_many(self) -> None:
-        self._set_items(self.pop_mark())
+    def _named(self, module: Any, name: Any, protocol: int) -> Named:
+        if type(module) is not str or type(name) is not str:
+            raise Malformed("it has a name that is no text")
+        if protocol < 3:  # Python 2's names
+            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        if (module, name) not in self._names:
+            self._names[module, name] = self.name(module, name)
+        return self._names[module, name]
 
-    def _make_dict(self) -> None:
-        members = self.pop_mark()
-        self.append({})
-        self._set_items(members)
+    def _make(self, make: _Make, what: Any, arguments: Any, *keywords: Any) -> Any:
+        if type(what) is not Named or type(arguments) is not tuple:
+            raise Malformed("it calls something other than a class or a function")
+        if what.name in _HASHING:
+            for argument in arguments:
+                if type(argument) in (list, tuple):
+                    is_pairs = what.name in _OF_PAIRS
+                    self._hash([m[0] if is_pairs and type(m) in (list, tuple) and m else m for m in argument])
+        return make(what, arguments + keywords)
 
-    def _add_items(self) -> None:
-        members = self._add_to_set(self.pop_mark())
-        self._add(members, set)
+    def _extend(self, target: Any, members: list[Any]) -> None:
+        if type(target) is list:
+            target += members
+        else:
+            self._change(target, "extend", members)
 
-    def _make_frozenset(self) -> None:
-        members = self._add_to_set(self.pop_mark())  # which changes what `append` is
-        self.append(frozenset(members))
+    def _add(self, target: Any, members: list[Any]) -> None:
+        self._hash(members)
+        if type(target) is set:
+            target.update(members)
+        else:
+            self._change(target, "extend", members)
 
-    def _refuse(self) -> None:
-        raise pickle.UnpicklingError("it is made in a way that no current writer uses")
+    def _change(self, target: Any, method: str, by: Any) -> None:
+        if not isinstance(target, Value):
+            raise Malformed("it changes a value that no call has made")
+        try:
+            getattr(target, method)(by)
+        except Unexpected:
+            self.refuse(target.what)
 
-    dispatch = pickle._Unpickler.dispatch | {  # type: ignore[assignment]
-        code[0]: operation
-        for code, operation in {
-            pickle.REDUCE: _call,
-            pickle.NEWOBJ: _call,
-            pickle.NEWOBJ_EX: _call_with_keywords,
-            pickle.BUILD: _build,
-            pickle.APPEND: _append_one,
-            pickle.APPENDS: _append_many,
-            pickle.SETITEM: _set_one,
-            pickle.SETITEMS: _set_many,
-            pickle.DICT: _make_dict,
-            pickle.ADDITEMS: _add_items,
-            pickle.FROZENSET: _make_frozenset,
-            pickle.INST: _refuse,
-            pickle.OBJ: _refuse,
-            pickle.EXT1: _refuse,
-            pickle.EXT2: _refuse,
-            pickle.EXT4: _refuse,
-            pickle.NEXT_BUFFER: _refuse,
-            pickle.READONLY_BUFFER: _refuse,
-        }.items()
-    }
-
-
-_HASHING = {"builtins.set", "builtins.frozenset", "collections.Counter", "collections.OrderedDict", "builtins.dict"}
-
-
-# --- checking a file of torch.save before torch.load ------------------------------------------------------------------
-#
-# An archive that is larger than it looks, or a pickle that takes very long, is refused in time and memory proportional
-# to its own bytes.
-#
-# Python and torch each have a reader of zip archives. They agree on the contents only if the archive has the plain
-# layout that torch writes, so nothing else is accepted.
-
-_END = struct.Struct("<4s4HIIH")
-_END_64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR_64 = struct.Struct("<4sIQI")
-_LOCAL = struct.Struct("<26xHH")  # of a record's header: the lengths of its name and of what else is before its data
-_MAX_DIMENSIONS = 255
-_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
-
-
-def is_archive(data: bytes) -> bool:
-    """Returns whether some bytes begin as a zip archive does, and so as what ``torch.save`` has written since torch
-    1.6.
-    """
-    return data.startswith(b"PK\3\4")
-
-
-def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
-    """Opens an archive whose records lie in it as they are, each at a place of its own.
-
-    Raises:
-        ValueError: it is none, or has records that are compressed, or larger than the archive.
-    """
-    directory = _directory(file, nbytes)
-    file.seek(0)
-    try:
-        archive = zipfile.ZipFile(file)
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-    infos = archive.infolist()
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise ValueError("it is compressed: load and save it once more")
-    end = 0
-    for info in sorted(infos, key=lambda info: info.header_offset):
-        if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
-            raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored as it is")
-        end = info.header_offset + 30 + info.file_size
-    if end > directory or len({info.filename.lower() for info in infos}) < len(infos):
-        raise ValueError("its records have more bytes than the file, or the same name")
-    return archive
-
-
-def _directory(file: IO[bytes], nbytes: int) -> int:
-    """The position of the list of records; it and its end are the last bytes of the file."""
-    if nbytes < _END.size:
-        raise ValueError("it is too short for an archive")
-    signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
-    end = nbytes - _END.size
-    if signature != b"PK\5\6" or comment or here != total:
-        raise ValueError("its last bytes are not the end of an archive: it is truncated, or packed again")
-    locator_offset = end - _LOCATOR_64.size
-    locator = _read(file, locator_offset, _LOCATOR_64.size) if locator_offset >= _END_64.size else b""
-    if locator[:4] == b"PK\6\7":
-        end = locator_offset - _END_64.size
-        _, _, large_end, _ = _LOCATOR_64.unpack(locator)
-        large = _END_64.unpack(_read(file, end, _END_64.size))
-        if large[0] != b"PK\6\6" or large_end != end or large[6] != large[7]:
-            raise ValueError("the end of its list of records is damaged")
-        size, offset = large[8], large[9]
-    if offset + size != end:
-        raise ValueError("its list of records is not where its end says")
-    return int(offset)
-
-
-def record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """The bytes of a record; not compared with its CRC-32, which torch.save may leave out."""
-    assert archive.fp is not None
-    names, more = _LOCAL.unpack(_read(archive.fp, info.header_offset, _LOCAL.size))
-    return _read(archive.fp, info.header_offset + _LOCAL.size + names + more, info.file_size)
-
-
-def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
-    file.seek(offset)
-    return file.read(nbytes)
-
-
-def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
-    """Looks at a file of ``torch.save`` before the weights-only rules of ``torch.load`` are applied to it.
-
-    The elements of tensors must lie in the file as they are, and where torch looks for them.
-
-    Returns:
-        Where the header of each record begins, and how many bytes the record has, in the file's order.
-
-    Raises:
-        ValueError: they do not, or the archive would take more time or memory than it has bytes.
-    """
-    is_zip = is_archive(file.read(4))
-    file.seek(0)
-    if not is_zip:
-        raise ValueError("it is no archive (files of torch before 1.6 must be loaded and saved once more)")
-    archive = check_archive(file, nbytes)
-    infos = archive.infolist()
-    for info in infos:
-        name = info.filename.lower()  # as torch looks names up
-        if name.endswith("/data.pkl"):
-            check_pickle(record(archive, info))
-        if name.endswith("/byteorder") and record(archive, info) == b"big":
-            raise ValueError("it is of a big-endian machine: load and save it once more on this one")
-    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
-    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
-    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it was repacked, and not as torch.save packs: load and save it once more")
-    return sorted((info.header_offset, info.file_size) for info in infos)
-
-
-def check_pickle(pickled: bytes) -> None:
-    """Looks at a pickle that the weights-only rules of ``torch.load`` are to be applied to.
-
-    Raises:
-        ValueError: it would take more time or memory than it has bytes.
-    """
-    try:
-        load_inert(pickled, on_call=_check_call)
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+    def _hash(self, keys: Sequence[Any]) -> None:
+        work = 0
+        for key in keys:
+            work += 1 if type(key) is str or type(key) is Made else hash_cost(key, self._work_left - work)
+        self.spend(work)
 
 
-def _check_call(made: Made) -> None:
-    """Fails for a call that torch allows, and that takes more than its arguments have bytes."""
-    if made.what == ("builtins", "bytearray") and any(type(argument) is int for argument in made.arguments):
-        raise ValueError("it asks for memory")
-    if made.what == ("_codecs", "encode") and made.arguments[1:] != ("latin1",):
-        raise ValueError("it encodes text in a way that torch.save does not")
-    if made.what.module in tensor_makers:
-        _check_dimensions(made.arguments, 0)
+_Make = Callable[[Named, tuple[Any, ...]], Any]
+_UINT4 = struct.Struct("<I")
+# Numbers of opcodes.
+_MARK, _TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _BININT1 = (
+    pickle.MARK + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.BININT1
+)
+_BINGET, _LONG_BINGET, _BINPUT, _LONG_BINPUT, _MEMOIZE = (
+    pickle.BINGET + pickle.LONG_BINGET + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE
+)
+_GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _NEWOBJ_EX, _BUILD, _BINPERSID = (
+    pickle.GLOBAL
+    + pickle.STACK_GLOBAL
+    + pickle.REDUCE
+    + pickle.NEWOBJ
+    + pickle.NEWOBJ_EX
+    + pickle.BUILD
+    + pickle.BINPERSID
+)
+_APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS, _FROZENSET = (
+    pickle.APPEND + pickle.APPENDS + pickle.SETITEM + pickle.SETITEMS + pickle.ADDITEMS + pickle.FROZENSET
+)
+_POP, _POP_MARK, _DUP, _PROTO, _FRAME, _STOP = (
+    pickle.POP + pickle.POP_MARK + pickle.DUP + pickle.PROTO + pickle.FRAME + pickle.STOP
+)
 
 
-def _check_dimensions(value: Any, depth: int) -> None:
-    if type(value) is Made:
-        value = value.arguments
-    if type(value) not in (tuple, list):
-        return
-    if len(value) > _MAX_DIMENSIONS:
-        raise ValueError(f"a tensor of {len(value):,} dimensions")
-    if depth < 2:
-        for inner in value:
-            _check_dimensions(inner, depth + 1)
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "surrogatepass")
+
+
+# Opcodes whose values follow them: how many bytes, and these.
+_CONTENTS: Mapping[int, tuple[Callable[[bytes, int], tuple[int]], int, Callable[[bytes], Any]]] = {
+    code[0]: (struct.Struct(layout).unpack_from, struct.calcsize(layout), make)
+    for code, layout, make in (
+        (pickle.BINUNICODE, "<I", _text),
+        (pickle.SHORT_BINUNICODE, "<B", _text),
+        (pickle.BINUNICODE8, "<Q", _text),
+        (pickle.BINBYTES, "<I", bytes),
+        (pickle.SHORT_BINBYTES, "<B", bytes),
+        (pickle.BINBYTES8, "<Q", bytes),
+        (pickle.LONG1, "<B", pickle.decode_long),
+        (pickle.LONG4, "<I", pickle.decode_long),
+    )
+}
+_NUMBERS: Mapping[int, tuple[Callable[[bytes, int], tuple[Any, ...]], int]] = {
+    code[0]: (struct.Struct(layout).unpack_from, struct.calcsize(layout))
+    for code, layout in ((pickle.BININT2, "<H"), (pickle.BININT, "<i"), (pickle.BINFLOAT, ">d"))
+}
+_CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]: False, pickle.EMPTY_TUPLE[0]: ()}
+_EMPTY: Mapping[int, Callable[[], Any]] = {
+    pickle.EMPTY_LIST[0]: list,
+    pickle.EMPTY_DICT[0]: dict,
+    pickle.EMPTY_SET[0]: set,
+}
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+_KNOWN = {  # of each protocol, the opcodes; -1 in place of those of later ones
+    protocol: [code if code in _OPCODES and _OPCODES[code].proto <= protocol else -1 for code in range(256)]
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
+}

@@ -15,161 +15,11 @@ from typing import Any
 
 import numpy as np
 
-# --- stand-ins for the values of a pickle -----------------------------------------------------------------------------
-#
-# They know what a pickle may still do to a value, and do none of it. Numbers, strings, booleans, None and lists need no
-# stand-in.
+from .inert import Made, Named, Unexpected, Value, hash_cost
 
-_MAX_COST = 10_000  # Python hashes nested tuples by recursion, which no limit of its own stops
-
-
-class Unexpected(Exception):
-    """A stream makes a value in a way in which the value's own type would not have written it."""
-
-
-class Global:
-    """A class or a function, by its name; nothing is looked up or imported.
-
-    Args:
-        name: Its module and its name.
-        trusted: The user allows it, with any arguments.
-    """
-
-    def __init__(self, name: str, *, trusted: bool) -> None:
-        self.name = name
-        self.trusted = trusted
-
-
-class Value:
-    """An instance.
-
-    Args:
-        maker: The global that made it.
-        cost: What it costs to hash it once; None if it cannot be hashed.
-    """
-
-    def __init__(self, maker: str, cost: int | None = 1) -> None:
-        self.maker = maker
-        self.cost = cost
-
-    def build(self, state: Any) -> None:
-        """Takes a state, as ``__setstate__`` would."""
-        raise Unexpected
-
-    def extend(self, items: Sequence[Any]) -> None:
-        """Takes further members."""
-        raise Unexpected
-
-    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Takes further keys and values."""
-        raise Unexpected
-
-
-class Trusted(Value):
-    """An instance of a type that the user allows, or that is refused and of which no more needs to be known."""
-
-    def build(self, state: Any) -> None:
-        pass
-
-    def extend(self, items: Sequence[Any]) -> None:
-        pass
-
-    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        pass
-
-
-class Tuple(tuple[Any, ...]):
-    """A tuple that knows what it costs to hash it, however its members are shared."""
-
-    cost: int | None
-
-
-class Bytes(Value):
-    """Bytes, as the text that protocol 2 writes for them: a character a byte."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__("bytes")
-        self.text = text
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, bytes) and self.text.encode("latin-1", "replace") == other
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Dict(Value):
-    """A dict, as a list of keys and values: no key of a stream is hashed. A frozen one is in use and may not change."""
-
-    def __init__(self) -> None:
-        super().__init__("dict", cost=None)
-        self.pairs: list[tuple[Any, Any]] = []
-        self.frozen = False
-
-    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        if self.frozen:
-            raise Unexpected
-        self.pairs.extend(pairs)
-
-    def by_name(self) -> dict[str, Any]:
-        """Raises `Unexpected` unless all keys are strings."""
-        if not all(type(key) is str for key, _ in self.pairs):
-            raise Unexpected
-        return dict(self.pairs)
-
-
-class MappingValue(Value):
-    """An OrderedDict or the like: takes keys and values, and with ``attributes`` also those of the instance."""
-
-    def __init__(self, maker: str, *, attributes: bool = False) -> None:
-        super().__init__(maker, cost=None)
-        self._attributes = attributes
-
-    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        pass
-
-    def build(self, state: Any) -> None:
-        if not self._attributes or not isinstance(state, Dict):
-            raise Unexpected
-        state.by_name()
-
-
-class StateValue(Value):
-    """Takes one state, if a check accepts it."""
-
-    def __init__(self, maker: str, check: Callable[[Any], object], cost: int | None = 1) -> None:
-        super().__init__(maker, cost)
-        self._check: Callable[[Any], object] | None = check
-
-    def build(self, state: Any) -> None:
-        if self._check is None:
-            raise Unexpected
-        self._check(state)
-        self._check = None
-
-
-def hash_cost(value: Any) -> int | None:
-    """The cost of hashing a value once, in members and 64-bit words; None if it cannot be hashed or takes long."""
-    if isinstance(value, Tuple | Value):
-        return value.cost
-    if isinstance(value, list):
-        return None
-    return 1 + value.bit_length() // 64 if isinstance(value, int) else 1
-
-
-def make_tuple(members: Sequence[Any]) -> Tuple:
-    """A tuple whose cost is known, in the time that its members take to count."""
-    made = Tuple(members)
-    costs = [hash_cost(member) for member in members]
-    total = 1 + sum(cost for cost in costs if cost is not None)
-    made.cost = None if None in costs or total > _MAX_COST else total
-    return made
-
-
-Maker = Callable[[str, Tuple], Any]
-"""Makes a stand-in of a global's name and the arguments."""
+Arguments = tuple[Any, ...]
+Maker = Callable[[str, Arguments], Any]
+"""Makes a stand-in for the result, of the name of what is called and the arguments."""
 
 _MAX_DIGITS = 4300  # Python's own limit for decimal digits of an int: reducing a fraction takes their square
 
@@ -180,6 +30,41 @@ def need(condition: object) -> None:
         raise Unexpected
 
 
+def by_name(value: Any) -> dict[str, Any]:
+    """A dict whose keys are strings; raises `Unexpected` for all else."""
+    need(type(value) is dict and all(type(key) is str for key in value))
+    return value  # type: ignore[no-any-return]
+
+
+class MappingValue(Value):
+    """An OrderedDict or the like: takes keys and values, and with ``attributes`` also those of the instance."""
+
+    def __init__(self, what: str, *, attributes: bool = False) -> None:
+        super().__init__(what, cost=None)
+        self._attributes = attributes
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        pass
+
+    def build(self, state: Any) -> None:
+        need(self._attributes)
+        by_name(state)
+
+
+class StateValue(Value):
+    """Takes one state, if a check accepts it."""
+
+    def __init__(self, what: str, check: Callable[[Any], object], cost: int | None = 1) -> None:
+        super().__init__(what, cost)
+        self._check: Callable[[Any], object] | None = check
+
+    def build(self, state: Any) -> None:
+        if self._check is None:
+            raise Unexpected
+        self._check(state)
+        self._check = None
+
+
 def _is(value: Any, *types: type) -> bool:
     return type(value) in types
 
@@ -187,7 +72,7 @@ def _is(value: Any, *types: type) -> bool:
 def takes(*kinds: type, cost: int | None = 1) -> Maker:
     """Takes exactly these types, one after the other."""
 
-    def make(name: str, args: Tuple) -> Value:
+    def make(name: str, args: Arguments) -> Value:
         need(tuple(map(type, args)) == kinds)
         return Value(name, cost)
 
@@ -197,7 +82,7 @@ def takes(*kinds: type, cost: int | None = 1) -> Maker:
 def _nothing(make: Callable[[str], Any]) -> Maker:
     """Takes no arguments."""
 
-    def make_of_none(name: str, args: Tuple) -> Any:
+    def make_of_none(name: str, args: Arguments) -> Any:
         need(not args)
         return make(name)
 
@@ -207,22 +92,26 @@ def _nothing(make: Callable[[str], Any]) -> Maker:
 # --- bytes and containers ---------------------------------------------------------------------------------------------
 
 
-def _encoded(name: str, args: Tuple) -> Bytes:
+def _encoded(name: str, args: Arguments) -> bytes:
+    """Bytes, of the text that protocol 2 writes for them: a character a byte."""
     need(len(args) == 2 and _is(args[0], str) and args[1] == "latin1")
-    return Bytes(args[0])
+    try:
+        return args[0].encode("latin-1")  # type: ignore[no-any-return]
+    except UnicodeEncodeError:
+        raise Unexpected from None
 
 
-def _bytearray(name: str, args: Tuple) -> Value:
-    need(not args or (len(args) == 1 and _is(args[0], Bytes)) or (_is(args[0], str) and args[1:] == ("latin-1",)))
+def _bytearray(name: str, args: Arguments) -> Value:
+    need(not args or (len(args) == 1 and _is(args[0], bytes)) or (_is(args[0], str) and args[1:] == ("latin-1",)))
     return Value(name, cost=None)
 
 
-def _set(name: str, args: Tuple) -> Value:
+def _set(name: str, args: Arguments) -> Value:
     need(len(args) == 1 and _is(args[0], list))
     return Value(name, cost=None if name == "builtins.set" else 1 + len(args[0]))
 
 
-def _slice(name: str, args: Tuple) -> Value:
+def _slice(name: str, args: Arguments) -> Value:
     need(len(args) == 3)
     return Value(name, cost=None)
 
@@ -232,7 +121,7 @@ class _Deque(Value):
         pass
 
 
-def _deque(name: str, args: Tuple) -> Value:
+def _deque(name: str, args: Arguments) -> Value:
     need(not args or (len(args) == 2 and args[0] in ((), []) and _is(args[1], int, type(None))))
     return _Deque(name, cost=None)
 
@@ -242,15 +131,15 @@ _FACTORIES = {
 } | {"builtins.set", "builtins.str", "builtins.tuple", "collections.Counter", "collections.OrderedDict"}
 
 
-def _defaultdict(name: str, args: Tuple) -> Value:
+def _defaultdict(name: str, args: Arguments) -> Value:
     need(len(args) <= 1)
     for factory in args:  # it is called later, without arguments
-        need(factory is None or (_is(factory, Global) and (factory.trusted or factory.name in _FACTORIES)))
+        need(factory is None or (_is(factory, Named) and (factory.trusted or factory.name in _FACTORIES)))
     return MappingValue(name)
 
 
-def _counter(name: str, args: Tuple) -> Value:
-    need(len(args) <= 1 and all(_is(arg, Dict) for arg in args))
+def _counter(name: str, args: Arguments) -> Value:
+    need(len(args) <= 1 and all(_is(arg, dict) for arg in args))
     return MappingValue(name)
 
 
@@ -260,11 +149,11 @@ def _counter(name: str, args: Tuple) -> Value:
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
     """A date or a time of packed bytes, which its own constructor believes."""
 
-    def make(name: str, args: Tuple) -> Value:
-        need(1 <= len(args) <= 2 and _is(args[0], Bytes) and len(args[0]) == nbytes)
-        need(all((_is(zone, Value) and zone.maker in _ZONES) or _is(zone, Trusted) for zone in args[1:]))
+    def make(name: str, args: Arguments) -> Value:
+        need(1 <= len(args) <= 2 and _is(args[0], bytes) and len(args[0]) == nbytes)
+        need(all((_is(zone, Value) and zone.what in _ZONES) or _is(zone, Made) for zone in args[1:]))
         try:
-            kind(args[0].text.encode("latin-1")).replace()  # which checks each field
+            kind(args[0]).replace()  # which checks each field
         except (ValueError, TypeError):
             raise Unexpected from None
         return Value(name)
@@ -272,24 +161,24 @@ def _from_bytes(kind: Any, nbytes: int) -> Maker:
     return make
 
 
-def _timezone(name: str, args: Tuple) -> Value:
-    need(1 <= len(args) <= 2 and _is(args[0], Value) and args[0].maker == "datetime.timedelta")
+def _timezone(name: str, args: Arguments) -> Value:
+    need(1 <= len(args) <= 2 and _is(args[0], Value) and args[0].what == "datetime.timedelta")
     need(all(_is(arg, str) for arg in args[1:]))
     return Value(name)
 
 
-def _zone_info(name: str, args: Tuple) -> Value:
+def _zone_info(name: str, args: Arguments) -> Value:
     need(len(args) == 2 and _is(args[0], str) and _is(args[1], int, bool))
     need(re.fullmatch(r"[\w+-]+(/[\w+-]+)*", args[0], re.ASCII))
     return Value(name)
 
 
-def _decimal(name: str, args: Tuple) -> Value:
+def _decimal(name: str, args: Arguments) -> Value:
     need(len(args) == 1 and _is(args[0], str))
     return Value(name, cost=1 + len(args[0]))
 
 
-def _fraction(name: str, args: Tuple) -> Value:
+def _fraction(name: str, args: Arguments) -> Value:
     if len(args) == 1:  # Python 3.10
         need(
             _is(args[0], str) and re.fullmatch(rf"-?\d{{1,{_MAX_DIGITS}}}(/\d{{1,{_MAX_DIGITS}}})?", args[0], re.ASCII)
@@ -299,20 +188,20 @@ def _fraction(name: str, args: Tuple) -> Value:
     return Value(name, cost=_MAX_DIGITS // 10)
 
 
-def _array(name: str, args: Tuple) -> Value:
+def _array(name: str, args: Arguments) -> Value:
     need(len(args) == 2 and _is(args[0], str) and _is(args[1], list))
     need(all(_is(member, int, float, str) for member in args[1]))
     return Value(name, cost=None)
 
 
-def _strings(name: str, args: Tuple) -> Value:
+def _strings(name: str, args: Arguments) -> Value:
     need(all(_is(part, str) for part in args))
     return Value(name, cost=1 + len(args))
 
 
-def _struct_time(name: str, args: Tuple) -> Value:
-    need(len(args) == 2 and _is(args[0], Tuple) and _is(args[1], Dict))
-    return Value(name, cost=1 + (args[0].cost or 0))
+def _struct_time(name: str, args: Arguments) -> Value:
+    need(len(args) == 2 and _is(args[0], tuple) and _is(args[1], dict))
+    return Value(name, cost=hash_cost(args[0], _MAX_DIGITS))
 
 
 # --- what takes a state -----------------------------------------------------------------------------------------------
@@ -322,40 +211,28 @@ def _with_state(check: Callable[[Any], object], cost: int | None = None) -> Make
     return _nothing(lambda name: StateValue(name, check, cost))
 
 
-def _attributes(state: Any) -> None:
-    need(_is(state, Dict))
-    state.by_name()
-
-
-def _only(attribute: str, *kinds: type) -> Callable[[Any], None]:
+def _only(attribute: str, kind: type) -> Callable[[Any], None]:
     def check(state: Any) -> None:
-        need(_is(state, Dict) and set(state.by_name()) == {attribute})
-        need(_is(state.by_name()[attribute], *kinds))
+        need(set(by_name(state)) == {attribute} and _is(state[attribute], kind))
 
     return check
 
 
 def _uuid_state(state: Any) -> None:
-    need(_is(state, Dict))
-    values = state.by_name()
+    values = by_name(state)
     need({"int"} <= set(values) <= {"int", "is_safe"} and all(_is(value, int) for value in values.values()))
     need(0 <= values["int"] < 1 << 128)
 
 
-def _instance_attributes(state: Any) -> None:
-    if state is not None:
-        _attributes(state)
-
-
 def _bytes_io_state(state: Any) -> None:
-    need(_is(state, Tuple) and len(state) == 3 and _is(state[0], Bytes))
-    _instance_attributes(state[2])
+    need(_is(state, tuple) and len(state) == 3 and _is(state[0], bytes))
+    need(state[2] is None or by_name(state[2]) is not None)
     need(_is(state[1], int) and 0 <= state[1] <= len(state[0]))
 
 
 def _string_io_state(state: Any) -> None:
-    need(_is(state, Tuple) and len(state) == 4 and _is(state[0], str))
-    _instance_attributes(state[3])
+    need(_is(state, tuple) and len(state) == 4 and _is(state[0], str))
+    need(state[3] is None or by_name(state[3]) is not None)
     need(state[1] in (None, "", "\n", "\r", "\r\n") and _is(state[2], int) and 0 <= state[2] <= len(state[0]))
 
 
@@ -366,7 +243,7 @@ CALLED: Mapping[str, Maker] = {
     "_codecs.encode": _encoded,
     "array.array": _array,
     "builtins.bytearray": _bytearray,
-    "builtins.bytes": _nothing(lambda name: Bytes("")),
+    "builtins.bytes": _nothing(lambda name: b""),
     "builtins.complex": takes(float, float),
     "builtins.frozenset": _set,
     "builtins.range": takes(int, int, int),
@@ -384,7 +261,7 @@ CALLED: Mapping[str, Maker] = {
     "decimal.Decimal": _decimal,
     "fractions.Fraction": _fraction,
     "time.struct_time": _struct_time,
-    "types.SimpleNamespace": _with_state(_attributes),
+    "types.SimpleNamespace": _with_state(by_name),
     "zoneinfo.ZoneInfo._unpickle": _zone_info,
 } | {f"{module}.{name}": _strings for module in ("pathlib", "pathlib._local") for name in _PATHS}
 """By name, what a stream may call. Python 3.13 has paths in ``pathlib._local``."""
@@ -392,9 +269,9 @@ CALLED: Mapping[str, Maker] = {
 CREATED: Mapping[str, Maker] = {
     "_io.BytesIO": _with_state(_bytes_io_state),
     "_io.StringIO": _with_state(_string_io_state),
-    "argparse.Namespace": _with_state(_attributes),
+    "argparse.Namespace": _with_state(by_name),
     "collections.ChainMap": _with_state(_only("maps", list)),
-    "collections.UserDict": _with_state(_only("data", Dict)),
+    "collections.UserDict": _with_state(_only("data", dict)),
     "collections.UserList": _with_state(_only("data", list)),
     "uuid.UUID": _with_state(_uuid_state, cost=1),
 }
@@ -416,13 +293,19 @@ _MAX_EMPTY = 1 << 20  # elements of an array whose items have no bytes
 _ALIGNED = 0x80  # NumPy's NPY_ALIGNED_STRUCT
 
 
-class _DType(Value):
-    """A dtype; it is known when it has its state, and then it does not change any more."""
+class DType(Value):
+    """A dtype; it is known when it has its state, and then it does not change any more.
 
-    def __init__(self, maker: str, code: str) -> None:
-        super().__init__(maker)
+    Attributes:
+        fields: The dict that describes its fields, if it has any: NumPy keeps this very dict.
+        depth: Dtypes in dtypes.
+    """
+
+    def __init__(self, what: str, code: str) -> None:
+        super().__init__(what)
         self._code = code
         self._dtype: np.dtype[Any] | None = None
+        self.fields: dict[str, Any] | None = None
         self.depth = 1
 
     @property
@@ -432,7 +315,7 @@ class _DType(Value):
         return self._dtype
 
     def build(self, state: Any) -> None:
-        need(self._dtype is None and isinstance(state, Tuple) and len(state) in (8, 9))
+        need(self._dtype is None and type(state) is tuple and len(state) in (8, 9))
         try:
             made = self._make(*state)
         except (TypeError, ValueError, OverflowError, SyntaxError):
@@ -458,8 +341,8 @@ class _DType(Value):
         need(type(version) is int and version == 3 + len(unit))
         need(not unit or self._code in ("M8", "m8"))
         if base is not None:
-            need(names is None and fields is None and isinstance(base, Tuple) and len(base) == 2)
-            need(isinstance(base[0], _DType) and _is_shape(base[1]))
+            need(names is None and fields is None and type(base) is tuple and len(base) == 2)
+            need(isinstance(base[0], DType) and _is_shape(base[1]))
             self._nest(base[0])
             return np.dtype((base[0].dtype, tuple(base[1])))
         if names is not None:
@@ -469,11 +352,10 @@ class _DType(Value):
         return made.newbyteorder(order) if order in ("<", ">") else made
 
     def _structure(self, names: Any, fields: Any, nbytes: Any, flags: Any) -> np.dtype[Any]:
-        need(isinstance(names, Tuple) and all(type(name) is str for name in names) and isinstance(fields, Dict))
-        by_name = fields.by_name()
-        fields.frozen = True  # NumPy keeps this very dict
-        places = [by_name.get(name) for name in names]
-        need(all(isinstance(p, Tuple) and len(p) in (2, 3) and isinstance(p[0], _DType) for p in places))
+        need(type(names) is tuple and all(type(name) is str for name in names))
+        self.fields = by_name(fields)
+        places = [fields.get(name) for name in names]
+        need(all(type(p) is tuple and len(p) in (2, 3) and isinstance(p[0], DType) for p in places))
         for place in places:
             self._nest(place[0])
         titles = [place[2] if len(place) == 3 else None for place in places]
@@ -489,12 +371,12 @@ class _DType(Value):
             align=bool(flags & _ALIGNED),
         )
         assert made.fields is not None
-        need(set(by_name) == set(made.fields))
-        need(all(by_name[key][0].dtype == made.fields[key][0] for key in by_name))
-        need(all(tuple(by_name[key][1:]) == tuple(made.fields[key][1:]) for key in by_name))
+        need(set(fields) == set(made.fields))
+        need(all(fields[key][0].dtype == made.fields[key][0] for key in fields))
+        need(all(fields[key][1:] == tuple(made.fields[key][1:]) for key in fields))
         return made
 
-    def _nest(self, inner: _DType) -> None:
+    def _nest(self, inner: DType) -> None:
         self.depth = max(self.depth, inner.depth + 1)
         need(self.depth <= _MAX_NESTED)
 
@@ -502,49 +384,49 @@ class _DType(Value):
 class _Array(Value):
     """An array of which only the type is known; its state has the rest."""
 
-    def __init__(self, maker: str) -> None:
-        super().__init__(maker, cost=None)
+    def __init__(self, what: str) -> None:
+        super().__init__(what, cost=None)
         self._built = False
 
     def build(self, state: Any) -> None:
-        need(not self._built and isinstance(state, Tuple) and len(state) == 5 and state[0] == 1)
+        need(not self._built and type(state) is tuple and len(state) == 5 and state[0] == 1)
         _, shape, dtype, order, content = state
-        need(_is_shape(shape) and isinstance(dtype, _DType) and type(order) in (bool, int))
+        need(_is_shape(shape) and isinstance(dtype, DType) and type(order) in (bool, int))
         count = math.prod(shape)
         if dtype.dtype.hasobject:
             need(type(content) is list and len(content) == count)
         else:
-            need(isinstance(content, Bytes) and len(content) == count * dtype.dtype.itemsize)
+            need(type(content) is bytes and len(content) == count * dtype.dtype.itemsize)
             need(dtype.dtype.itemsize or count <= _MAX_EMPTY)
         self._built = True
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, Tuple) and len(shape) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+    return type(shape) is tuple and len(shape) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
 
 
 def _with_unit(code: str, metadata: Any, unit: Any) -> str:
     """The name of a datetime64 or timedelta64 type: its unit, as (unit, how many, in how many, 1)."""
-    need(metadata is None or (isinstance(metadata, Dict) and not metadata.pairs))
-    need(isinstance(unit, Tuple) and len(unit) == 4 and isinstance(unit[0], Bytes) and unit[0].text.isalpha())
+    need(metadata is None or metadata == {})
+    need(type(unit) is tuple and len(unit) == 4 and type(unit[0]) is bytes and unit[0].isalpha())
     need(all(type(n) is int and n > 0 for n in unit[1:]) and unit[2:] == (1, 1))
-    return code if unit[0].text == "generic" else f"{code}[{unit[1]}{unit[0].text}]"
+    return code if unit[0] == b"generic" else f"{code}[{unit[1]}{unit[0].decode()}]"
 
 
-def _dtype(name: str, args: Tuple) -> Value:
+def _dtype(name: str, args: Arguments) -> Value:
     need(len(args) == 3 and type(args[0]) is str and args[1:] == (False, True))  # no alignment, and a copy
     need(re.fullmatch(r"[MOSUVbcfimu]\d{1,10}", args[0], re.ASCII))
-    return _DType(name, args[0])
+    return DType(name, args[0])
 
 
-def _reconstruct(name: str, args: Tuple) -> Value:
-    need(len(args) == 3 and isinstance(args[0], Global) and args[1:2] == ((0,),) and args[2] == b"b")
+def _reconstruct(name: str, args: Arguments) -> Value:
+    need(len(args) == 3 and isinstance(args[0], Named) and args[1:2] == ((0,),) and args[2] == b"b")
     need(args[0].trusted or args[0].name == "numpy.ndarray")
     return _Array(name)
 
 
-def _scalar(name: str, args: Tuple) -> Value:
-    need(len(args) == 2 and isinstance(args[0], _DType) and isinstance(args[1], Bytes))
+def _scalar(name: str, args: Arguments) -> Value:
+    need(len(args) == 2 and isinstance(args[0], DType) and type(args[1]) is bytes)
     dtype = args[0].dtype
     need(not dtype.hasobject and len(args[1]) == dtype.itemsize)
     return Value(name, cost=1 + dtype.itemsize)

@@ -7,17 +7,20 @@ made so reads foreign memory. And it calls what it trusts before it meets what i
 
 from __future__ import annotations
 
+import enum
 import gc
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
 import torch
 
-from .._runtime.torch_compat import pickle_of, trusted_globals
+from .._runtime.torch_compat import GET_LAYOUT, REBUILD_PREFIX, REBUILD_SUBCLASS, pickle_of, trusted_globals
 from ..errors import UntrustedObject
-from .check import Malformed, refused_globals
+from . import known_types
+from .inert import Inert, Made, Malformed, Named, Unexpected, Value
+from .known_types import Arguments, DType, Maker, need, takes
 
 
 def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -> tuple[str, ...]:
@@ -35,9 +38,11 @@ def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -
     """
     file = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
-        return refused_globals(pickle_of(file), _allowed(), trusted_globals(), max_opcodes)
-    except (Malformed, ValueError) as error:
+        judge = _Judge(pickle_of(file), _allowed(), trusted_globals())
+        judge.read(max_opcodes)
+    except ValueError as error:
         raise UntrustedObject(f"torch.save does not write such an object: {error}") from None
+    return tuple(sorted(judge.refused()))
 
 
 def load_object(content: bytes) -> Any:
@@ -77,3 +82,140 @@ def _allowed() -> Mapping[str, Any]:
     """The types that the user trusts, by name."""
     named = [item if isinstance(item, tuple) else (item, "") for item in torch.serialization.get_safe_globals()]
     return {name or f"{value.__module__}.{value.__qualname__}": value for value, name in named}
+
+
+def _device(name: str, args: Arguments) -> Value:
+    need(tuple(map(type, args)) in ((str,), (str, int)))
+    return Value(name)
+
+
+_TORCH_CALLED: Mapping[str, Maker] = {
+    "torch.Size": takes(tuple),
+    "torch.device": _device,
+    GET_LAYOUT: takes(str),
+}
+_CALLED = {**known_types.CALLED, **known_types.NUMPY_CALLED, **_TORCH_CALLED}
+_CREATED = known_types.CREATED
+_GETATTR = "builtins.getattr"
+_KNOWN = {_GETATTR, *_CALLED, *_CREATED, *known_types.PASSIVE, *known_types.NUMPY_PASSIVE}
+
+
+class _Judge(Inert):
+    """Finds the classes and functions that a pickle of ``torch.save`` must not use.
+
+    It knows for each what it would be called with, which state would be set on what, and what would be hashed.
+
+    Args:
+        pickled: The pickle. Only protocol 2 is known: others map Python 2's names in another way.
+        allowed: What the user trusts, with any arguments and any state, by name.
+        torch_names: What ``torch.load`` trusts by itself.
+    """
+
+    def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
+        super().__init__(pickled, protocol=2)
+        self._allowed = allowed
+        self._torch = torch_names
+        self._refused: set[str] = set()  # that are called, or given what they would not have written
+        self._unknown: set[str] = set()
+        self._owners: set[str] = set()  # of which attributes are taken
+        self._members: dict[str, Named] = {}  # such attributes, and whose they are
+        self._frozen: dict[int, object] = {}  # dicts that are in use and may not change, by identity
+
+    def refused(self) -> set[str]:
+        """The names that would be imported or called, and that nobody has allowed.
+
+        Of an attribute that is called, a class in a class perhaps, that is the attribute. Of another, an Enum's member
+        perhaps, it is the class.
+        """
+        members = {name if owner.trusted else owner.name for name, owner in self._members.items()}
+        return self._refused | (self._unknown - self._owners) | members
+
+    def name(self, module: str, name: str) -> Named:
+        if not all(part.isidentifier() for part in (*module.split("."), name)):
+            raise Malformed(f"{module}.{name} is no name")
+        named = self._stand_in(f"{module}.{name}")
+        if not (named.trusted or named.name in _KNOWN or named.name in self._torch):
+            self._unknown.add(named.name)
+        return named
+
+    def call(self, what: Named, arguments: Arguments) -> Any:
+        return self._judge(what, arguments, _CALLED)
+
+    def new(self, what: Named, arguments: Arguments) -> Any:
+        return self._judge(what, arguments, _CREATED)
+
+    def refer(self, place: Any) -> Value:
+        if type(place) is not tuple or len(place) != 5 or place[0] != "storage":
+            raise Malformed("it refers to something other than a tensor's storage")
+        if type(place[1]) is not Named or place[1].name not in self._torch:
+            raise Malformed("a tensor's storage is of an unknown type")
+        return Value("storage")
+
+    def build(self, target: Any, state: Any) -> None:
+        self.spend(sum(map(_size, state)) if type(state) is tuple else _size(state))
+        super().build(target, state)
+        if type(target) is DType and target.fields is not None:
+            self._frozen[id(target.fields)] = target.fields
+
+    def refuse(self, what: str) -> None:
+        if "." not in what:  # a tensor's storage
+            super().refuse(what)
+        self._refused.add(what)
+
+    def update(self, target: Any, members: list[Any]) -> None:
+        if id(target) in self._frozen:
+            raise Malformed("it changes the description of a dtype")
+        super().update(target, members)
+
+    def _stand_in(self, name: str) -> Named:
+        return Named(name, trusted=name in self._allowed and name != _GETATTR)
+
+    def _attribute(self, args: Arguments) -> Any:
+        """Follows a reference of protocol 2 to a class in a class, to its methods, and in some releases to an Enum's
+        member.
+        """
+        if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
+            raise Malformed("it takes an attribute of a value")
+        owner, attribute = args
+        self._members.pop(owner.name, None)
+        self._owners.add(owner.name)
+        allowed = self._allowed.get(owner.name)
+        if isinstance(allowed, enum.EnumMeta) and attribute in allowed.__members__:
+            return Made(owner.name, args)
+        named = self._stand_in(f"{owner.name}.{attribute}")
+        if not (named.trusted or named.name in _CALLED):
+            self._members[named.name] = owner
+        return named
+
+    def _judge(self, what: Named, args: Arguments, makers: Mapping[str, Maker]) -> Any:
+        if what.name == _GETATTR:
+            return self._attribute(args)
+        self._members.pop(what.name, None)
+        if what.trusted:
+            return Made(what.name, args)
+        self.spend(sum(map(_size, args)))
+        try:
+            if what.name == REBUILD_SUBCLASS and what.name in self._torch:
+                return self._rebuild_subclass(args)
+            if what.name in makers:
+                return makers[what.name](what.name, args)
+            need(self._rebuilds(what.name))
+            return Value(what.name)
+        except Unexpected:
+            self._refused.add(what.name)
+            return Made(what.name, args)
+
+    def _rebuilds(self, name: str) -> bool:
+        """torch's own functions that make tensors."""
+        return name.startswith(REBUILD_PREFIX) and name in self._torch
+
+    def _rebuild_subclass(self, args: Arguments) -> Any:
+        """A tensor with attributes, or of a subclass: torch calls the first argument with the third."""
+        need(len(args) == 4 and type(args[0]) is Named and type(args[2]) is tuple)
+        need(args[0].trusted or self._rebuilds(args[0].name))
+        return self._judge(args[0], args[2], {})
+
+
+def _size(value: Any) -> int:
+    """The cost of copying a value, not deeply."""
+    return 1 + len(value) if isinstance(value, list | tuple | str | bytes | dict) else 1

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer._unpickle.inert import check_archive, check_pickle
 from dcp_tensorizer._unpickle.objects import load_object
+from dcp_tensorizer._unpickle.torch_archive import check_archive, check_pickle
 
 from .test_inert import doubled
 

@@ -1,0 +1,157 @@
+"""Looks at a file of ``torch.save`` before torch's weights-only rules read it.
+
+An archive that is larger than it looks, or a pickle that takes very long, is refused in time and memory proportional
+to its own bytes.
+
+Python and torch each have a reader of zip archives. They agree on the contents only if the archive has the plain
+layout that torch writes, so nothing else is accepted.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from typing import IO, Any
+
+from .._runtime.torch_compat import tensor_makers
+from .inert import Inert, Made, Named
+
+_END = struct.Struct("<4s4HIIH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_LOCAL = struct.Struct("<26xHH")  # of a record's header: the lengths of its name and of what else is before its data
+_MAX_DIMENSIONS = 255
+_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
+
+
+def is_archive(data: bytes) -> bool:
+    """Returns whether some bytes begin as a zip archive does, and so as what ``torch.save`` has written since torch
+    1.6.
+    """
+    return data.startswith(b"PK\3\4")
+
+
+def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
+    """Opens an archive whose records lie in it as they are, each at a place of its own.
+
+    Raises:
+        ValueError: it is none, or has records that are compressed, or larger than the archive.
+    """
+    directory = _directory(file, nbytes)
+    file.seek(0)
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    infos = archive.infolist()
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise ValueError("it is compressed: load and save it once more")
+    end = 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
+            raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored as it is")
+        end = info.header_offset + 30 + info.file_size
+    if end > directory or len({info.filename.lower() for info in infos}) < len(infos):
+        raise ValueError("its records have more bytes than the file, or the same name")
+    return archive
+
+
+def _directory(file: IO[bytes], nbytes: int) -> int:
+    """The position of the list of records; it and its end are the last bytes of the file."""
+    if nbytes < _END.size:
+        raise ValueError("it is too short for an archive")
+    signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
+    end = nbytes - _END.size
+    if signature != b"PK\5\6" or comment or here != total:
+        raise ValueError("its last bytes are not the end of an archive: it is truncated, or packed again")
+    locator_offset = end - _LOCATOR_64.size
+    locator = _read(file, locator_offset, _LOCATOR_64.size) if locator_offset >= _END_64.size else b""
+    if locator[:4] == b"PK\6\7":
+        end = locator_offset - _END_64.size
+        _, _, large_end, _ = _LOCATOR_64.unpack(locator)
+        large = _END_64.unpack(_read(file, end, _END_64.size))
+        if large[0] != b"PK\6\6" or large_end != end or large[6] != large[7]:
+            raise ValueError("the end of its list of records is damaged")
+        size, offset = large[8], large[9]
+    if offset + size != end:
+        raise ValueError("its list of records is not where its end says")
+    return int(offset)
+
+
+def record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """The bytes of a record; not compared with its CRC-32, which torch.save may leave out."""
+    assert archive.fp is not None
+    names, more = _LOCAL.unpack(_read(archive.fp, info.header_offset, _LOCAL.size))
+    return _read(archive.fp, info.header_offset + _LOCAL.size + names + more, info.file_size)
+
+
+def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
+    file.seek(offset)
+    return file.read(nbytes)
+
+
+def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
+    """Looks at a file of ``torch.save`` before the weights-only rules of ``torch.load`` are applied to it.
+
+    The elements of tensors must lie in the file as they are, and where torch looks for them.
+
+    Returns:
+        Where the header of each record begins, and how many bytes the record has, in the file's order.
+
+    Raises:
+        ValueError: they do not, or the archive would take more time or memory than it has bytes.
+    """
+    is_zip = is_archive(file.read(4))
+    file.seek(0)
+    if not is_zip:
+        raise ValueError("it is no archive (files of torch before 1.6 must be loaded and saved once more)")
+    archive = check_archive(file, nbytes)
+    infos = archive.infolist()
+    for info in infos:
+        name = info.filename.lower()  # as torch looks names up
+        if name.endswith("/data.pkl"):
+            check_pickle(record(archive, info))
+        if name.endswith("/byteorder") and record(archive, info) == b"big":
+            raise ValueError("it is of a big-endian machine: load and save it once more on this one")
+    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
+    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
+    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
+        raise ValueError("it was repacked, and not as torch.save packs: load and save it once more")
+    return sorted((info.header_offset, info.file_size) for info in infos)
+
+
+def check_pickle(pickled: bytes) -> None:
+    """Looks at a pickle that the weights-only rules of ``torch.load`` are to be applied to.
+
+    Raises:
+        ValueError: it would take more time or memory than it has bytes.
+    """
+    try:
+        _Bounded(pickled).read()
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+class _Bounded(Inert):
+    """Refuses calls that torch's rules allow, and that take more than their arguments have bytes."""
+
+    def call(self, what: Named, arguments: tuple[Any, ...]) -> Made:
+        if what.name == "builtins.bytearray" and any(type(argument) is int for argument in arguments):
+            raise ValueError("it asks for memory")
+        if what.name == "_codecs.encode" and arguments[1:] != ("latin1",):
+            raise ValueError("it encodes text in a way that torch.save does not")
+        if what.name.rpartition(".")[0] in tensor_makers:
+            _check_dimensions(arguments, 0)
+        return Made(what.name, arguments)
+
+
+def _check_dimensions(value: Any, depth: int) -> None:
+    if type(value) is Made:
+        value = value.arguments
+    if type(value) not in (tuple, list):
+        return
+    if len(value) > _MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(value):,} dimensions")
+    if depth < 2:
+        for inner in value:
+            _check_dimensions(inner, depth + 1)
