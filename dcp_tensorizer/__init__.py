@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ._install import install, installed, uninstall
     from ._loading.report import LoadReport
     from ._managing.goodput import GoodputReport
+    from ._publish.apply import Applied, apply_delta
+    from ._publish.publisher import PublishedVersion, publish
     from ._saving.report import SaveReport
     from ._writer_process.write_options import SaveLimits
     from .any_format import open_reader
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from .writer import TensorizerStorageWriter
 
 __all__ = [
+    "Applied",
     "CheckpointError",
     "CheckpointManager",
     "ChecksumMismatch",
@@ -44,6 +47,7 @@ __all__ = [
     "LoadReport",
     "MetadataError",
     "NotCommitted",
+    "PublishedVersion",
     "ReadError",
     "SaveLimits",
     "SavePlanner",
@@ -57,26 +61,32 @@ __all__ = [
     "WriteError",
     "WriterProcessDied",
     "__version__",
+    "apply_delta",
     "install",
     "installed",
     "open_reader",
+    "publish",
     "uninstall",
     "unwrap",
 ]
 
 _ON_USE = {
+    "Applied": "_publish.apply",
     "CheckpointManager": "manager",
     "GoodputReport": "_managing.goodput",
     "LoadPlanner": "planner",
     "LoadReport": "_loading.report",
+    "PublishedVersion": "_publish.publisher",
     "SaveLimits": "_writer_process.write_options",
     "SavePlanner": "planner",
     "SaveReport": "_saving.report",
     "TensorizerStorageReader": "reader",
     "TensorizerStorageWriter": "writer",
+    "apply_delta": "_publish.apply",
     "install": "_install",
     "installed": "_install",
     "open_reader": "any_format",
+    "publish": "_publish.publisher",
     "uninstall": "_install",
 }
 _MODULES = ("any_format", "convert", "manager", "planner", "reader", "storage", "tools", "writer")

@@ -31,6 +31,7 @@ from .arguments import (
     Json,
     KeyFile,
     PassphraseFile,
+    Published,
     StorageOptions,
     Version,
     read_dtype,
@@ -146,14 +147,22 @@ def run(arguments: Sequence[str]) -> int:
         return unwritten(error)
 
 
-def _command(damaged: int = DAMAGED) -> Callable[[Callable[..., int]], None]:
+_publish = typer.Typer(
+    rich_markup_mode=None,
+    help="Publish versions of a model, whole or what changed since the version before, and bring copies to them.",
+)
+_app.add_typer(_publish, name="publish")
+
+
+def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Callable[..., int]], None]:
     """Registers a command, which ends with the exit code that its function returns.
 
-    Errors that users can fix are shown without a traceback. ``damaged`` is the exit code if the checkpoint is damaged.
+    Errors that users can fix are shown without a traceback. ``damaged`` is the exit code if the checkpoint is damaged,
+    and ``of`` the group of commands, whose name the function's begins with.
     """
 
     def add(function: Callable[..., int]) -> None:
-        @_app.command(name=function.__name__)
+        @of.command(name=function.__name__.rpartition("_")[2])
         @functools.wraps(function)
         def command(*args: Any, **kwargs: Any) -> int:
             from ..errors import CheckpointError
@@ -400,3 +409,118 @@ def gc(
     )
     show_removals(removals, path, dry_run, as_json=as_json)
     return NOT_DONE if any(removal.failed for removal in removals) else OK
+
+
+# --- published versions of a model ------------------------------------------------------------------------------------
+
+
+@_command(of=_publish)
+def publish_add(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model as Hugging Face lays it out: local path or URL.")
+    ],
+    published: Published,
+    previous: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model at the version before, to compare with.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Of training, to be noted.")] = None,
+    max_deltas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many deltas may follow a whole version.")
+    ] = 20,
+    keep_latest: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Remove versions but the N newest, and what these need.")
+    ] = None,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Publish a model as the next version: whole, or what changed."""
+    from .._publish.publisher import publish
+    from .terminal import progress
+    from .views import show_published
+
+    with progress("publishing", hidden=as_json) as on_progress:
+        version = publish(
+            model,
+            published,
+            previous=previous,
+            step=step,
+            max_deltas=max_deltas,
+            keep_latest=keep_latest,
+            storage_options=read_options(storage_option),
+            on_progress=on_progress,
+        )
+    show_published(version, as_json=as_json)
+    return OK
+
+
+@_command(of=_publish)
+def publish_ls(published: Published, storage_option: StorageOptions = None, as_json: Json = False) -> int:
+    """List the versions, the newest first."""
+    from .._publish.offline import list_versions
+    from .views import show_versions
+
+    show_versions(list_versions(published, storage_options=read_options(storage_option)), as_json=as_json)
+    return OK
+
+
+@_command(of=_publish)
+def publish_apply(
+    published: Published,
+    copy: Annotated[str, typer.Argument(metavar="COPY", help="A local directory with a copy of the model, or none.")],
+    version: Annotated[
+        int | None, typer.Option("--to", min=1, metavar="N", help="The version to get to; the newest by default.")
+    ] = None,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Bring a copy of the model to a version. The exit code is 1 if what was published, or the copy, is damaged."""
+    from .._publish.apply import apply_delta
+    from .terminal import progress
+    from .views import show_applied
+
+    options = read_options(storage_option)
+    with progress("applying", hidden=as_json) as on_progress:
+        applied = apply_delta(copy, published, version=version, storage_options=options, on_progress=on_progress)
+    show_applied(applied, copy, as_json=as_json)
+    return OK
+
+
+@_command(of=_publish)
+def publish_verify(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A directory of versions, or a copy that was brought to one.")
+    ],
+    version: Annotated[
+        int | None, typer.Option("--version", min=1, metavar="N", help="Only this one; all by default.")
+    ] = None,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Compare the SHA-256 of all files with what was published. The exit code is 1 if any is damaged."""
+    from .._publish.offline import verify_versions
+    from .terminal import progress
+    from .views import show_versions_verified
+
+    options = read_options(storage_option)
+    with progress("verifying", hidden=as_json) as on_progress:
+        verified = verify_versions(path, version=version, storage_options=options, on_progress=on_progress)
+    show_versions_verified(verified, as_json=as_json)
+    return DAMAGED if verified.damages else OK
+
+
+@_command(of=_publish)
+def publish_gc(
+    published: Published,
+    keep_latest: Annotated[int, typer.Option(min=1, metavar="N", help="Keep the N newest, and what these need.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    storage_option: StorageOptions = None,
+    as_json: Json = False,
+) -> int:
+    """Remove old versions, but none that a newer one needs."""
+    from .._publish.offline import collect_versions
+    from .views import show_versions_removed
+
+    options = read_options(storage_option)
+    removed = collect_versions(published, keep_latest=keep_latest, dry_run=dry_run, storage_options=options)
+    show_versions_removed(removed, dry_run, as_json=as_json)
+    return OK

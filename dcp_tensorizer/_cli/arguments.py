@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _KEY_BYTES = 32
 
 Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: local path, or URL that fsspec opens.")]
+Published = Annotated[
+    str, typer.Argument(metavar="PUBLISHED", help="The directory of a model's versions: local path or URL.")
+]
 KeyFile = Annotated[
     Path | None, typer.Option("--key-file", metavar="FILE", help="The key of an encrypted checkpoint: 32 bytes.")
 ]
@@ -31,8 +34,12 @@ PassphraseFile = Annotated[
 
 
 def _here_or_before(context: typer.Context, given: bool) -> bool:
-    """A switch that may also precede the name of the command."""
-    return given or bool(context.parent and context.parent.params.get("as_json"))
+    """A switch that may also precede the name of the command, or of its group."""
+    above = context.parent
+    while above is not None:
+        given = given or bool(above.params.get("as_json"))
+        above = above.parent
+    return given
 
 
 def _show_version(wanted: bool) -> None:

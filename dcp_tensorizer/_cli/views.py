@@ -11,6 +11,9 @@ from .._storage.redact import redact
 from .terminal import count, moment, print_json, print_line, print_table, ranks, shape, size
 
 if TYPE_CHECKING:
+    from .._publish.apply import Applied
+    from .._publish.offline import VersionInfo, VersionsVerified
+    from .._publish.publisher import PublishedVersion
     from ..convert import Converted
     from ..tools import CheckpointInfo, Collected, Reported
     from ..tools._diff import Difference
@@ -197,7 +200,88 @@ def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as
     print_line(f"{' and '.join(what)} {verb}: {size(total)}" if what else f"nothing {verb}")
 
 
-def _fields(record: Verified | Converted) -> dict[str, object]:
+def show_published(version: PublishedVersion, *, as_json: bool) -> None:
+    """Shows the version that was published."""
+    if as_json:
+        print_json(version)
+        return
+    part = f" ({100 * version.nbytes / max(1, version.model_nbytes):.2f}%)" if version.is_delta else ""
+    print_line(
+        f"version {version.version}: {'what changed' if version.is_delta else 'whole'}, "
+        f"{count(version.tensors, 'tensor')}, {size(version.nbytes)} of {size(version.model_nbytes)}{part}"
+    )
+    if version.why_whole:
+        print_line(f"whole, because {version.why_whole}", "dim")
+    if version.removed:
+        print_line(f"{count(len(version.removed), 'old version')} removed", "dim")
+
+
+def show_versions(versions: Sequence[VersionInfo], *, as_json: bool) -> None:
+    """Published versions, the newest first."""
+    if as_json:
+        print_json(versions)
+        return
+    rows = (
+        [
+            str(info.version),
+            f"changes {info.version - 1}" if info.is_delta else "whole",
+            moment(info.published),
+            None if info.step is None else str(info.step),
+            size(info.nbytes),
+            f"{100 * info.nbytes / max(1, info.model_nbytes):.2f}%",
+            info.tensors,
+        ]
+        for info in versions
+    )
+    print_table(["version", "what", "published", ">step", ">size", ">of the model", ">tensors"], rows)
+
+
+def show_applied(applied: Applied, copy: str, *, as_json: bool) -> None:
+    """Shows the version that a copy has now."""
+    if as_json:
+        print_json({"path": _absolute(copy)} | _fields(applied))
+        return
+    if not applied.nbytes:
+        print_line(f"{redact(copy)} has version {applied.version} already")
+        return
+    how = ([f"a whole version of {size(applied.nbytes)}"] if applied.is_whole else []) + (
+        [count(applied.deltas, "delta")] if applied.deltas else []
+    )
+    before = "" if applied.before is None else f", before it had {applied.before}"
+    print_line(
+        f"{redact(copy)} has version {applied.version}{before}: by {' and '.join(how)}, in {applied.seconds:.1f} s"
+    )
+
+
+def show_versions_verified(verified: VersionsVerified, *, as_json: bool) -> None:
+    """Shows the result of `verify_versions`."""
+    if as_json:
+        print_json({"ok": not verified.damages} | _fields(verified))
+        return
+    for damage in verified.damages:
+        print_line(damage)
+    versions = ", ".join(map(str, verified.versions))
+    rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
+    print_line(
+        f"{'DAMAGED' if verified.damages else 'ok'}: version {versions}: {count(verified.files, 'file')}, "
+        f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)",
+        "bold red" if verified.damages else "bold green",
+    )
+
+
+def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool, *, as_json: bool) -> None:
+    """Shows the versions that were removed, or would be."""
+    total = sum(info.nbytes for info in removed)
+    if as_json:
+        print_json({"dry_run": dry_run, "bytes": total, "removals": removed})
+        return
+    for info in removed:
+        print_line(f"version {info.version}: {'what changed' if info.is_delta else 'whole'}, {size(info.nbytes)}")
+    verb = "would be removed" if dry_run else "removed"
+    print_line(f"{count(len(removed), 'version')} {verb}: {size(total)}" if removed else f"nothing {verb}")
+
+
+def _fields(record: Verified | Converted | Applied | VersionsVerified) -> dict[str, object]:
     """A record's fields, for a JSON document that adds others."""
     return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .._publish.offline import VersionInfo, VersionsVerified, collect_versions, list_versions, verify_versions
     from .._restart.find import KeptInfo, list_kept
     from ._diff import Change, Difference
     from ._inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total
@@ -34,13 +35,18 @@ __all__ = [
     "TensorInfo",
     "Total",
     "Verified",
+    "VersionInfo",
+    "VersionsVerified",
     "collect",
+    "collect_versions",
     "diff",
     "inspect",
     "list_checkpoints",
     "list_kept",
+    "list_versions",
     "report",
     "verify",
+    "verify_versions",
 ]
 
 _ON_USE = {
@@ -58,13 +64,18 @@ _ON_USE = {
     "TensorInfo": "._inspect",
     "Total": "._inspect",
     "Verified": "._verify",
+    "VersionInfo": ".._publish.offline",
+    "VersionsVerified": ".._publish.offline",
     "collect": "._verbs",
+    "collect_versions": ".._publish.offline",
     "diff": "._verbs",
     "inspect": "._verbs",
     "list_checkpoints": "._verbs",
     "list_kept": ".._restart.find",
+    "list_versions": ".._publish.offline",
     "report": "._verbs",
     "verify": "._verbs",
+    "verify_versions": ".._publish.offline",
 }
 
 if not TYPE_CHECKING:

@@ -6,14 +6,11 @@ import fnmatch
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from .._format.encoder import Parts
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
@@ -98,37 +95,6 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
             yield LocalStorage(real.parent), temporary.name
     else:
         yield storage, name
-
-
-@contextmanager
-def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
-    """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
-
-    Raises `WriteError`, and leaves no file, if it cannot be written.
-    """
-    try:
-        sink = storage.create(name, nbytes, sync=True)
-    except OSError as error:
-        raise WriteError(storage.scrub(f"cannot create {storage.path}/{name}: {error}")) from error
-    parts = Parts(nbytes, sink, filling=2, writing=sink.concurrency)
-    offset = 0
-
-    def write_piece(piece: memoryview) -> None:
-        nonlocal offset
-        if piece.nbytes:
-            parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
-            offset += piece.nbytes
-
-    try:
-        yield write_piece
-        parts.finish()
-        sink.complete()
-    except BaseException as error:
-        parts.abandon(error)
-        sink.abort()
-        if isinstance(error, OSError):
-            raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
-        raise
 
 
 def _is_working_directory(path: Path) -> bool:

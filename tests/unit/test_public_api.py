@@ -63,6 +63,7 @@ EXCEPTIONS = [
 def test_exported_names_are_pinned() -> None:
     """Adding or removing a public name is a decision, not an accident."""
     assert dcp_tensorizer.__all__ == [
+        "Applied",
         "CheckpointError",
         "CheckpointManager",
         "ChecksumMismatch",
@@ -73,6 +74,7 @@ def test_exported_names_are_pinned() -> None:
         "LoadReport",
         "MetadataError",
         "NotCommitted",
+        "PublishedVersion",
         "ReadError",
         "SaveLimits",
         "SavePlanner",
@@ -86,9 +88,11 @@ def test_exported_names_are_pinned() -> None:
         "WriteError",
         "WriterProcessDied",
         "__version__",
+        "apply_delta",
         "install",
         "installed",
         "open_reader",
+        "publish",
         "uninstall",
         "unwrap",
     ]

@@ -27,9 +27,10 @@ from msgspec.json import Decoder
 from ..._format.tensor_bytes import host_bytes
 from ..._index.chunks import Region
 from ..._loading.validate import check_chunks
+from ..._publish.model import written_file
 from ..._storage.base import Storage
 from ...errors import ConversionError, NotCommitted
-from .._atomic_output import new_directory, new_file, written_file
+from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
 from .common import Options, by_key, check_no_objects, open_file, read_range
 

@@ -1,0 +1,160 @@
+"""The delta of a tensor: the XOR of its bytes with those of the version before, compressed by zstd.
+
+After a training step most bytes of a weight are as they were, so most bytes of the XOR are 0. XOR needs no dtype, and
+loses nothing: applied to the version before it gives the new one, bit for bit. Applied twice it gives the old one
+back, so a delta is never applied in place to a file that must survive a crash.
+
+No module here reads or writes a file, and none needs torch: the writer process uses it, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..errors import CheckpointError
+
+LEVEL = 1
+"""Of zstd. Higher levels take several times as long and save little: what remains are random low bits."""
+
+PIECE = 1 << 20
+"""Bytes that are compared, hashed and compressed at once: they stay in the second-level cache meanwhile."""
+
+_FRAME_OVERHEAD = 1 << 10
+_EXPANSION = 128  # zstd stores what it cannot compress in blocks of 128 KiB, with 3 bytes before each
+
+
+def zstd() -> Any:
+    """Returns the module that compresses: of Python itself from 3.14 on, its backport before.
+
+    Raises:
+        CheckpointError: the backport is not installed.
+    """
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd as module
+        else:
+            from backports import zstd as module
+    except ImportError as error:
+        raise CheckpointError(
+            f"deltas need zstd, which cannot be imported ({error}): pip install 'dcp_tensorizer[publish]'"
+        ) from None
+    return module
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """Returns the digest of a tensor's bytes that a delta names: XXH3-128, in hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class DeltaEncoder:
+    """The delta of one tensor, of bytes that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._compressor = zstd().ZstdCompressor(level=LEVEL)
+        self._hash = xxhash.xxh3_128()
+        self._frame: list[bytes] = []
+        self._is_changed = False
+
+    def update(self, new: np.ndarray, old: np.ndarray) -> None:
+        """Takes the next bytes of both versions, as arrays of ``uint8`` of one size."""
+        self._hash.update(new.data)
+        difference = np.bitwise_xor(new, old)
+        self._is_changed = self._is_changed or bool(difference.any())
+        if compressed := self._compressor.compress(difference):
+            self._frame.append(compressed)
+
+    def finish(self) -> tuple[bytes, str] | None:
+        """Returns the delta, one frame of zstd, and the digest of the new bytes; None if they are the old ones."""
+        if not self._is_changed:
+            return None
+        self._frame.append(self._compressor.flush())
+        return b"".join(self._frame), self._hash.hexdigest()
+
+
+class DeltaDecoder:
+    """The bytes that a delta changes, read in pieces.
+
+    Never more of them come into memory than are asked for, whatever the delta claims.
+
+    Args:
+        frame: The delta, one frame of zstd, in pieces.
+        nbytes: Of the tensor.
+    """
+
+    def __init__(self, frame: Iterable[bytes], nbytes: int) -> None:
+        self._input = iter(frame)
+        self._left = nbytes
+        self._module = zstd()
+        # Its window is 128 MiB at most, by the library's own limit.
+        self._decompressor = self._module.ZstdDecompressor()
+
+    def xor_into(self, data: np.ndarray) -> None:
+        """Changes the next bytes of the tensor, an array of ``uint8``.
+
+        Raises:
+            ValueError: the delta is damaged, or of a tensor of another size.
+        """
+        position = 0
+        while position < data.size:
+            piece = self._next(data.size - position)
+            if not piece:
+                raise ValueError(f"its delta ends {self._left:,} bytes before the tensor does")
+            target = data[position : position + len(piece)]
+            np.bitwise_xor(target, np.frombuffer(piece, dtype=np.uint8), out=target)
+            position += len(piece)
+            self._left -= len(piece)
+        if not self._left:
+            self._check_end()
+
+    def _next(self, most: int) -> bytes:
+        """Returns some bytes, ``most`` at most; none at the end."""
+        try:
+            while not self._decompressor.eof:
+                data = next(self._input, b"") if self._decompressor.needs_input else b""
+                if piece := self._decompressor.decompress(data, max_length=most):
+                    return bytes(piece)
+                if not data and self._decompressor.needs_input:
+                    break
+        except self._module.ZstdError as error:
+            raise ValueError(f"its delta is not of zstd, or damaged: {error}") from None
+        return b""
+
+    def _check_end(self) -> None:
+        if self._next(1):
+            raise ValueError("its delta holds more bytes than the tensor has")
+        if not self._decompressor.eof:
+            raise ValueError("the end of its delta is missing")
+        if self._decompressor.unused_data or next(self._input, b""):
+            raise ValueError("other bytes follow its delta")
+
+
+def largest_delta(nbytes: int) -> int:
+    """Returns how long a delta of a tensor of ``nbytes`` bytes can be: one that is longer is none."""
+    return nbytes + nbytes // _EXPANSION + _FRAME_OVERHEAD
+
+
+def pieces_of(data: memoryview) -> Iterator[np.ndarray]:
+    """Cuts bytes into pieces that stay in the processor's cache."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    for start in range(0, array.size, PIECE):
+        yield array[start : start + PIECE]
+
+
+def delta_of(new: bytes | memoryview, old: bytes | memoryview) -> tuple[bytes, str] | None:
+    """Returns the delta of a tensor that is in memory, and the digest of its new bytes; None if nothing changed.
+
+    Raises:
+        ValueError: the two have different sizes.
+    """
+    new, old = memoryview(new).cast("B"), memoryview(old).cast("B")
+    if new.nbytes != old.nbytes:
+        raise ValueError(f"the new version has {new.nbytes:,} bytes, and the old one {old.nbytes:,}")
+    encoder = DeltaEncoder()
+    for piece, before in zip(pieces_of(new), pieces_of(old), strict=True):
+        encoder.update(piece, before)
+    return encoder.finish()

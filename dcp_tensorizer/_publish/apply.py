@@ -1,0 +1,573 @@
+"""Brings a copy of a model to a published version: a directory, or tensors in memory."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._format.delta import PIECE, digest_of, zstd
+from .._runtime.threads import Workers, cores
+from .._storage.base import Storage
+from .._storage.local import LocalStorage
+from .._storage.open import absolute_path, open_storage
+from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
+from .chain import Chain, copied, read_delta
+from .model import (
+    INDEX,
+    SINGLE,
+    StoredBytes,
+    WeightFile,
+    opened,
+    read_bytes,
+    read_model,
+    read_small,
+    read_weight_file,
+    written_file,
+)
+from .versions import FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
+
+_LOCK = ".publish.lock"
+_SGLANG = ".weight_sync"
+_LOCK_SECONDS = 600.0
+_VERSIONED = re.compile(r"(.+)-v\d{6,15}\.safetensors(\.[0-9a-f]{32}\.tmp)?")
+_TEMPORARY = re.compile(rf"(.+\.[0-9a-f]{{32}}\.publish|{re.escape(INDEX)}\.[0-9a-f]{{32}})\.tmp")
+_READ_BYTES = 8 * PIECE
+_Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The result of `apply_delta`.
+
+    Attributes:
+        version: The version that the copy has now.
+        before: The version that it had; None for a directory that was empty, or whose version was not asked.
+        deltas: How many versions' changes were applied.
+        is_whole: A whole version was copied first.
+        nbytes: Bytes of the model's tensors and files that were written; 0 if nothing was to be done.
+        seconds: How long it took.
+    """
+
+    version: int
+    before: int | None
+    deltas: int
+    is_whole: bool
+    nbytes: int
+    seconds: float
+
+
+def apply_delta(
+    target: str | os.PathLike[str] | MutableMapping[str, Any],
+    delta: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    on_progress: _Progress = lambda done, total: None,
+) -> Applied:
+    """Brings a copy of a model to a published version, whole or not at all.
+
+    A directory gets new files, whose SHA-256 is verified. Then its index is replaced, which is the moment of the
+    change, and then the old files are removed. An empty directory gets a whole version. Tensors are changed in place,
+    after it has been verified what each of them becomes.
+
+    Args:
+        target: A local directory, or a mapping from names to tensors, such as a state dict. Its values may also be
+            arrays of NumPy. Names that were not published are left alone.
+        delta: The directory of versions, or that of one version.
+        version: The version to get to. By default the newest, or the one that ``delta`` names.
+        storage_options: Passed to the fsspec filesystem of a URL.
+        on_progress: Called with bytes that are done, and those to be done.
+
+    Raises:
+        StateMismatch: the copy is no version that leads to this one. Nothing has changed.
+        ChecksumMismatch: it is damaged, or what was published is. Nothing has changed.
+        NotCommitted: there is no such version.
+        MetadataError: what was published is damaged.
+        UnsupportedFormat: it is another program's, or a newer release's.
+        WriteError: the directory cannot be written.
+    """
+    started = time.monotonic()
+    zstd()
+    published, named = _published(delta, storage_options)
+    wanted = version if version is not None else named
+    if wanted is None:
+        newest = published.newest()
+        if newest is None:
+            raise NotCommitted(f"nothing has been published in {published.path}")
+        wanted = newest.version
+    work: _Tensors | _Directory
+    if isinstance(target, MutableMapping):
+        work = _Tensors(target, published, wanted, on_progress)
+    else:
+        work = _Directory(target, published, wanted, on_progress, may_go_back=version is not None or named is not None)
+    before, deltas, is_whole, nbytes = work.apply()
+    return Applied(wanted, before, deltas, is_whole, nbytes, time.monotonic() - started)
+
+
+def _published(
+    delta: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> tuple[Published, int | None]:
+    """The directory of versions that a path is or lies in, and the version that it names."""
+    path = absolute_path(delta)
+    name = path.name if isinstance(path, Path) else path.rstrip("/").rpartition("/")[2]
+    number = version_of(name)
+    if number is None:
+        return Published(open_storage(path, storage_options)), None
+    above = path.parent if isinstance(path, Path) else path.rstrip("/").rpartition("/")[0]
+    return Published(open_storage(above, storage_options)), number
+
+
+class _Result(NamedTuple):
+    before: int | None
+    deltas: int
+    is_whole: bool
+    nbytes: int
+
+
+# --- a directory ------------------------------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """A file that a new one is made of: where it is, and the record of what it becomes, by its name in the base."""
+
+    storage: Storage
+    file: WeightFile
+    base_name: str
+    record: FileRecord
+
+
+class _Directory:
+    """The work on a directory.
+
+    Args:
+        target: The directory.
+        published: The versions.
+        version: The one to get to.
+        on_progress: As for `apply_delta`.
+        may_go_back: To a version that is lower than the directory's: only where it is asked for by number.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        published: Published,
+        version: int,
+        on_progress: _Progress,
+        *,
+        may_go_back: bool,
+    ) -> None:
+        path = absolute_path(target)
+        if not isinstance(path, Path):
+            raise WriteError(f"{path} is no local directory: deltas are applied to local ones")
+        self._storage = LocalStorage(path)
+        self._path = path
+        self._published, self._version, self._may_go_back = published, version, may_go_back
+        self._on_progress, self._done = on_progress, 0
+        self._lock = threading.Lock()
+
+    def apply(self) -> _Result:
+        target = self._published.manifest(self._version)
+        if (self._path / _SGLANG).is_dir():
+            raise WriteError(
+                f"{self._path} belongs to SGLang's receiver, which counts its versions in {_SGLANG}: name another "
+                f"directory, or let /pull_weights bring it to version {self._version}"
+            )
+        self._storage.make_directory()
+        try:
+            with _locked(self._path / _LOCK):
+                return self._apply(target)
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise WriteError(f"cannot write {self._path}: {error}") from error
+
+    def _apply(self, target: Manifest) -> _Result:
+        current = self._current(target)
+        before = None if current is None else current.version
+        if current is not None:
+            self._check_base(current)
+        if current is not None and before == self._version:
+            self._clear(current)
+            return _Result(before, 0, False, 0)
+        if before is not None and before > self._version and not self._may_go_back:
+            raise StateMismatch(
+                f"{self._path} has version {before}, and the newest in {self._published.path} is {self._version}: is "
+                f"it the directory that this copy comes from? To go back, name the version"
+            )
+        if current is not None:
+            self._clear(current)
+        is_whole = (
+            current is None
+            or before is None
+            or current.chain != target.chain
+            or not target.chain <= before < self._version
+        )
+        chain = self._published.chain(self._version, None if is_whole else before)
+        deltas = [read_delta(self._published, manifest) for manifest in chain if manifest.is_delta]
+        base = self._published.manifest(target.chain)
+        self._check_others(current, base)
+        sources = self._from_base(base, target) if is_whole else self._from_here(current, target)
+        self._check_keys(sources, deltas)
+        manifest = self._write(sources, Chain(deltas), current, base)
+        return _Result(before, len(deltas), is_whole, manifest.nbytes)
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def _current(self, target: Manifest) -> Manifest | None:
+        """The version that the directory has; None if it has no model.
+
+        Raises:
+            StateMismatch: its model is none of the versions.
+        """
+        content = read_small(self._storage, INDEX)
+        if content is not None and b'"dcp_tensorizer"' in content:
+            return decode_manifest(content, f"{self._path}/{INDEX}")
+        if content is None and self._storage.head(SINGLE) is None:
+            return None
+        return self._recognised(target)
+
+    def _recognised(self, target: Manifest) -> Manifest:
+        """Finds the version of a model by the SHA-256 of its files."""
+        model = read_model(self._storage)
+        by_digest = {self._sha256(name): name for name in model.weights}
+        for candidate in reversed(self._published.manifests()):
+            if {record.sha256 for record in candidate.files.values()} == set(by_digest):
+                files = {
+                    by_digest[record.sha256]: FileRecord(record.nbytes, record.sha256, origin)
+                    for origin, record in candidate.files.items()
+                }
+                places = {tensor.key: file.name for file in model.weights.values() for tensor in file.tensors}
+                return Manifest(
+                    candidate.version, None, candidate.chain, files, {}, {}, places, candidate.published_at, 0
+                )
+        raise StateMismatch(
+            f"the model in {self._path} is none of the versions in {self._published.path}, so no delta fits to it: "
+            f"name an empty directory, which gets version {target.version} whole"
+        )
+
+    def _check_base(self, current: Manifest) -> None:
+        """Looks that the directory's version is the one that was published under its number, if that is still there.
+
+        Raises:
+            StateMismatch: it comes from another directory of versions.
+        """
+        published = self._published.find(current.version)
+        here = {record.origin or name: record.sha256 for name, record in current.files.items()}
+        if published is not None and here != {name: record.sha256 for name, record in published.files.items()}:
+            raise StateMismatch(
+                f"version {current.version} in {self._path} is not the one in {self._published.path}: it comes from "
+                f"another directory of versions. Name that one, or an empty directory"
+            )
+
+    def _sha256(self, name: str) -> str:
+        hashed, nbytes = hashlib.sha256(), self._storage.head(name) or 0
+        with opened(self._storage, name) as reader:
+            for start in range(0, nbytes, _READ_BYTES):
+                hashed.update(read_bytes(reader, start, min(_READ_BYTES, nbytes - start)))
+        return hashed.hexdigest()
+
+    def _check_others(self, current: Manifest | None, base: Manifest) -> None:
+        """Files beside the weights cannot change in one moment with them: a new directory must get them."""
+        if current is None or not current.others or current.others == base.others:
+            return
+        names = sorted(
+            name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)
+        )
+        raise StateMismatch(
+            f"version {self._version} has other files beside its weights than {self._path} ({listed(names)}), and both "
+            f"cannot change in one moment: name an empty directory, and let the server change to it"
+        )
+
+    def _from_base(self, base: Manifest, target: Manifest) -> list[_Source]:
+        storage = self._published.folder(base.version)
+        return [
+            _Source(storage, read_weight_file(storage, name), name, target.files[name])
+            for name in _same_files(base, target)
+        ]
+
+    def _from_here(self, current: Manifest | None, target: Manifest) -> list[_Source]:
+        assert current is not None
+        names = {record.origin or name: name for name, record in current.files.items()}
+        if set(names) != set(target.files):
+            raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds upon")
+        return [
+            _Source(self._storage, read_weight_file(self._storage, name), origin, target.files[origin])
+            for origin, name in sorted(names.items())
+        ]
+
+    def _check_keys(self, sources: Sequence[_Source], deltas: Sequence[Any]) -> None:
+        keys = {tensor.key for source in sources for tensor in source.file.tensors}
+        if unknown := sorted(Chain(deltas).keys() - keys):
+            raise MetadataError(f"the deltas up to version {self._version} change unknown tensors: {listed(unknown)}")
+
+    # --- the change ---------------------------------------------------------------------------------------------------
+
+    def _write(self, sources: list[_Source], chain: Chain, current: Manifest | None, base: Manifest) -> Manifest:
+        save = uuid.uuid4().hex
+        total = sum(source.file.nbytes for source in sources)
+        names = {source.base_name: _versioned(source.base_name, self._version) for source in sources}
+        is_new = current is None
+
+        def make(source: _Source) -> None:
+            name = f"{names[source.base_name]}.{save}.tmp"
+            with written_file(self._storage, name, source.record.nbytes) as write:
+
+                def take(piece: memoryview) -> None:
+                    write(piece)
+                    with self._lock:
+                        self._done += piece.nbytes
+                        self._on_progress(self._done, total)
+
+                if source.file.nbytes != source.record.nbytes:
+                    raise ChecksumMismatch(
+                        f"{source.storage.path}/{source.file.name} has {source.file.nbytes:,} bytes, and version "
+                        f"{self._version} of it {source.record.nbytes:,}"
+                    )
+                copied(source.storage, source.file, chain, source.record, take)
+
+        try:
+            with Workers(max(1, min(cores(), len(sources))), thread_name_prefix="apply") as pool:
+                list(pool.map(make, sources))
+            others = self._write_others(base, save) if is_new else {}
+        except BaseException:
+            self._storage.discard(*(file.name for file in self._storage.listing()[0] if save in file.name))
+            raise
+        for name in names.values():
+            os.replace(self._path / f"{name}.{save}.tmp", self._path / name)
+        for name in others:
+            os.replace(self._path / f"{name}.{save}.publish.tmp", self._path / name)
+        self._storage.sync_directory()
+        manifest = self._manifest(sources, names, current, base)
+        notes = {"total_size": sum(tensor.nbytes for source in sources for tensor in source.file.tensors)}
+        self._storage.put(INDEX, encode_manifest(manifest, notes), sync=True)
+        self._clear(manifest)
+        return manifest
+
+    def _write_others(self, base: Manifest, save: str) -> list[str]:
+        """Writes the files beside the weights, which only a directory without a model gets."""
+        storage = self._published.folder(base.version)
+        for name, record in base.others.items():
+            hashed, nbytes = hashlib.sha256(), storage.head(name)
+            if nbytes != record.nbytes:
+                raise ChecksumMismatch(f"{storage.path}/{name} has not the {record.nbytes:,} bytes that it had")
+            with (
+                written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write,
+                opened(storage, name) as reader,
+            ):
+                for start in range(0, nbytes, _READ_BYTES):
+                    block = read_bytes(reader, start, min(_READ_BYTES, nbytes - start))
+                    hashed.update(block)
+                    write(memoryview(block))
+                if hashed.hexdigest() != record.sha256:
+                    raise ChecksumMismatch(f"{storage.path}/{name} is not what was published: it is damaged")
+        return list(base.others)
+
+    def _manifest(
+        self, sources: list[_Source], names: Mapping[str, str], current: Manifest | None, base: Manifest
+    ) -> Manifest:
+        files = {
+            names[source.base_name]: FileRecord(source.record.nbytes, source.record.sha256, source.base_name)
+            for source in sources
+        }
+        replaced = sorted((set() if current is None else {*current.files, SINGLE}) - set(files))
+        return Manifest(
+            version=self._version,
+            base_version=None,
+            chain=base.version,
+            files=files,
+            others=base.others if current is None or current.others else {},
+            tensors={},
+            weight_map={tensor.key: names[source.base_name] for source in sources for tensor in source.file.tensors},
+            published_at=now(),
+            nbytes=sum(record.nbytes for record in files.values()),
+            replaced=tuple(replaced),
+        )
+
+    def _clear(self, manifest: Manifest) -> None:
+        """Removes files that the index has replaced, and what an attempt that was killed has left."""
+        present = {file.name for file in self._storage.listing()[0]}
+        origins = {record.origin or name for name, record in manifest.files.items()}
+        leftovers = {name for name in present if _is_leftover(name, origins)} | set(manifest.replaced)
+        self._storage.remove(*sorted((leftovers & present) - set(manifest.files)))
+
+
+def _is_leftover(name: str, origins: Set[str]) -> bool:
+    """Returns whether only an attempt to change the directory can have made a file of this name."""
+    match = _VERSIONED.fullmatch(name)
+    return bool(_TEMPORARY.fullmatch(name)) or (match is not None and f"{match[1]}.safetensors" in origins)
+
+
+def _same_files(base: Manifest, target: Manifest) -> list[str]:
+    if set(base.files) != set(target.files):
+        raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
+    return sorted(base.files)
+
+
+def _versioned(name: str, version: int) -> str:
+    return f"{name.removesuffix('.safetensors')}-v{version:06d}.safetensors"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Waits for others that change the same directory: the ranks of a server may all do so at once."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        while not _lock(descriptor):
+            if time.monotonic() > deadline:
+                raise WriteError(f"another process has changed {path.parent} for {_LOCK_SECONDS:g} s: is it stopped?")
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Returns whether this process has the lock now, or the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+# --- tensors in memory ------------------------------------------------------------------------------------------------
+
+
+class _Tensors:
+    """The work on tensors in memory.
+
+    Args:
+        target: By name.
+        published: The versions.
+        version: The one to get to.
+        on_progress: As for `apply_delta`.
+    """
+
+    def __init__(
+        self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
+    ) -> None:
+        self._target, self._published, self._version = target, published, version
+        self._on_progress = on_progress
+
+    def apply(self) -> _Result:
+        chain = self._published.chain(self._version)
+        base, deltas = chain[0], [read_delta(self._published, manifest) for manifest in chain[1:]]
+        tensors = self._places(base)
+        missing = sorted(set(tensors) - set(self._target))
+        if missing:
+            raise StateMismatch(f"tensors of version {self._version} are missing in the mapping: {listed(missing)}")
+        views = {key: _bytes_of(key, self._target[key], tensor) for key, tensor in tensors.items()}
+        digests = {key: digest_of(view.array.data) for key, view in views.items()}
+        start = self._start(base, deltas, digests)
+        before = deltas[start - 1].manifest.version if start else base.version
+        changes = Chain(deltas[start:])
+        keys = sorted(changes.keys())
+        total = 2 * sum(tensors[key].nbytes for key in keys)
+        done = 0
+        for is_final in (False, True):  # first it is verified what all of them become
+            for key in keys:
+                self._change(changes, tensors[key], views[key], is_final=is_final)
+                done += tensors[key].nbytes
+                self._on_progress(done, total)
+        return _Result(before, len(deltas) - start, False, total // 2)
+
+    def _places(self, base: Manifest) -> dict[str, StoredBytes]:
+        storage = self._published.folder(base.version)
+        files = [read_weight_file(storage, name) for name in sorted(base.files)]
+        return {tensor.key: tensor for file in files for tensor in file.tensors}
+
+    def _start(self, base: Manifest, deltas: Sequence[Any], digests: Mapping[str, str]) -> int:
+        """How many of the deltas the tensors have already, by their digests.
+
+        Raises:
+            StateMismatch: they are no version that leads to the wanted one.
+        """
+        expected = dict(base.tensors)
+        start = 0 if expected == digests else None
+        for number, delta in enumerate(deltas, 1):
+            expected |= {key: change.digest for key, change in delta.changes.items()}
+            start = number if expected == digests else start
+        if start is None:
+            other = [key for key in expected if expected[key] != digests[key]]
+            raise StateMismatch(
+                f"the tensors are no version from {base.version} to {self._version} in {self._published.path}: load "
+                f"version {base.version} whole first. Not those of version {self._version}: {listed(other)}"
+            )
+        return start
+
+    def _change(self, changes: Chain, tensor: StoredBytes, view: _View, *, is_final: bool) -> None:
+        def read(start: int, block: np.ndarray) -> None:
+            block[:] = view.array[start : start + block.size]
+
+        position = 0
+        for piece in changes.changed(tensor, read):
+            if is_final:
+                view.array[position : position + piece.size] = piece
+            position += piece.size
+        if is_final:
+            view.give_back()
+
+
+class _View(NamedTuple):
+    """A tensor's bytes, as an array of ``uint8``.
+
+    Attributes:
+        array: Of the tensor itself, or of a copy.
+        give_back: Called when they have changed: copies them to the tensor, if they are a copy.
+    """
+
+    array: np.ndarray
+    give_back: Callable[[], object]
+
+
+def _bytes_of(key: str, value: Any, tensor: StoredBytes) -> _View:
+    """A tensor's bytes.
+
+    Raises:
+        StateMismatch: it has another number of them, or is nothing that has bytes.
+    """
+    view = _view(value)
+    if view is None:
+        raise StateMismatch(
+            f"{key!r} is of type {type(value).__name__}: it must be a tensor or an array that can change"
+        )
+    if view.array.size != tensor.nbytes:
+        raise StateMismatch(
+            f"{key!r} has {view.array.size:,} bytes, and {tensor.nbytes:,} as it was published: {tensor.dtype} of "
+            f"shape {tensor.shape}"
+        )
+    return view
+
+
+def _view(value: Any) -> _View | None:
+    if isinstance(value, np.ndarray):
+        if not (value.flags.c_contiguous and value.flags.writeable):
+            return None
+        return _View(value.reshape(-1).view(np.uint8), lambda: None)
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    tensor = value.detach()
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if is_plain:
+        return _View(tensor.reshape(-1).view(torch.uint8).numpy(), lambda: None)
+    copy = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    if copy.data_ptr() == tensor.data_ptr():
+        copy = copy.clone()
+    return _View(copy.reshape(-1).view(torch.uint8).numpy(), lambda: tensor.copy_(copy))

@@ -1,0 +1,184 @@
+"""The bytes of a model at one version: those of an earlier one, changed by the deltas since.
+
+Bytes come in pieces, file by file and tensor by tensor, so that any number of deltas takes little memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from .._format.delta import PIECE, DeltaDecoder, largest_delta, pieces_of
+from .._storage.base import RangeReader, Storage
+from ..errors import ChecksumMismatch, MetadataError, ReadError
+from .model import StoredBytes, WeightFile, opened, read_bytes, read_weight_file
+from .versions import FileRecord, Manifest, Published
+
+_Read = Callable[[int, np.ndarray], object]
+_BLOCK = 8 * PIECE  # that is read at once: an object store takes as long for less
+_DIGITS = frozenset("0123456789abcdef")
+_DIGEST_DIGITS = 32
+
+
+class _Change(NamedTuple):
+    """A tensor's delta: its file, its place there, and the digest of the bytes that it leads to."""
+
+    file: str
+    stored: StoredBytes
+    digest: str
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A published version that is a change of the one before.
+
+    Attributes:
+        manifest: Of the version.
+        storage: Of its directory.
+        changes: By the names of the tensors.
+    """
+
+    manifest: Manifest
+    storage: Storage
+    changes: Mapping[str, _Change]
+
+    def frame(self, reader: RangeReader, change: _Change, tensor: StoredBytes) -> Iterator[bytes]:
+        """Reads a tensor's delta in pieces."""
+        stored = change.stored
+        if stored.nbytes > largest_delta(tensor.nbytes):
+            raise ValueError(f"its delta has {stored.nbytes:,} bytes, more than any of {tensor.nbytes:,} bytes")
+        for start in range(0, stored.nbytes, PIECE):
+            yield read_bytes(reader, stored.offset + start, min(PIECE, stored.nbytes - start))
+
+
+def read_delta(published: Published, manifest: Manifest) -> Delta:
+    """Reads the headers of a delta's files.
+
+    Raises:
+        MetadataError: they are damaged, or not what the manifest says.
+        ReadError: they cannot be read.
+    """
+    storage = published.folder(manifest.version)
+    names: dict[str, set[str]] = {}
+    for key, name in manifest.weight_map.items():
+        names.setdefault(name, set()).add(key)
+    changes: dict[str, _Change] = {}
+    for name, keys in sorted(names.items()):
+        file = read_weight_file(storage, name)
+        if {tensor.key for tensor in file.tensors} != keys:
+            raise MetadataError(f"{storage.path}/{name} does not hold the tensors that the manifest says")
+        for tensor in file.tensors:
+            digest = file.notes.get(tensor.key)
+            if not isinstance(digest, str) or len(digest) != _DIGEST_DIGITS or not _DIGITS.issuperset(digest):
+                raise MetadataError(f"{storage.path}/{name} has no digest of {tensor.key!r}")
+            if tensor.dtype != "U8" or tensor.shape != (tensor.nbytes,):
+                raise MetadataError(f"{storage.path}/{name} holds {tensor.key!r} not as a row of bytes")
+            changes[tensor.key] = _Change(name, tensor, digest)
+    return Delta(manifest, storage, changes)
+
+
+class Chain:
+    """Deltas, one upon the other.
+
+    Args:
+        deltas: The lowest version first.
+    """
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        self._deltas = deltas
+        self.version = deltas[-1].manifest.version if deltas else None
+
+    def digest(self, key: str) -> str | None:
+        """The digest that a tensor has at the end; None if nothing changes it."""
+        return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
+
+    def keys(self) -> set[str]:
+        """The names of all tensors that are changed."""
+        return {key for delta in self._deltas for key in delta.changes}
+
+    def pieces(self, path: str, reader: RangeReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
+        """Reads a tensor from a file of the version before, and changes it.
+
+        Raises:
+            ChecksumMismatch: it has become something else than was published: the file is of another version, or
+                it or a delta is damaged.
+            ReadError: it cannot be read.
+        """
+
+        def read(start: int, block: np.ndarray) -> None:
+            try:
+                reader.read_into([block.data], tensor.offset + start)
+            except (OSError, EOFError) as error:
+                raise ReadError(f"cannot read {tensor.key!r} in {path}: {error}") from error
+
+        return self.changed(tensor, read)
+
+    def changed(self, tensor: StoredBytes, read: _Read) -> Iterator[np.ndarray]:
+        """The same for bytes that a function puts into an array, from a start on."""
+        changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
+        with ExitStack() as readers:
+            decoders = []
+            for delta, change in changing:
+                reader = readers.enter_context(opened(delta.storage, change.file))
+                decoders.append(DeltaDecoder(delta.frame(reader, change, tensor), tensor.nbytes))
+            hashed = xxhash.xxh3_128()
+            try:
+                for start in range(0, tensor.nbytes, _BLOCK):
+                    block = np.empty(min(_BLOCK, tensor.nbytes - start), dtype=np.uint8)
+                    read(start, block)
+                    for piece in pieces_of(block.data):
+                        for decoder in decoders:
+                            decoder.xor_into(piece)
+                        if decoders:
+                            hashed.update(piece.data)
+                        yield piece
+            except ValueError as error:
+                raise ChecksumMismatch(
+                    f"the deltas up to version {self.version} do not fit to {tensor.key!r}: {error}"
+                ) from None
+        if changing and (changing[-1][1].digest != hashed.hexdigest() or not tensor.nbytes):
+            raise ChecksumMismatch(
+                f"{tensor.key!r} does not become what it was at version {changing[-1][0].manifest.version}: what the "
+                f"deltas are applied to is of another version or model, or it or a delta is damaged"
+            )
+
+
+def copied(
+    storage: Storage, file: WeightFile, chain: Chain, record: FileRecord, write: Callable[[memoryview], object]
+) -> None:
+    """Reads a safetensors file, changes it by deltas, and passes it on in pieces.
+
+    Args:
+        storage: Where the file is.
+        file: The file, by its header.
+        chain: The deltas.
+        record: The file that it must become.
+        write: Takes the pieces.
+
+    Raises:
+        ChecksumMismatch: it has become another one.
+        ReadError: it cannot be read.
+    """
+    hashed = hashlib.sha256()
+
+    def take(piece: memoryview) -> None:
+        hashed.update(piece)
+        write(piece)
+
+    take(memoryview(file.header))
+    with opened(storage, file.name) as reader:
+        for tensor in file.tensors:
+            for piece in chain.pieces(f"{storage.path}/{file.name}", reader, tensor):
+                take(piece.data)
+    if (file.nbytes, hashed.hexdigest()) != (record.nbytes, record.sha256):
+        at = "" if chain.version is None else f" at version {chain.version}"
+        raise ChecksumMismatch(
+            f"{storage.path}/{file.name} does not become what was published{at}: it is damaged, or of another version "
+            f"or model"
+        )

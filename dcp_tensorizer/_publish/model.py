@@ -1,0 +1,286 @@
+"""A model as Hugging Face lays it out: a directory of safetensors files, their index, and other small files.
+
+    8 bytes   length of the header
+    header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
+    data      the tensors' elements, without gaps
+
+Headers are read here, and elements as bytes: nothing is made a tensor of, so that nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Raw, Struct
+
+from .._format.encoder import Parts
+from .._storage.base import RangeReader, Storage
+from ..errors import MetadataError, NotCommitted, ReadError, WriteError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LENGTH = struct.Struct("<Q")
+MAX_HEADER = 100_000_000
+"""The most bytes of a header, by the safetensors library, and of an index here."""
+
+_ENDING = ".safetensors"
+_MAX_NAME = 255
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class _Entry(Struct):
+    dtype: str
+    shape: list[_Count]
+    data_offsets: tuple[_Count, _Count]
+
+
+_decode_header = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+_decode_notes = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+_decode_index = msgspec.json.Decoder(_Index).decode
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """The bytes of a tensor in a file.
+
+    Attributes:
+        key: The tensor's name.
+        offset: In the file.
+        nbytes: How many.
+        dtype: As safetensors names it.
+        shape: Of the tensor.
+    """
+
+    key: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A safetensors file, by its header.
+
+    Attributes:
+        name: Of the file.
+        header: Its bytes up to the first tensor's.
+        tensors: By their offsets.
+        notes: Its ``__metadata__``.
+    """
+
+    name: str
+    header: bytes
+    tensors: tuple[StoredBytes, ...]
+    notes: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The files of a model's directory.
+
+    Attributes:
+        index: The contents of its index; None if there is none, and all tensors are in one file.
+        weights: Its safetensors files, by their names.
+        others: The names of its other files: configuration, tokenizer, and what else lies there.
+    """
+
+    index: bytes | None
+    weights: dict[str, WeightFile]
+    others: tuple[str, ...]
+
+
+def read_model(storage: Storage) -> Model:
+    """Reads the index and the headers of a model's directory.
+
+    Raises:
+        NotCommitted: there is none.
+        MetadataError: its index or a header is damaged.
+        ReadError: a file cannot be read.
+    """
+    index = read_small(storage, INDEX)
+    if index is None:
+        if storage.head(SINGLE) is None:
+            raise NotCommitted(f"there is no model in {storage.path}: neither {INDEX} nor {SINGLE}")
+        names = {SINGLE}
+    else:
+        names = set(_read_weight_map(storage, index).values())
+    weights = {name: read_weight_file(storage, name) for name in sorted(names)}
+    files = (file.name for file in storage.listing()[0])
+    others = sorted(name for name in files if not name.endswith(_ENDING) and name != INDEX and is_plain_name(name))
+    return Model(index, weights, tuple(others))
+
+
+def _read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
+    path = f"{storage.path}/{INDEX}"
+    try:
+        weight_map = _decode_index(index).weight_map
+    except msgspec.MsgspecError as error:
+        raise MetadataError(f"{path} is not the index of a model: {error}") from None
+    for name in set(weight_map.values()):
+        check_weight_name(name, path)
+    return weight_map
+
+
+def read_small(storage: Storage, name: str) -> bytes | None:
+    """Reads a file that must fit into memory, and is checked to do so; None if there is none.
+
+    Raises:
+        MetadataError: it is larger than any file of its kind.
+        ReadError: it cannot be read.
+    """
+    content = storage.read(name, MAX_HEADER + 1)
+    if content is not None and len(content) > MAX_HEADER:
+        raise MetadataError(f"{storage.path}/{name} has more than {MAX_HEADER:,} bytes, which no index has")
+    return content
+
+
+def is_plain_name(name: str) -> bool:
+    """Returns whether this is a visible file of a directory, and of no other directory."""
+    is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
+    return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
+
+
+def check_plain_name(name: str, path: str) -> None:
+    """Raises `MetadataError` if a name that was read leads out of its directory."""
+    if not is_plain_name(name):
+        raise MetadataError(f"{path} names the file {name!r}, which is no visible file of its directory")
+
+
+def check_weight_name(name: str, path: str) -> None:
+    """The same for a name that must be a safetensors file's."""
+    check_plain_name(name, path)
+    if not name.endswith(_ENDING):
+        raise MetadataError(f"{path} names the file {name!r}, which is no safetensors file")
+
+
+def read_weight_file(storage: Storage, name: str) -> WeightFile:
+    """Reads the header of a safetensors file.
+
+    Raises:
+        MetadataError: it is damaged.
+        ReadError: it cannot be read, or is not there.
+    """
+    path = f"{storage.path}/{name}"
+    nbytes = storage.head(name)
+    with opened(storage, name) as reader:
+        try:
+            if nbytes is None or nbytes < LENGTH.size:
+                raise ValueError("it is too short for a header")
+            (length,) = LENGTH.unpack(read_bytes(reader, 0, LENGTH.size))
+            base = LENGTH.size + length
+            if length > MAX_HEADER or base > nbytes:
+                raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
+            header = read_bytes(reader, 0, base)
+            tensors, notes = _read_header(header[LENGTH.size :], base, nbytes)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise MetadataError(f"{path} is not a safetensors file, or damaged: {error}") from None
+    return WeightFile(name, header, tensors, notes)
+
+
+def _read_header(text: bytes, base: int, nbytes: int) -> tuple[tuple[StoredBytes, ...], dict[str, Any]]:
+    raw = _decode_header(text)
+    notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
+    entries = ((key, _decode_entry(value)) for key, value in raw.items())
+    ordered = sorted(entries, key=lambda item: (item[1].data_offsets, item[0]))
+    tensors, end = [], 0
+    for key, entry in ordered:
+        start, stop = entry.data_offsets
+        if start != end or stop < start:
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
+        tensors.append(StoredBytes(key, base + start, stop - start, entry.dtype, tuple(entry.shape)))
+        end = stop
+    if base + end != nbytes:
+        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes - base:,} follow its header")
+    return tuple(tensors), notes
+
+
+@contextmanager
+def opened(storage: Storage, name: str) -> Iterator[RangeReader]:
+    """Opens a file, and translates the errors of opening and reading it to `ReadError`."""
+    path = f"{storage.path}/{name}"
+    try:
+        reader = storage.open(name)
+    except OSError as error:
+        raise ReadError(storage.scrub(f"cannot open {path}: {error}")) from error
+    try:
+        yield reader
+    except (OSError, EOFError) as error:
+        raise ReadError(storage.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from error
+    finally:
+        reader.close()
+
+
+def read_bytes(reader: RangeReader, offset: int, nbytes: int) -> bytes:
+    """Reads so many bytes of a file; raises `OSError` or `EOFError`."""
+    content = bytearray(nbytes)
+    reader.read_into([memoryview(content)], offset)
+    return bytes(content)
+
+
+@contextmanager
+def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
+    """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
+
+    Raises `WriteError`, and leaves no file, if it cannot be written.
+    """
+    try:
+        sink = storage.create(name, nbytes, sync=True)
+    except OSError as error:
+        raise WriteError(storage.scrub(f"cannot create {storage.path}/{name}: {error}")) from error
+    parts = Parts(nbytes, sink, filling=2, writing=sink.concurrency)
+    offset = 0
+
+    def write_piece(piece: memoryview) -> None:
+        nonlocal offset
+        if piece.nbytes:
+            parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
+            offset += piece.nbytes
+
+    try:
+        yield write_piece
+        parts.finish()
+        sink.complete()
+    except BaseException as error:
+        parts.abandon(error)
+        sink.abort()
+        if isinstance(error, OSError):
+            raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
+        raise
+
+
+def header_of(sizes: Mapping[str, int], notes: Mapping[str, str]) -> bytes:
+    """Returns the beginning of a safetensors file of rows of bytes, up to the first row.
+
+    Args:
+        sizes: The number of bytes in each row, by its name.
+        notes: Its ``__metadata__``.
+    """
+    described: dict[str, Any] = {"__metadata__": dict(notes)}
+    position = 0
+    for key, nbytes in sizes.items():
+        described[key] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [position, position + nbytes]}
+        position += nbytes
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(math.ceil(len(text) / 8) * 8)
+    return LENGTH.pack(len(text)) + text

@@ -1,0 +1,441 @@
+"""Publishes a version of a model: whole, or what changed since the version before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from .._format.delta import PIECE, DeltaEncoder, zstd
+from .._runtime.threads import Workers, cores
+from .._runtime.validation import check_count
+from .._storage.base import RangeReader, Storage
+from .._storage.open import open_storage
+from ..errors import CheckpointError, ChecksumMismatch, WriteError
+from .chain import Chain, read_delta
+from .model import (
+    INDEX,
+    Model,
+    StoredBytes,
+    WeightFile,
+    header_of,
+    opened,
+    read_bytes,
+    read_model,
+    read_weight_file,
+    written_file,
+)
+from .versions import FileRecord, Manifest, Published, encode_manifest, now
+
+_FILE_BYTES = 256 << 20  # of deltas in memory, and then in one file
+_READ_BYTES = 8 * PIECE
+_Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """A version that was published.
+
+    Attributes:
+        path: Its directory, without credentials.
+        version: Its number.
+        is_delta: It is a change of the version before, and not whole.
+        nbytes: The size of its files.
+        model_nbytes: The size of the model's safetensors files.
+        tensors: How many tensors it holds: of a delta, those that changed.
+        why_whole: Why it is a base; empty for a delta.
+        removed: The versions that were removed because no rule keeps them.
+    """
+
+    path: str
+    version: int
+    is_delta: bool
+    nbytes: int
+    model_nbytes: int
+    tensors: int
+    why_whole: str
+    removed: tuple[int, ...] = ()
+
+
+def publish(
+    directory: str | os.PathLike[str],
+    published: str | os.PathLike[str],
+    *,
+    previous: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    max_deltas: int = 20,
+    keep_latest: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    on_progress: _Progress = lambda done, total: None,
+) -> PublishedVersion:
+    """Publishes a model as the next version of a directory: whole, or what changed since the version before.
+
+    It is whole if it is the first one, if ``max_deltas`` follow the last whole one, or if tensors, their dtypes or
+    shapes, their places in the files, or other files of the model have changed. A directory has one publisher: one that
+    begins later takes it over, and the earlier one is refused.
+
+    Args:
+        directory: The model, as Hugging Face lays it out. Nothing may change it meanwhile.
+        published: The directory of versions. It is made if it is not there.
+        previous: The same model at the version before. It is compared with what was published. By default, that
+            version is put together from what was published.
+        step: Of training, to be noted in the version.
+        max_deltas: How many deltas may follow a whole version. A reader that begins reads as many at most.
+        keep_latest: Remove versions but so many of the newest, and those that they build upon.
+        storage_options: Passed to the fsspec filesystems of URLs.
+        on_progress: Called with the bytes that were read, and the bytes of the model.
+
+    Raises:
+        NotCommitted: there is no model in ``directory``.
+        MetadataError: it is damaged, or what was published is.
+        ChecksumMismatch: ``previous`` or what was published is not the version before, or damaged.
+        Refused: a `WriteError`: another publisher has taken the directory over.
+        WriteError: the version cannot be written.
+        CheckpointError: zstd is not installed.
+    """
+    check_count("max_deltas", max_deltas)
+    check_count("keep_latest", keep_latest, optional=True)
+    zstd()
+    source = open_storage(directory, storage_options)
+    before = None if previous is None else open_storage(previous, storage_options)
+    folder = Published(open_storage(published, storage_options))
+    model = read_model(source)
+    publisher = _Publisher(folder, source, model, step, on_progress)
+    try:
+        version = publisher.publish(before, max_deltas)
+        removed = () if keep_latest is None else remove_old(folder, keep_latest)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise WriteError(folder.storage.scrub(f"cannot publish in {folder.path}: {error}")) from error
+    return replace(version, removed=removed)
+
+
+def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
+    """Removes versions but some of the newest, and those that they build upon.
+
+    The highest ones go first: so a delta is never there without what it builds upon. Nobody need own the directory:
+    what a publisher adds meanwhile builds upon the newest version, which stays.
+
+    Args:
+        folder: The directory of versions.
+        keep_latest: How many versions to keep.
+        dry_run: Remove nothing.
+
+    Returns:
+        The versions that were removed, or would be.
+
+    Raises:
+        OSError: a version cannot be removed.
+    """
+    versions = [manifest.version for manifest in folder.manifests()]
+    needed = folder.needed(versions[-keep_latest:])
+    removed = [version for version in reversed(versions) if version not in needed]
+    for version in () if dry_run else removed:
+        folder.remove(version)
+    return tuple(removed)
+
+
+class _Encoded(NamedTuple):
+    """What is known of a file when its deltas are made: its record, and how many bytes and tensors have changed."""
+
+    record: FileRecord
+    weight_map: dict[str, str]
+    nbytes: int
+
+
+class _Publisher:
+    """The work on one version.
+
+    Args:
+        folder: The directory of versions.
+        source: The model's directory.
+        model: Its files.
+        step: Of training.
+        on_progress: As for `publish`.
+    """
+
+    def __init__(
+        self, folder: Published, source: Storage, model: Model, step: int | None, on_progress: _Progress
+    ) -> None:
+        self.ownership = folder.ownership()
+        self.ownership.check()
+        self._folder, self._source, self._model, self._step = folder, source, model, step
+        self._newest = folder.newest()
+        self._version = 1 if self._newest is None else self._newest.version + 1
+        self._target = folder.folder(self._version)
+        self._on_progress, self._done = on_progress, 0
+        self._total = sum(file.nbytes for file in model.weights.values())
+        self._files = 0
+        self._lock = threading.Lock()
+
+    def publish(self, previous: Storage | None, max_deltas: int) -> PublishedVersion:
+        """Writes the files of the version, and then its manifest."""
+        others = {name: self._record(name) for name in self._model.others}
+        base, why = self._base(others, max_deltas)
+        self._folder.clear(self._version)
+        self._target.make_directory()
+        try:
+            manifest = self._write_whole(others) if base is None else self._write_delta(base, previous)
+            self._target.sync_directory()
+            notes = read_notes(self._model.index) if base is None else {}
+            self.ownership.check()
+            self._target.put(INDEX, encode_manifest(manifest, notes), sync=True, replace=False)
+        except BaseException:
+            with suppress(Exception):  # who has begun later clears the directory, and the files are not ours any more
+                self.ownership.check()
+                if self._target.head(INDEX) is None:
+                    self._folder.clear(self._version)
+                    self._target.remove_directory()
+            raise
+        return PublishedVersion(
+            self._target.path,
+            self._version,
+            base is not None,
+            manifest.nbytes,
+            self._total,
+            len(manifest.weight_map),
+            why,
+        )
+
+    # --- whole, or what changed? --------------------------------------------------------------------------------------
+
+    def _base(self, others: Mapping[str, FileRecord], max_deltas: int) -> tuple[_Base | None, str]:
+        """Returns what a delta can build upon; or None, and why there must be a whole version."""
+        newest = self._newest
+        if newest is None:
+            return None, "it is the first version"
+        chain = self._folder.chain(newest.version)
+        first, deltas = chain[0], chain[1:]
+        if len(deltas) >= max_deltas:
+            return None, f"{len(deltas)} deltas follow version {first.version}"
+        if dict(first.others) != dict(others):
+            return None, f"files beside the weights are not those of version {first.version}"
+        storage = self._folder.folder(first.version)
+        headers = {file.header: file for file in (read_weight_file(storage, name) for name in sorted(first.files))}
+        pairs = [(file, headers.pop(file.header, None)) for file in self._model.weights.values()]
+        matched = [(new, old) for new, old in pairs if old is not None]
+        if headers or len(matched) < len(pairs):
+            return None, f"its tensors, or their places in the files, are not those of version {first.version}"
+        built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
+        return _Base(storage, first, built, matched), ""
+
+    def _record(self, name: str) -> FileRecord:
+        hashed, nbytes = hashlib.sha256(), 0
+        for piece in self._pieces(self._source, name):
+            hashed.update(piece)
+            nbytes += piece.nbytes
+        return FileRecord(nbytes, hashed.hexdigest())
+
+    def _pieces(self, storage: Storage, name: str) -> Iterator[memoryview]:
+        nbytes = storage.head(name) or 0
+        with opened(storage, name) as reader:
+            for start in range(0, nbytes, _READ_BYTES):
+                yield memoryview(read_bytes(reader, start, min(_READ_BYTES, nbytes - start)))
+
+    # --- a whole version ----------------------------------------------------------------------------------------------
+
+    def _write_whole(self, others: dict[str, FileRecord]) -> Manifest:
+        for name, record in others.items():
+            with written_file(self._target, name, record.nbytes) as write:
+                for piece in self._pieces(self._source, name):
+                    write(piece)
+        files: dict[str, FileRecord] = {}
+        digests: dict[str, str] = {}
+
+        def copy(file: WeightFile) -> None:
+            record, of_tensors = self._copied(file)
+            with self._lock:
+                files[file.name] = record
+                digests.update(of_tensors)
+
+        self._in_threads(copy, list(self._model.weights.values()))
+        weight_map = {tensor.key: file.name for file in self._model.weights.values() for tensor in file.tensors}
+        nbytes = self._total + sum(record.nbytes for record in others.values())
+        return self._manifest(None, self._version, files, weight_map, nbytes, others, digests)
+
+    def _copied(self, file: WeightFile) -> tuple[FileRecord, dict[str, str]]:
+        hashed, digests = hashlib.sha256(file.header), {}
+        with written_file(self._target, file.name, file.nbytes) as write, opened(self._source, file.name) as reader:
+            write(memoryview(file.header))
+            for tensor in file.tensors:
+                of_tensor = xxhash.xxh3_128()
+                for block in self._blocks(reader, tensor):
+                    hashed.update(block.data)
+                    of_tensor.update(block.data)
+                    write(block.data)
+                digests[tensor.key] = of_tensor.hexdigest()
+        return FileRecord(file.nbytes, hashed.hexdigest()), digests
+
+    def _blocks(self, reader: RangeReader, tensor: StoredBytes, nbytes: int = _READ_BYTES) -> Iterator[np.ndarray]:
+        for start in range(0, tensor.nbytes, nbytes):
+            block = np.empty(min(nbytes, tensor.nbytes - start), dtype=np.uint8)
+            reader.read_into([block.data], tensor.offset + start)
+            self._progress(block.nbytes)
+            yield block
+
+    # --- what changed -------------------------------------------------------------------------------------------------
+
+    def _write_delta(self, base: _Base, previous: Storage | None) -> Manifest:
+        before = None if previous is None else _matching(previous, base)
+        records: dict[str, FileRecord] = {}
+        weight_map: dict[str, str] = {}
+        nbytes = 0
+
+        def encode(pair: tuple[WeightFile, WeightFile]) -> None:
+            nonlocal nbytes
+            new, old = pair
+            where = (base.storage, old) if before is None else before[old.name]
+            encoded = self._encoded(new, old, where, base, is_previous=before is not None)
+            with self._lock:
+                records[old.name] = encoded.record
+                weight_map.update(encoded.weight_map)
+                nbytes += encoded.nbytes
+
+        self._in_threads(encode, base.pairs)
+        assert self._newest is not None
+        first = base.manifest.version
+        return self._manifest(self._newest.version, first, records, weight_map, nbytes, {}, {})
+
+    def _encoded(
+        self,
+        new: WeightFile,
+        old: WeightFile,
+        where: tuple[Storage, WeightFile],
+        base: _Base,
+        *,
+        is_previous: bool,
+    ) -> _Encoded:
+        """Writes the deltas of a file, some of them at a time."""
+        storage, file = where
+        changes = Chain([]) if is_previous else base.chain
+        hashed = hashlib.sha256(new.header)
+        weight_map: dict[str, str] = {}
+        frames: dict[str, tuple[bytes, str]] = {}
+        written = held = 0
+        places = {tensor.key: tensor for tensor in file.tensors}
+        path = f"{storage.path}/{file.name}"
+        with opened(self._source, new.name) as reader, opened(storage, file.name) as old_reader:
+            for tensor in new.tensors:
+                encoder, of_old = DeltaEncoder(), xxhash.xxh3_128()
+                pieces = self._blocks(reader, tensor, PIECE)
+                for piece, piece_before in zip(
+                    pieces, changes.pieces(path, old_reader, places[tensor.key]), strict=True
+                ):
+                    hashed.update(piece.data)
+                    of_old.update(piece_before.data)
+                    encoder.update(piece, piece_before)
+                if of_old.hexdigest() != (base.chain.digest(tensor.key) or base.manifest.tensors.get(tensor.key)):
+                    raise ChecksumMismatch(
+                        f"{tensor.key!r} in {path} is not what was published before: the file is damaged, or of "
+                        f"another version"
+                    )
+                if (encoded := encoder.finish()) is not None:
+                    frames[tensor.key] = encoded
+                    held += len(encoded[0])
+                if held >= _FILE_BYTES:
+                    written += self._write_frames(frames, weight_map)
+                    held = 0
+        written += self._write_frames(frames, weight_map)
+        return _Encoded(FileRecord(new.nbytes, hashed.hexdigest()), weight_map, written)
+
+    def _write_frames(self, frames: dict[str, tuple[bytes, str]], weight_map: dict[str, str]) -> int:
+        """Writes deltas to a file, as rows of bytes, with the digests of what they lead to; returns its size."""
+        if not frames:
+            return 0
+        with self._lock:
+            self._files += 1
+            number = self._files
+        name = f"delta-{number:05d}-{self.ownership.id[:8]}.safetensors"
+        header = header_of(
+            {key: len(frame) for key, (frame, _) in frames.items()},
+            {key: digest for key, (_, digest) in frames.items()},
+        )
+        nbytes = len(header) + sum(len(frame) for frame, _ in frames.values())
+        self.ownership.check()
+        with written_file(self._target, name, nbytes) as write:
+            write(memoryview(header))
+            for frame, _ in frames.values():
+                write(memoryview(frame))
+        weight_map.update(dict.fromkeys(frames, name))
+        frames.clear()
+        return nbytes
+
+    # --- common to both -----------------------------------------------------------------------------------------------
+
+    def _manifest(
+        self,
+        before: int | None,
+        first: int,
+        files: dict[str, FileRecord],
+        weight_map: dict[str, str],
+        nbytes: int,
+        others: dict[str, FileRecord],
+        digests: dict[str, str],
+    ) -> Manifest:
+        return Manifest(
+            version=self._version,
+            base_version=before,
+            chain=first,
+            files=dict(sorted(files.items())),
+            others=others,
+            tensors=digests,
+            weight_map=dict(sorted(weight_map.items())),
+            published_at=now(),
+            nbytes=nbytes,
+            step=self._step,
+        )
+
+    def _in_threads(self, work: Callable[[Any], None], subjects: Sequence[Any]) -> None:
+        """Does something for every file: the libraries that hash and compress let other threads run meanwhile."""
+        with Workers(max(1, min(cores(), len(subjects))), thread_name_prefix="publish") as pool:
+            list(pool.map(work, subjects))
+
+    def _progress(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._on_progress(self._done, self._total)
+
+
+class _Base(NamedTuple):
+    """What a delta builds upon.
+
+    Attributes:
+        storage: Of the last whole version.
+        manifest: Its manifest.
+        chain: The deltas since.
+        pairs: The files of the model, and of the whole version, that have the same header.
+    """
+
+    storage: Storage
+    manifest: Manifest
+    chain: Chain
+    pairs: list[tuple[WeightFile, WeightFile]]
+
+
+def _matching(previous: Storage, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
+    """The files of a copy of the version before, by their names in the last whole version."""
+    by_header = {file.header: file for file in read_model(previous).weights.values()}
+    found = {}
+    for _, old in base.pairs:
+        if old.header not in by_header:
+            raise ChecksumMismatch(
+                f"{previous.path} is not the version before: it has no file with the tensors of {old.name}"
+            )
+        found[old.name] = previous, by_header[old.header]
+    return found
+
+
+def read_notes(index: bytes | None) -> dict[str, Any]:
+    """The ``metadata`` of a model's own index, without what a manifest adds to it."""
+    notes: dict[str, Any] = {} if index is None else json.loads(index).get("metadata") or {}
+    ours = {"dcp_tensorizer", "version", "base_version", "delta_encoding", "compression_format", "checksum_format"}
+    return {key: value for key, value in notes.items() if key not in ours}

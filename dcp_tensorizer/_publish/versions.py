@@ -1,0 +1,364 @@
+"""Published versions of a model: what their manifests say, which ones there are, and which ones are still needed.
+
+    published/
+      .publish.claim                    the publisher that the directory belongs to
+      weight_v000001/                   a base: a whole model
+        config.json, tokenizer.json, ...
+        model-00001-of-00002.safetensors, ...
+        model.safetensors.index.json    the manifest, written last
+      weight_v000002/                   what changed since version 1
+        delta-00001-5f0c1e2a.safetensors, ...
+        model.safetensors.index.json
+
+A version's manifest is its index. So programs that read models read a base, and SGLang's receiver finds in the indices
+what it looks for. What that receiver does not need is in one object of its own, ``metadata.dcp_tensorizer``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from .._storage.base import Refused, Storage
+from .._storage.claim import Ownership
+from ..errors import MetadataError, NotCommitted, UnsupportedFormat
+from .model import INDEX, check_plain_name, check_weight_name, read_small
+
+FORMAT = 1
+_DIRECTORY = re.compile(r"weight_v(\d{6,15})")
+_CLAIM = ".publish.claim"
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Number = Annotated[str, Meta(pattern=r"^\d{6,15}$")]
+_Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+_Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class FileRecord(Struct, frozen=True, omit_defaults=True):
+    """A file of a model at a version.
+
+    Attributes:
+        nbytes: Its size.
+        sha256: In hexadecimal digits.
+        origin: The name of the same file in the base, where it has another one here.
+    """
+
+    nbytes: _Count
+    sha256: _Sha256
+    origin: str = ""
+
+
+class Manifest(Struct, frozen=True, omit_defaults=True):
+    """A version of a model, by its manifest.
+
+    Attributes:
+        version: Its number.
+        base_version: The number of the version that it is a change of; None of a base, which is whole.
+        chain: The number of the base that it builds upon, by all versions in between; its own number for a base.
+        files: The model's safetensors files at this version, by their names in the base.
+        others: The model's other files; the same at all versions of a chain, so only a base lists them.
+        tensors: The digests of all tensors of a base.
+        weight_map: The file of each tensor: of a delta, of those that changed.
+        published_at: When, in UTC.
+        nbytes: The size of the version's own files, without this manifest.
+        step: Of training, if the publisher has told.
+        replaced: Files that this version has taken the place of, in a directory that deltas are applied to.
+    """
+
+    version: int
+    base_version: int | None
+    chain: int
+    files: dict[str, FileRecord]
+    others: dict[str, FileRecord]
+    tensors: dict[str, str]
+    weight_map: dict[str, str]
+    published_at: datetime
+    nbytes: int
+    step: int | None = None
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def is_delta(self) -> bool:
+        """Returns whether it is a change of the version before, and not whole."""
+        return self.base_version is not None
+
+
+# --- as JSON ----------------------------------------------------------------------------------------------------------
+
+
+class _Ours(Struct, omit_defaults=True):
+    """The part of a manifest that no other program reads."""
+
+    format: int
+    chain: _Number
+    files: dict[str, FileRecord]
+    published_at: datetime
+    nbytes: _Count
+    others: dict[str, FileRecord] = {}
+    tensors: dict[str, _Digest] = {}
+    step: int | None = None
+    replaced: list[str] = []
+
+
+class _Format(Struct):
+    format: int
+
+
+class _Notes(Struct):
+    dcp_tensorizer: Raw
+    version: _Number
+    base_version: _Number | None = None
+    delta_encoding: Literal["xor"] | None = None
+    compression_format: Literal["zstd"] | None = None
+    checksum_format: Literal["xxh3-128"] = "xxh3-128"
+
+
+class _Index(Struct):
+    metadata: _Notes
+    weight_map: dict[str, str]
+
+
+class _AnyIndex(Struct):
+    metadata: dict[str, Any] = {}
+
+
+_decode = msgspec.json.Decoder(_Index).decode
+_decode_any = msgspec.json.Decoder(_AnyIndex).decode
+_decode_format = msgspec.json.Decoder(_Format).decode
+_decode_ours = msgspec.json.Decoder(_Ours).decode
+
+
+def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes:
+    """Returns a manifest as the index that it is written as.
+
+    Args:
+        manifest: The manifest.
+        model_notes: The ``metadata`` of the model's own index.
+    """
+    ours = _Ours(
+        FORMAT,
+        _digits(manifest.chain),
+        manifest.files,
+        manifest.published_at,
+        manifest.nbytes,
+        manifest.others,
+        manifest.tensors,
+        manifest.step,
+        list(manifest.replaced),
+    )
+    notes: dict[str, Any] = {**model_notes, "version": _digits(manifest.version), "checksum_format": "xxh3-128"}
+    if manifest.base_version is not None:
+        notes |= {"base_version": _digits(manifest.base_version), "delta_encoding": "xor", "compression_format": "zstd"}
+    notes["dcp_tensorizer"] = msgspec.to_builtins(ours)
+    return json.dumps({"metadata": notes, "weight_map": manifest.weight_map}, indent=1).encode() + b"\n"
+
+
+def decode_manifest(content: bytes, path: str) -> Manifest:
+    """Reads a manifest.
+
+    Raises:
+        UnsupportedFormat: it is another program's, or a newer release's.
+        MetadataError: it is damaged, or names files that are not in its directory.
+    """
+    try:
+        if "dcp_tensorizer" not in _decode_any(content).metadata:
+            raise UnsupportedFormat(
+                f"{path} is the index of a model, and no manifest of dcp_tensorizer: without the SHA-256 of the files, "
+                f"a version cannot be verified"
+            )
+        notes = msgspec.json.Decoder(_JustOurs).decode(content).metadata
+        if (number := _decode_format(notes.dcp_tensorizer).format) != FORMAT:
+            raise UnsupportedFormat(f"{path} has format {number}, and this release reads {FORMAT}: update it")
+        index = _decode(content)
+        ours = _decode_ours(index.metadata.dcp_tensorizer)
+    except msgspec.MsgspecError as error:
+        raise MetadataError(f"{path} is no manifest of a version, or damaged: {error}") from None
+    base = index.metadata.base_version
+    manifest = Manifest(
+        int(index.metadata.version),
+        None if base is None else int(base),
+        int(ours.chain),
+        ours.files,
+        ours.others,
+        ours.tensors,
+        index.weight_map,
+        ours.published_at,
+        ours.nbytes,
+        ours.step,
+        tuple(ours.replaced),
+    )
+    _check(manifest, index.metadata, path)
+    return manifest
+
+
+class _JustOurs(Struct):
+    class Notes(Struct):
+        dcp_tensorizer: Raw
+
+    metadata: Notes
+
+
+def _check(manifest: Manifest, notes: _Notes, path: str) -> None:
+    weights = {*manifest.files, *manifest.weight_map.values()}
+    origins = {record.origin for record in manifest.files.values() if record.origin}
+    for name in weights | origins | set(manifest.replaced):
+        check_weight_name(name, path)
+    for name in manifest.others:
+        check_plain_name(name, path)
+    delta = (notes.base_version, notes.delta_encoding, notes.compression_format)
+    is_ordered = manifest.base_version is None or manifest.chain <= manifest.base_version < manifest.version
+    if any(delta) != all(delta) or not is_ordered or manifest.chain > manifest.version:
+        raise MetadataError(f"{path} contradicts itself: it is neither a whole version nor a change of an earlier one")
+
+
+def _digits(version: int) -> str:
+    return f"{version:06d}"
+
+
+def now() -> datetime:
+    """The time, as manifests have it."""
+    return datetime.now(timezone.utc).replace(microsecond=0)
+
+
+# --- which versions there are -----------------------------------------------------------------------------------------
+
+
+class Published:
+    """A directory of published versions. Only a publisher changes it.
+
+    Args:
+        storage: Of the directory.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.path = storage.path
+        self._manifests: dict[int, Manifest] = {}
+
+    def numbers(self) -> list[int]:
+        """The numbers of versions that have a directory, the lowest first: some may not be complete."""
+        try:
+            folders = self.storage.listing()[1]
+        except NotCommitted:
+            return []
+        matches = (_DIRECTORY.fullmatch(name) for name in folders)
+        return sorted(int(match[1]) for match in matches if match and match[0] == name_of(int(match[1])))
+
+    def folder(self, version: int) -> Storage:
+        """The storage of a version."""
+        return self.storage.child(name_of(version))
+
+    def find(self, version: int) -> Manifest | None:
+        """Returns the manifest of a version; None if there is no such version.
+
+        Raises:
+            MetadataError: it is damaged.
+            ReadError: it cannot be read.
+        """
+        if version not in self._manifests:
+            folder = self.folder(version)
+            content = read_small(folder, INDEX)
+            if content is None:
+                return None
+            path = f"{folder.path}/{INDEX}"
+            manifest = decode_manifest(content, path)
+            if manifest.version != version:
+                raise MetadataError(f"{path} is the manifest of version {manifest.version}")
+            self._manifests[version] = manifest
+        return self._manifests[version]
+
+    def manifest(self, version: int) -> Manifest:
+        """The same; raises `NotCommitted` if there is no such version."""
+        manifest = self.find(version)
+        if manifest is None:
+            there = [number for number in self.numbers() if self.find(number) is not None]
+            raise NotCommitted(
+                f"there is no version {version} in {self.path}: "
+                + (f"it has versions {there[0]} to {there[-1]}" if there else "nothing has been published there")
+            )
+        return manifest
+
+    def manifests(self) -> list[Manifest]:
+        """The manifests of all versions, the lowest first."""
+        found = (self.find(number) for number in self.numbers())
+        return [manifest for manifest in found if manifest is not None]
+
+    def newest(self) -> Manifest | None:
+        """The manifest of the highest version; None if nothing has been published."""
+        found = (self.find(number) for number in reversed(self.numbers()))
+        return next((manifest for manifest in found if manifest is not None), None)
+
+    def chain(self, version: int, after: int | None = None) -> list[Manifest]:
+        """The versions that lead to one, the lowest first.
+
+        Args:
+            version: The last of them.
+            after: The version before the first of them; None: they begin with a base.
+
+        Raises:
+            NotCommitted: one of them is missing.
+            MetadataError: they do not build upon each other.
+        """
+        manifest = self.manifest(version)
+        chain, first = [manifest], manifest.chain
+        while (before := chain[-1].base_version) is not None and before != after:
+            manifest = self.manifest(before)
+            if manifest.chain != first:
+                raise MetadataError(f"version {before} in {self.path} does not build upon {first}, as {version} does")
+            chain.append(manifest)
+        return chain[::-1]
+
+    def needed(self, versions: list[int]) -> set[int]:
+        """Returns versions together with those that they build upon."""
+        needed: set[int] = set()
+        for version in sorted(versions, reverse=True):
+            if version not in needed:
+                needed |= {manifest.version for manifest in self.chain(version)}
+        return needed
+
+    # --- for publishers -----------------------------------------------------------------------------------------------
+
+    def ownership(self) -> Ownership:
+        """A publisher's claim on the directory."""
+        return Ownership(self.storage, _CLAIM)
+
+    def remove(self, version: int) -> None:
+        """Removes a version: its manifest first, so that it is whole or not there. Raises `OSError`."""
+        folder = self.folder(version)
+        self._manifests.pop(version, None)
+        folder.remove(INDEX)
+        folder.sync_directory()
+        self.clear(version)
+        folder.remove_directory()
+
+    def clear(self, version: int) -> None:
+        """Removes what is left in a version's directory that has no manifest.
+
+        Raises:
+            Refused: it has one: another publisher has just put it there.
+            OSError: a file cannot be removed.
+        """
+        folder = self.folder(version)
+        try:
+            names = [file.name for file in folder.listing()[0]]
+        except NotCommitted:
+            return
+        if INDEX in names:
+            raise Refused(f"another publisher has just published {folder.path}")
+        folder.discard(*names)
+
+
+def name_of(version: int) -> str:
+    """The name of a version's directory."""
+    return f"weight_v{_digits(version)}"
+
+
+def version_of(name: str) -> int | None:
+    """The version that a directory's name names; None if it is no version's."""
+    match = _DIRECTORY.fullmatch(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,77 @@
+"""Small models as Hugging Face lays them out, and how they change from version to version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+INDEX = "model.safetensors.index.json"
+
+
+def first_state(seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of several dtypes and sizes: one is larger than a piece that is compared at once, one is empty."""
+    random = np.random.default_rng(seed)
+    return {
+        "embed.weight": random.integers(0, 2**16, (700, 1100), dtype=np.uint16),
+        "layers.0.weight": random.standard_normal((33, 65)).astype(np.float32),
+        "layers.0.bias": random.standard_normal(7).astype(np.float16),
+        "layers.1.weight": random.integers(0, 2**16, (64, 64), dtype=np.uint16),
+        "scale": np.array(1.5, dtype=np.float32),
+        "none": np.zeros((0, 3), dtype=np.float32),
+    }
+
+
+def next_state(state: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """The same with some low bits flipped, as after a training step; the last layer stays as it was."""
+    random = np.random.default_rng(seed)
+    changed = dict(state)
+    for key in ("embed.weight", "layers.0.weight", "scale"):
+        data = np.array(state[key], copy=True)
+        view = data.reshape(-1).view(np.uint8)
+        view[random.integers(0, view.size, 1 + view.size // 50)] ^= 1
+        changed[key] = data
+    return changed
+
+
+def write_model(path: Path, state: Mapping[str, np.ndarray], *, files: int = 2, config: str = "{}") -> Path:
+    """Writes a model's directory: with one file and no index, or with several files and one."""
+    path.mkdir(parents=True)
+    keys = sorted(state)
+    names = (
+        ["model.safetensors"]
+        if files == 1
+        else [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
+    )
+    places = {}
+    for number, name in enumerate(names):
+        part = {key: state[key] for key in keys[number::files]}
+        save_file(part, path / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    if files > 1:
+        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    (path / "config.json").write_text(config)
+    return path
+
+
+def weights_of(path: Path) -> list[str]:
+    """The SHA-256 of the files that a model's index names, sorted: file names may differ between copies."""
+    if (path / INDEX).exists():
+        names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+    else:
+        names = {"model.safetensors"}
+    return sorted(hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names)
+
+
+def loaded(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a model's directory, as the safetensors library reads them."""
+    names = (
+        set(json.loads((path / INDEX).read_text())["weight_map"].values())
+        if (path / INDEX).exists()
+        else {"model.safetensors"}
+    )
+    return {key: value for name in names for key, value in load_file(path / name).items()}

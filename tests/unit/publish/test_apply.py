@@ -1,0 +1,391 @@
+"""Copies get to a published version, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dcp_tensorizer import (
+    ChecksumMismatch,
+    MetadataError,
+    NotCommitted,
+    StateMismatch,
+    UnsupportedFormat,
+    WriteError,
+    apply_delta,
+    publish,
+)
+from dcp_tensorizer._format.delta import zstd
+from dcp_tensorizer._publish.model import header_of
+
+from ...models import INDEX, first_state, loaded, next_state, weights_of, write_model
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Path:
+    """Five published versions: 1 and 4 are whole, 2, 3 and 5 deltas. The models are in ``model-N`` beside it."""
+    state = first_state()
+    for number in range(1, 6):
+        write_model(tmp_path / f"model-{number}", state)
+        publish(tmp_path / f"model-{number}", tmp_path / "published", max_deltas=2)
+        state = next_state(state, number)
+    return tmp_path / "published"
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".publish.lock"}
+
+
+def edit_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    index = json.loads((path / INDEX).read_text())
+    change(index)
+    (path / INDEX).write_text(json.dumps(index))
+
+
+# --- a directory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
+def test_an_empty_directory_gets_a_whole_version(tmp_path: Path, versions: Path, version: int) -> None:
+    """With its configuration, and with the very bytes of the model that was published."""
+    applied = apply_delta(tmp_path / "copy", versions / f"weight_v{version:06d}")
+    assert (applied.version, applied.before, applied.is_whole) == (version, None, True)
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / f"model-{version}")
+    assert (tmp_path / "copy" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "deltas", "is_whole"), [(1, 2, 1, False), (1, 3, 2, False), (2, 5, 1, True), (4, 5, 1, False)]
+)
+def test_a_reader_that_lags_catches_up(
+    tmp_path: Path, versions: Path, before: int, after: int, deltas: int, is_whole: bool
+) -> None:
+    """By several deltas, or by the newest whole version and those since; files of the version before are gone."""
+    apply_delta(tmp_path / "copy", versions, version=before)
+    applied = apply_delta(tmp_path / "copy", versions, version=after)
+    assert (applied.before, applied.deltas, applied.is_whole) == (before, deltas, is_whole)
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / f"model-{after}")
+    assert sorted(files_of(tmp_path / "copy")) == [
+        "config.json",
+        *(f"model-0000{number}-of-00002-v00000{after}.safetensors" for number in (1, 2)),
+        INDEX,
+    ]
+
+
+def test_a_version_that_is_there_is_left_alone(tmp_path: Path, versions: Path) -> None:
+    """Applied twice, an XOR would undo itself."""
+    apply_delta(tmp_path / "copy", versions)
+    before = files_of(tmp_path / "copy")
+    applied = apply_delta(tmp_path / "copy", versions)
+    assert (applied.before, applied.deltas, applied.nbytes) == (5, 0, 0)
+    assert files_of(tmp_path / "copy") == before
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_copy_that_nobody_has_noted_a_version_for_is_recognised(tmp_path: Path, files: int) -> None:
+    """By the SHA-256 of its files: an export of the trainer, or a download. A single file gives way to an index."""
+    state = first_state()
+    for number in range(1, 4):
+        write_model(tmp_path / f"model-{number}", state, files=files)
+        publish(tmp_path / f"model-{number}", tmp_path / "published")
+        state = next_state(state, number)
+    expected = weights_of(tmp_path / "model-3")
+    applied = apply_delta(tmp_path / "model-2", tmp_path / "published")
+    assert (applied.before, applied.deltas, applied.is_whole) == (2, 1, False)
+    assert weights_of(tmp_path / "model-2") == expected
+    assert not (tmp_path / "model-2" / "model.safetensors").exists()
+
+
+def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Path) -> None:
+    """And stays as it is."""
+    write_model(tmp_path / "foreign", first_state(seed=99))
+    before = files_of(tmp_path / "foreign")
+    with pytest.raises(StateMismatch, match=r"is none of the versions in .*published, so no delta fits to it"):
+        apply_delta(tmp_path / "foreign", versions)
+    assert files_of(tmp_path / "foreign") == before
+
+
+def test_a_version_of_another_publisher_is_refused(tmp_path: Path, versions: Path) -> None:
+    """Although it has the same number."""
+    write_model(tmp_path / "foreign", first_state(seed=99))
+    publish(tmp_path / "foreign", tmp_path / "elsewhere")
+    apply_delta(tmp_path / "copy", tmp_path / "elsewhere")
+    before = files_of(tmp_path / "copy")
+    with pytest.raises(StateMismatch, match="comes from another directory of versions"):
+        apply_delta(tmp_path / "copy", versions)
+    assert files_of(tmp_path / "copy") == before
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_damaged_copy_is_refused(tmp_path: Path, versions: Path, number: int) -> None:
+    """One flipped bit, in a tensor that changes or in one that does not: what comes of it is not what was published."""
+    apply_delta(tmp_path / "copy", versions, version=1)
+    path = sorted((tmp_path / "copy").glob("*.safetensors"))[number]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+    before = files_of(tmp_path / "copy")
+    with pytest.raises(ChecksumMismatch, match="does not become what"):
+        apply_delta(tmp_path / "copy", versions, version=3)
+    assert files_of(tmp_path / "copy") == before
+
+
+def test_going_back_must_be_asked_for(tmp_path: Path, versions: Path) -> None:
+    """A directory of versions whose newest is lower is likely the wrong one; a number is an order."""
+    apply_delta(tmp_path / "copy", versions, version=3)
+    for version in (4, 5):
+        for file in (versions / f"weight_v00000{version}").iterdir():
+            file.unlink()
+    (versions / "weight_v000003" / INDEX).unlink()
+    with pytest.raises(StateMismatch, match=r"has version 3, and the newest in .* is 2"):
+        apply_delta(tmp_path / "copy", versions)
+    assert apply_delta(tmp_path / "copy", versions, version=2).is_whole
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-2")
+
+
+def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path) -> None:
+    """Weights and configuration cannot change in one moment."""
+    apply_delta(tmp_path / "copy", versions)
+    write_model(tmp_path / "other", first_state(), config='{"rope": 2}')
+    publish(tmp_path / "other", versions)
+    before = files_of(tmp_path / "copy")
+    with pytest.raises(StateMismatch, match=r"has other files beside its weights than .*\('config\.json'\)"):
+        apply_delta(tmp_path / "copy", versions)
+    assert files_of(tmp_path / "copy") == before
+    apply_delta(tmp_path / "fresh", versions)
+    assert (tmp_path / "fresh" / "config.json").read_text() == '{"rope": 2}'
+
+
+def test_files_of_others_stay(tmp_path: Path, versions: Path) -> None:
+    """What looks like an old version of another file is not ours to remove."""
+    apply_delta(tmp_path / "copy", versions, version=1)
+    (tmp_path / "copy" / "adapter-v000001.safetensors").write_bytes(b"lora")
+    (tmp_path / "copy" / "notes.txt").write_bytes(b"mine")
+    apply_delta(tmp_path / "copy", versions)
+    assert (tmp_path / "copy" / "adapter-v000001.safetensors").read_bytes() == b"lora"
+    assert (tmp_path / "copy" / "notes.txt").read_bytes() == b"mine"
+
+
+def test_several_at_once_do_it_once(tmp_path: Path, versions: Path) -> None:
+    """The ranks of a server on one machine."""
+    apply_delta(tmp_path / "copy", versions, version=1)
+    results: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(apply_delta(tmp_path / "copy", versions, version=3).deltas))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0, 0, 0, 2]
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-3")
+
+
+def test_a_directory_of_sglangs_receiver_is_refused(tmp_path: Path, versions: Path) -> None:
+    """It counts versions by itself, and would apply a delta a second time."""
+    (tmp_path / "copy" / ".weight_sync").mkdir(parents=True)
+    with pytest.raises(WriteError, match=r"belongs to SGLang's receiver"):
+        apply_delta(tmp_path / "copy", versions)
+
+
+def test_missing_versions_are_named(tmp_path: Path, versions: Path) -> None:
+    """By number, with those that there are."""
+    with pytest.raises(NotCommitted, match=r"there is no version 9 in .*published: it has versions 1 to 5"):
+        apply_delta(tmp_path / "copy", versions, version=9)
+    with pytest.raises(NotCommitted, match="nothing has been published in"):
+        apply_delta(tmp_path / "copy", tmp_path / "nothing")
+    with pytest.raises(WriteError, match="is no local directory"):
+        apply_delta("memory://copy", versions)
+
+
+# --- what was made to harm --------------------------------------------------------------------------------------------
+
+
+def replace_file(index: dict[str, Any], old: str, new: str) -> None:
+    index["weight_map"] = {key: new if name == old else name for key, name in index["weight_map"].items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil.safetensors", "/tmp/evil.safetensors", "..", "a/b.safetensors", ".x.safetensors"]
+)
+@pytest.mark.parametrize("place", ["weight_map", "files", "others", "origin", "replaced"])
+def test_names_in_a_version_cannot_leave_the_directory(tmp_path: Path, versions: Path, name: str, place: str) -> None:
+    """Wherever in its manifest they are: nothing is written or removed, in the directory or outside it."""
+
+    def change(index: dict[str, Any]) -> None:
+        ours = index["metadata"]["dcp_tensorizer"]
+        record = {"nbytes": 1, "sha256": "0" * 64}
+        if place == "weight_map":
+            replace_file(index, next(iter(index["weight_map"].values())), name)
+        elif place == "origin":
+            ours["files"][next(iter(ours["files"]))]["origin"] = name
+        elif place == "replaced":
+            ours["replaced"] = [name]
+        else:
+            ours.setdefault(place, {})[name] = record
+
+    apply_delta(tmp_path / "copy", versions, version=1)
+    before = files_of(tmp_path / "copy")
+    edit_index(versions / "weight_v000002", change)
+    with pytest.raises(MetadataError, match="is no visible file of its directory"):
+        apply_delta(tmp_path / "copy", versions, version=2)
+    assert files_of(tmp_path / "copy") == before
+
+
+def put_delta(versions: Path, frame: bytes, digest: str = "0" * 32) -> None:
+    """Puts a delta of the embedding into version 2, alone in its file."""
+    header = header_of({"embed.weight": len(frame)}, {"embed.weight": digest})
+    (versions / "weight_v000002" / "delta-evil.safetensors").write_bytes(header + frame)
+    edit_index(
+        versions / "weight_v000002", lambda index: index.update(weight_map={"embed.weight": "delta-evil.safetensors"})
+    )
+
+
+@pytest.mark.parametrize("kind", ["bomb", "too long", "garbage", "wrong digest"])
+def test_a_bad_delta_changes_nothing(tmp_path: Path, versions: Path, kind: str) -> None:
+    """It is unpacked in pieces, and compared, before anything is put in place."""
+    nbytes = 700 * 1100 * 2
+    frames = {
+        "bomb": zstd().compress(bytes(1 << 28), level=1),
+        "too long": os.urandom(3 * nbytes),
+        "garbage": os.urandom(1000),
+        "wrong digest": zstd().compress(bytes(nbytes), level=1),
+    }
+    apply_delta(tmp_path / "copy", versions, version=1)
+    before = files_of(tmp_path / "copy")
+    put_delta(versions, frames[kind])
+    with pytest.raises(ChecksumMismatch, match=r"'embed\.weight'"):
+        apply_delta(tmp_path / "copy", versions, version=2)
+    assert files_of(tmp_path / "copy") == before
+
+
+def test_unknown_tensors_and_unlisted_ones_are_errors(tmp_path: Path, versions: Path) -> None:
+    """A delta changes the tensors that its manifest says, and that the model has."""
+    apply_delta(tmp_path / "copy", versions, version=1)
+    frame = zstd().compress(b"\1", level=1)
+    header = header_of({"unknown": len(frame)}, {"unknown": "0" * 32})
+    (versions / "weight_v000002" / "delta-evil.safetensors").write_bytes(header + frame)
+    edit_index(
+        versions / "weight_v000002", lambda index: index.update(weight_map={"unknown": "delta-evil.safetensors"})
+    )
+    with pytest.raises(MetadataError, match="change unknown tensors: 'unknown'"):
+        apply_delta(tmp_path / "copy", versions, version=2)
+    edit_index(versions / "weight_v000002", lambda index: index.update(weight_map={"scale": "delta-evil.safetensors"}))
+    with pytest.raises(MetadataError, match="does not hold the tensors that the manifest says"):
+        apply_delta(tmp_path / "copy", versions, version=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda index: index["metadata"].pop("dcp_tensorizer"), UnsupportedFormat, "no manifest of dcp_tensorizer"),
+        (lambda index: index["metadata"]["dcp_tensorizer"].update(format=2), UnsupportedFormat, "has format 2"),
+        (lambda index: index["metadata"].update(version="000007"), MetadataError, "is the manifest of version 7"),
+        (lambda index: index["metadata"].update(base_version="000002"), MetadataError, "contradicts itself"),
+        (lambda index: index["metadata"].update(delta_encoding="overwrite"), MetadataError, "no manifest of a version"),
+        (lambda index: index["metadata"].update(version="../../01"), MetadataError, "no manifest of a version"),
+        (lambda index: index.pop("weight_map"), MetadataError, "no manifest of a version"),
+    ],
+    ids=["another program's", "newer", "another version", "its own base", "overwrite", "no number", "no map"],
+)
+def test_a_manifest_that_makes_no_sense_is_an_error(
+    tmp_path: Path, versions: Path, change: Callable[[dict[str, Any]], object], error: type[Exception], message: str
+) -> None:
+    """Named as what it is."""
+    edit_index(versions / "weight_v000002", change)
+    with pytest.raises(error, match=message):
+        apply_delta(tmp_path / "copy", versions, version=2)
+    assert not list((tmp_path / "copy").glob("*.safetensors")) if (tmp_path / "copy").exists() else True
+
+
+# --- tensors in memory ------------------------------------------------------------------------------------------------
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(
+        torch.equal(left[key].reshape(-1).view(torch.uint8), right[key].reshape(-1).view(torch.uint8)) for key in right
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (4, 5)])
+def test_tensors_change_in_place(tmp_path: Path, versions: Path, before: int, after: int) -> None:
+    """Their version is found by their digests; other names in the mapping, and their memory, stay."""
+    state = tensors_of(tmp_path / f"model-{before}")
+    places = {key: tensor.data_ptr() for key, tensor in state.items()}
+    state["other"] = torch.ones(2)
+    applied = apply_delta(state, versions, version=after)
+    assert (applied.before, applied.deltas) == (before, after - before)
+    assert same(state, tensors_of(tmp_path / f"model-{after}"))
+    assert {key: state[key].data_ptr() for key in places} == places
+    assert apply_delta(state, versions, version=after).deltas == 0
+
+
+def test_tensors_in_any_memory(tmp_path: Path, versions: Path) -> None:
+    """Parameters, transposed ones and arrays of NumPy."""
+    state: dict[str, Any] = dict(tensors_of(tmp_path / "model-1"))
+    state["layers.0.weight"] = torch.nn.Parameter(state["layers.0.weight"].t().contiguous().t())
+    assert not state["layers.0.weight"].is_contiguous()
+    state["scale"] = state["scale"].numpy()
+    apply_delta(state, versions, version=3)
+    state["scale"] = torch.from_numpy(np.asarray(state["scale"]))
+    state["layers.0.weight"] = state["layers.0.weight"].detach().contiguous()
+    assert same(state, tensors_of(tmp_path / "model-3"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: state["layers.1.weight"].view(torch.uint8).view(-1)[0].bitwise_xor_(1),
+            "no version from 1 to 3",
+        ),
+        (lambda state: state.pop("scale"), "are missing in the mapping: 'scale'"),
+        (lambda state: state.update(scale=torch.zeros(2)), "'scale' has 8 bytes, and 4 as it was published"),
+        (lambda state: state.update(scale=1.5), "'scale' is of type float"),
+    ],
+    ids=["another value", "missing", "another size", "no tensor"],
+)
+def test_tensors_of_another_version_are_refused(
+    tmp_path: Path, versions: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    """Before any of them changes."""
+    state: dict[str, Any] = dict(tensors_of(tmp_path / "model-1"))
+    change(state)
+    before = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(StateMismatch, match=message):
+        apply_delta(state, versions, version=3)
+    assert all(torch.equal(state[key], value) for key, value in before.items())
+
+
+def test_a_damaged_delta_changes_no_tensor(tmp_path: Path, versions: Path) -> None:
+    """Not even those before it."""
+    state = tensors_of(tmp_path / "model-1")
+    before = {key: value.clone() for key, value in state.items()}
+    path = next((versions / "weight_v000003").glob("delta-00002*"))
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ChecksumMismatch):
+        apply_delta(state, versions, version=3)
+    assert all(torch.equal(state[key], value) for key, value in before.items())
+
+
+def test_a_copy_loads_as_the_model_that_was_published(tmp_path: Path, versions: Path) -> None:
+    """By the safetensors library, from the files that the index names."""
+    apply_delta(tmp_path / "copy", versions)
+    copy, model = loaded(tmp_path / "copy"), loaded(tmp_path / "model-5")
+    assert {key: value.tobytes() for key, value in copy.items()} == {key: v.tobytes() for key, v in model.items()}

@@ -1,0 +1,98 @@
+"""Versions are listed, verified and removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer import NotCommitted, apply_delta, publish
+from dcp_tensorizer.tools import collect_versions, list_versions, verify_versions
+
+from ...models import INDEX, first_state, next_state, weights_of, write_model
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Path:
+    """Six published versions: 1 and 4 are whole."""
+    state = first_state()
+    for number in range(1, 7):
+        write_model(tmp_path / f"model-{number}", state)
+        publish(tmp_path / f"model-{number}", tmp_path / "published", max_deltas=2)
+        state = next_state(state, number)
+    return tmp_path / "published"
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [4, 5, 6]), (3, [4, 5, 6]), (4, [1, 2, 3, 4, 5, 6]), (9, [1, 2, 3, 4, 5, 6])]
+)
+def test_old_versions_go_unless_a_newer_one_needs_them(
+    tmp_path: Path, versions: Path, keep: int, left: list[int]
+) -> None:
+    """The fourth newest is a delta, which needs the two before it."""
+    expected = [number for number in range(6, 0, -1) if number not in left]
+    assert [info.version for info in collect_versions(versions, keep_latest=keep, dry_run=True)] == expected
+    assert len(list_versions(versions)) == 6
+    collect_versions(versions, keep_latest=keep)
+    assert [info.version for info in list_versions(versions)] == left[::-1]
+    assert sorted(path.name for path in versions.iterdir()) == [".publish.claim", *(f"weight_v00000{n}" for n in left)]
+    apply_delta(tmp_path / "copy", versions)
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-6")
+
+
+def test_a_publisher_removes_by_the_same_rule(tmp_path: Path, versions: Path) -> None:
+    """And numbers go on from the newest, not from how many there are."""
+    version = publish(tmp_path / "model-1", versions, keep_latest=1, max_deltas=2)
+    assert (version.version, version.is_delta, version.removed) == (7, False, (6, 5, 4, 3, 2, 1))
+    assert publish(tmp_path / "model-2", versions).version == 8
+
+
+def test_whole_versions_are_verified_with_their_deltas(tmp_path: Path, versions: Path) -> None:
+    """All of them, or one; a copy as well."""
+    verified = verify_versions(versions)
+    assert (verified.versions, verified.files, verified.damages) == ((3, 6), 6, ())
+    assert verify_versions(versions, version=2).versions == (2,)
+    apply_delta(tmp_path / "copy", versions)
+    copy = verify_versions(tmp_path / "copy")
+    assert (copy.versions, copy.files, copy.damages) == ((6,), 2, ())
+
+
+@pytest.mark.parametrize("version", [1, 2, 4, 6])
+def test_any_damage_is_named(versions: Path, version: int) -> None:
+    """With the version that it keeps from being put together; other chains are whole."""
+    path = sorted((versions / f"weight_v00000{version}").glob("*.safetensors"))[-1]
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 16
+    path.write_bytes(content)
+    (damage,) = verify_versions(versions).damages
+    assert damage.startswith(f"version {3 if version < 4 else 6}: ")
+
+
+def test_missing_files_are_named(tmp_path: Path, versions: Path) -> None:
+    """Of what was published, and of a copy."""
+    next((versions / "weight_v000005").glob("delta-00001*")).unlink()
+    (damage,) = verify_versions(versions).damages
+    assert "weight_v000005/delta-00001" in damage
+    apply_delta(tmp_path / "copy", versions, version=1)
+    (tmp_path / "copy" / "config.json").unlink()
+    assert verify_versions(tmp_path / "copy").damages == ()
+    next((tmp_path / "copy").glob("model-00001*")).unlink()
+    (damage,) = verify_versions(tmp_path / "copy").damages
+    assert "model-00001-of-00002-v000001.safetensors" in damage
+
+
+def test_a_version_without_its_manifest_is_none(tmp_path: Path, versions: Path) -> None:
+    """As it is while it is written, and if its publisher has died: the next one takes its number."""
+    (versions / "weight_v000006" / INDEX).unlink()
+    assert list_versions(versions)[0].version == 5
+    assert publish(tmp_path / "model-6", versions, max_deltas=2).version == 6
+    assert verify_versions(versions).damages == ()
+
+
+def test_nothing_published_is_an_error(tmp_path: Path) -> None:
+    """For each of the functions."""
+    for function in (list_versions, verify_versions):
+        with pytest.raises(NotCommitted, match="nothing has been published in"):
+            function(tmp_path)
+    with pytest.raises(NotCommitted, match="nothing has been published in"):
+        collect_versions(tmp_path, keep_latest=1)

@@ -1,0 +1,192 @@
+"""What is published: whole versions and deltas, in the layout that other programs read, and by one publisher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors import safe_open
+
+from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, WriteError, apply_delta, publish
+from dcp_tensorizer._publish.publisher import _Publisher
+from dcp_tensorizer._publish.versions import Published
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer.tools import list_versions
+
+from ...models import INDEX, first_state, loaded, next_state, weights_of, write_model
+
+
+def published_versions(tmp_path: Path, count: int, **options: object) -> list[dict[str, np.ndarray]]:
+    """Publishes some versions, and returns their states; the models are in ``model-N``."""
+    states = [first_state()]
+    for number in range(1, count + 1):
+        write_model(tmp_path / f"model-{number}", states[-1])
+        publish(tmp_path / f"model-{number}", tmp_path / "published", step=10 * number, **options)  # type: ignore[arg-type]
+        states.append(next_state(states[-1], number))
+    return states[:-1]
+
+
+def test_the_first_version_is_the_model_itself(tmp_path: Path) -> None:
+    """Under its own names, with an index that names all tensors, so that every program reads it."""
+    state = published_versions(tmp_path, 1)[0]
+    base = tmp_path / "published" / "weight_v000001"
+    assert weights_of(base) == weights_of(tmp_path / "model-1")
+    assert {path.name for path in base.iterdir()} == {path.name for path in (tmp_path / "model-1").iterdir()}
+    assert (base / "config.json").read_text() == "{}"
+    assert set(json.loads((base / INDEX).read_text())["weight_map"]) == set(state)
+
+
+def test_a_delta_holds_what_changed_as_sglang_reads_it(tmp_path: Path) -> None:
+    """The index of its receiver: versions, encodings and digests; tensors as rows of bytes, in files of their own."""
+    old, new = published_versions(tmp_path, 2)
+    delta = tmp_path / "published" / "weight_v000002"
+    index = json.loads((delta / INDEX).read_text())
+    assert {key: value for key, value in index["metadata"].items() if key != "dcp_tensorizer"} == {
+        "version": "000002",
+        "base_version": "000001",
+        "delta_encoding": "xor",
+        "compression_format": "zstd",
+        "checksum_format": "xxh3-128",
+    }
+    changed = {key for key in new if new[key].tobytes() != old[key].tobytes()}
+    assert set(index["weight_map"]) == changed == {"embed.weight", "layers.0.weight", "scale"}
+    for name in set(index["weight_map"].values()):
+        with safe_open(delta / name, framework="numpy") as file:
+            assert {key for key, file_name in index["weight_map"].items() if file_name == name} == set(file.keys())
+            assert file.metadata() == {key: xxhash.xxh3_128_hexdigest(new[key].tobytes()) for key in file.keys()}  # noqa: SIM118
+            assert all(file.get_tensor(key).dtype == np.uint8 for key in file.keys())  # noqa: SIM118
+
+
+def test_deltas_follow_until_there_are_enough_of_them(tmp_path: Path) -> None:
+    """Then a whole version begins a new chain; each version notes the step that it is of."""
+    published_versions(tmp_path, 6, max_deltas=2)
+    versions = list_versions(tmp_path / "published")
+    assert [(info.version, info.is_delta, info.base, info.step) for info in versions] == [
+        (6, True, 4, 60),
+        (5, True, 4, 50),
+        (4, False, 4, 40),
+        (3, True, 1, 30),
+        (2, True, 1, 20),
+        (1, False, 1, 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda state: state | {"more": np.zeros(3, np.float32)}, "its tensors, or their places"),
+        (lambda state: {key: state[key] for key in list(state)[1:]}, "its tensors, or their places"),
+        (lambda state: state | {"scale": np.zeros(2, np.int16)}, "its tensors, or their places"),
+    ],
+    ids=["a tensor more", "a tensor less", "another dtype"],
+)
+def test_another_layout_is_published_whole(tmp_path: Path, change: object, why: str) -> None:
+    """A delta is of the same tensors, at the same places in the files."""
+    state = published_versions(tmp_path, 2)[-1]
+    write_model(tmp_path / "other", change(state))  # type: ignore[operator]
+    version = publish(tmp_path / "other", tmp_path / "published")
+    assert (version.version, version.is_delta) == (3, False)
+    assert why in version.why_whole
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "other")
+
+
+def test_another_configuration_is_published_whole(tmp_path: Path) -> None:
+    """A delta has only tensors."""
+    state = published_versions(tmp_path, 1)[-1]
+    write_model(tmp_path / "other", next_state(state, 5), config='{"rope": 2}')
+    version = publish(tmp_path / "other", tmp_path / "published")
+    assert (version.is_delta, version.why_whole) == (False, "files beside the weights are not those of version 1")
+
+
+def test_a_model_in_one_file_without_an_index(tmp_path: Path) -> None:
+    """Its whole version gets an index, which is the manifest; deltas follow."""
+    state = first_state()
+    write_model(tmp_path / "one", state, files=1)
+    publish(tmp_path / "one", tmp_path / "published")
+    write_model(tmp_path / "two", next_state(state, 1), files=1)
+    assert publish(tmp_path / "two", tmp_path / "published").is_delta
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "two")
+
+
+def test_nothing_has_changed(tmp_path: Path) -> None:
+    """A version without tensors, so that its number is there to be asked for."""
+    published_versions(tmp_path, 1)
+    version = publish(tmp_path / "model-1", tmp_path / "published")
+    assert (version.version, version.is_delta, version.tensors, version.nbytes) == (2, True, 0, 0)
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-1")
+
+
+def test_the_version_before_may_be_given(tmp_path: Path) -> None:
+    """Then it is read, and not put together. It is compared with what was published."""
+    published_versions(tmp_path, 2)
+    write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
+    with pytest.raises(ChecksumMismatch, match=r"'[\w.]+' in .*model-1/.* is not what was published before"):
+        publish(tmp_path / "new", tmp_path / "published", previous=tmp_path / "model-1")
+    assert publish(tmp_path / "new", tmp_path / "published", previous=tmp_path / "model-2").version == 3
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "new")
+
+
+def test_damage_in_what_was_published_is_found_before_it_spreads(tmp_path: Path) -> None:
+    """A delta upon a damaged version would fit to no reader's copy."""
+    published_versions(tmp_path, 2)
+    path = next((tmp_path / "published" / "weight_v000001").glob("model-00002*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
+    with pytest.raises(ChecksumMismatch, match="damaged"):
+        publish(tmp_path / "new", tmp_path / "published")
+    assert list_versions(tmp_path / "published")[0].version == 2
+    assert not (tmp_path / "published" / "weight_v000003").exists()
+
+
+def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Path) -> None:
+    """The first one commits nothing any more, and leaves what the second one has published."""
+    state = published_versions(tmp_path, 1)[0]
+    source = LocalStorage(write_model(tmp_path / "late", next_state(state, 7)))
+    from dcp_tensorizer._publish.model import read_model
+
+    folder = Published(LocalStorage(tmp_path / "published"))
+    first = _Publisher(folder, source, read_model(source), None, lambda done, total: None)
+    write_model(tmp_path / "second", next_state(state, 8))
+    publish(tmp_path / "second", tmp_path / "published")
+    with pytest.raises(WriteError, match=r"another publisher has just published|now belongs to another run"):
+        first.publish(None, 20)
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "second")
+    assert list_versions(tmp_path / "published")[0].version == 2
+
+
+def test_no_model_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
+    """And nothing is published."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotCommitted, match=r"there is no model in .*empty: neither model\.safetensors\.index\.json"):
+        publish(tmp_path / "empty", tmp_path / "published")
+    with pytest.raises(NotCommitted, match="nothing has been published"):
+        list_versions(tmp_path / "published")
+
+
+@pytest.mark.parametrize(
+    "name", ["../escaped.safetensors", "/etc/passwd.safetensors", ".hidden.safetensors", "a\0.safetensors"]
+)
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None:
+    """Nothing outside the model's directory is read or published."""
+    model = write_model(tmp_path / "model", first_state())
+    (tmp_path / "escaped.safetensors").write_bytes((model / "model-00001-of-00002.safetensors").read_bytes())
+    (model / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": name}}))
+    with pytest.raises(MetadataError, match="is no visible file of its directory"):
+        publish(model, tmp_path / "published")
+
+
+@pytest.mark.parametrize("option", [{"max_deltas": 0}, {"keep_latest": 0}, {"max_deltas": True}])
+def test_counts_are_checked(tmp_path: Path, option: dict[str, int]) -> None:
+    """Before anything is read."""
+    with pytest.raises((ValueError, TypeError), match=next(iter(option))):
+        publish(tmp_path, tmp_path / "published", **option)  # type: ignore[arg-type]
