@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._runtime.forks import Descriptor, anonymous_file, free_in_child, in_child, too_many
-from .._runtime.threads import NEVER, Deadline, Patience, in_background
-from .._writer_process.child import kill, said_by, socket_pair, start
-from .._writer_process.protocol import LOOK_SECONDS, Channel
+from .._runtime.channel import Channel, Failed
+from .._runtime.child import END_SECONDS, ChildProcess
+from .._runtime.forks import Descriptor
+from .._runtime.threads import NEVER, Deadline, in_background
 from ..errors import CheckpointError, ReadError, WriteError
 from .protocol import (
     Answer,
@@ -26,7 +25,6 @@ from .protocol import (
     Keep,
     KeptContent,
     Look,
-    Missing,
     Request,
     Take,
     WrittenDigests,
@@ -37,18 +35,16 @@ if TYPE_CHECKING:
     from .._staging.shared_memory import SharedBuffer
 
 
-_START_SECONDS = 60.0
 _ANSWER_SECONDS = 60.0  # it answers in a millisecond, where it has a core
 _DIGEST_SECONDS = 660.0  # a little more than it waits itself
-_END_SECONDS = 5.0
 
 
 class KeeperDied(WriteError):
     """The keeper has ended, or does not answer. All that it had is lost."""
 
 
-class KeeperProcess:
-    """A keeper, started at once, and the staging buffers whose states it keeps.
+class KeeperProcess(ChildProcess):
+    """A keeper, started at once, and the staging buffers whose states it keeps. It outlives this process.
 
     A keeper that may not do as it is told is ended, and its buffers are free: it must not have what is overwritten.
 
@@ -59,7 +55,6 @@ class KeeperProcess:
 
     Attributes:
         kept: The buffers of the states that it keeps, by the states' ids. Each has ``is_kept`` set.
-        is_ours: It is there for this process: it has not ended, and is not left to a successor, nor a forked parent's.
 
     Raises:
         WriteError: it cannot be started.
@@ -67,28 +62,14 @@ class KeeperProcess:
 
     def __init__(self, job: str, run: str, seconds: float) -> None:
         self.kept: dict[str, SharedBuffer] = {}
-        self.is_ours = True
-        self._lock = free_in_child(threading.Lock())
+        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # last, and its digests
         try:
             self._path = socket_path(runtime_directory(), job)
-            with ExitStack() as undo:
-                self._output = Descriptor(anonymous_file("keeper"))
-                undo.callback(self._output.close)
-                ours, theirs = socket_pair()
-                undo.callback(ours.close)
-                with theirs:
-                    arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
-                    # A launcher kills the trainer's process group.
-                    self._popen = start(
-                        f"{__package__}.keeper", theirs, self._output.number, arguments, own_session=True
-                    )
-                undo.pop_all()
+            arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
+            # A launcher kills the trainer's process group.
+            super().__init__("the keeper", f"{__package__}.keeper", arguments, own_session=True)
         except OSError as error:
-            raise WriteError(f"the keeper of states in memory cannot be started: {too_many(error) or error}") from error
-        self._channel = Channel(ours)
-        self._started = False
-        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # last, and its digests
-        in_child(self, KeeperProcess._disown)
+            raise WriteError(f"states cannot be kept in memory: {error.strerror or error}") from error
 
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
         """Lets the keeper keep a state. Its buffer is not written to until it is forgotten, or the keeper is lost.
@@ -138,11 +119,11 @@ class KeeperProcess:
 
         It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
         """
-        if self._lock.acquire(timeout=deadline.within(_END_SECONDS)):
+        if self._lock.acquire(timeout=deadline.within(END_SECONDS)):
             try:
                 with suppress(EOFError, OSError):
-                    self._channel.send(End(), timeout=deadline.within(_END_SECONDS))
-                    self._popen.wait(deadline.within(_END_SECONDS))
+                    self._channel.send(End(), timeout=deadline.within(END_SECONDS))
+                    self._popen.wait(deadline.within(END_SECONDS))
             except subprocess.TimeoutExpired:
                 pass
             finally:
@@ -155,32 +136,22 @@ class KeeperProcess:
         Nothing is written to its buffers any more.
         """
         self._disown()
+        self.kept = {}
         self._popen.returncode = 0  # it is not waited for: it outlives this process
-        self._channel.hang_up(deadline.within(_END_SECONDS))
-        self._close()
-
-    def _disown(self) -> None:
-        self.is_ours = False
+        self._channel.hang_up(deadline.within(END_SECONDS))
+        self._close_files()
 
     def _lose(self) -> None:
-        """Ends it at once, whatever it does, unless it is another process's: its buffers are free."""
-        if not self.is_ours:
-            return
-        self._disown()
-        if self._popen.poll() is None:
-            kill(self._popen)
-        remove(self._path)
-        self._close()
+        """Ends it at once, whatever it does: its buffers are free."""
+        if self._kill() != 0:  # it has neither ended by itself, nor been left to others
+            remove(self._path)
+        self._close_files()
         self._release(list(self.kept))
 
     def _release(self, numbers: Sequence[str]) -> None:
         for state_id in numbers:
             if (buffer := self.kept.pop(state_id, None)) is not None:
                 buffer.is_kept = False
-
-    def _close(self) -> None:
-        self._channel.close()
-        self._output.close()
 
     def _tell_digests(self, state_id: str) -> None:
         """Tells the keeper the digests of a state, if they are there. It may be told twice."""
@@ -194,26 +165,20 @@ class KeeperProcess:
             in_background(tell, name="digests", daemon=True)
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
-        """Raises `KeeperDied` where a later answer would be taken for that to the next request: it is ended."""
+        """Raises `WriteError` if it refuses, and `KeeperDied`."""
         if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted its holder
-            raise WriteError(f"the keeper (pid {self._popen.pid}) is busy")
+            raise WriteError(f"the keeper (pid {self.pid}) is busy")
         try:
-            if not self._started:
-                _receive(self._channel, _START_SECONDS)
-                self._started = True
-            self._channel.send(request, fds, _ANSWER_SECONDS)
-            answer = _receive(self._channel, _ANSWER_SECONDS)
-        except (EOFError, OSError) as error:
-            died = KeeperDied(f"the keeper (pid {self._popen.pid}) has ended: {error}{said_by(self._output)}")
+            answer = self._exchange(request, fds, _ANSWER_SECONDS)
+        except BaseException as error:
             self._lose()
-            raise died from error
-        except BaseException:  # a KeyboardInterrupt
-            self._lose()
+            if isinstance(error, EOFError | TimeoutError):
+                raise KeeperDied(str(error)) from None
             raise
         finally:
             self._lock.release()
-        if isinstance(answer, Missing):
-            raise WriteError(f"the keeper (pid {self._popen.pid}) cannot keep a state: {answer.why}")
+        if isinstance(answer, Failed):
+            raise WriteError(f"the keeper (pid {self.pid}) refuses: {answer.message}")
 
 
 class Visit:
@@ -243,17 +208,17 @@ class Visit:
             TimeoutError: there is none in time.
             Exception: it has ended, or is of another version and not understood.
         """
-        self.found = _found(_receive(self._channel, timeout))
+        self.found = _found(self._channel.answer(timeout)[0])
 
     def claim(self, run: str) -> bool:
         """Makes the keeper wait for this run of a job alone, as long as this connection is open.
 
         Returns whether it does.
         """
-        answer = self._ask(ClaimRequest(run))
+        answer, _ = self._ask(ClaimRequest(run))
         holds = isinstance(answer, Claimed) and answer.holds
         if holds:  # it may have got a last one since
-            self.found = _found(self._ask(Look()))
+            self.found = _found(self._ask(Look())[0])
         return holds
 
     def forget_all_but(self, state_id: str) -> None:
@@ -267,13 +232,9 @@ class Visit:
         Raises:
             ReadError: it is not there any more.
         """
-        try:
-            self._channel.send(Take(state_id), timeout=_ANSWER_SECONDS)
-            answer, fds = _receive_with(self._channel, _DIGEST_SECONDS)
-        except (EOFError, OSError) as error:
-            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error
+        answer, fds = self._ask(Take(state_id), _DIGEST_SECONDS)
         if not isinstance(answer, KeptContent):
-            why = answer.why if isinstance(answer, Missing) else "it gave no answer"
+            why = answer.message if isinstance(answer, Failed) else "it gave no answer"
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
         return answer, Descriptor(fds[0])
 
@@ -287,12 +248,11 @@ class Visit:
         """Leaves the keeper as it is."""
         self._channel.close()
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[Answer, list[int]]:
         try:
-            self._channel.send(request, timeout=_ANSWER_SECONDS)
-            return _receive(self._channel, _ANSWER_SECONDS)
+            return self._channel.ask(request, timeout=timeout)
         except (EOFError, OSError) as error:
-            raise ReadError(f"a keeper has ended: {error}") from error
+            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error
 
 
 def visits(job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
@@ -338,17 +298,3 @@ def _found(answer: Answer) -> Found:
     if not isinstance(answer, Found):
         raise ReadError("a keeper of another version cannot be understood")
     return answer
-
-
-def _receive(channel: Channel, timeout: float) -> Answer:
-    return _receive_with(channel, timeout)[0]
-
-
-def _receive_with(channel: Channel, timeout: float) -> tuple[Answer, list[int]]:
-    """The next message; raises `TimeoutError`, which is an `OSError`, if it does not come in time."""
-    patience = Patience(timeout, LOOK_SECONDS)
-    try:
-        answer, fds = channel.receive(lambda: channel.wait_readable(patience))
-    except TimeoutError:
-        raise TimeoutError(f"no answer in {timeout:g} s") from None
-    return answer, fds

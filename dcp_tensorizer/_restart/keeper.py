@@ -9,7 +9,6 @@ ends after some seconds. It neither reads nor writes storage.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 import time
@@ -21,15 +20,14 @@ from types import MappingProxyType
 
 from .._format.checksums import Digester
 from .._format.names import block_size
+from .._runtime.channel import Channel, Done, Failed, Ready
+from .._runtime.child import at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._storage.local_io import read_into
-from .._writer_process.child import ignore_job_signals
-from .._writer_process.protocol import Channel
 from .protocol import (
     Answer,
     Claimed,
     ClaimRequest,
-    Done,
     End,
     Extent,
     Forget,
@@ -37,7 +35,6 @@ from .protocol import (
     Keep,
     KeptContent,
     Look,
-    Missing,
     Request,
     Take,
     WrittenDigests,
@@ -126,11 +123,8 @@ class Keeper:
     def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
         """Answers the requests of one connection until its other end is gone."""
         try:
-            while True:
-                request, fds = channel.receive()
-                channel.send(*self._answer(request, fds, channel))
-        except (EOFError, OSError):
-            pass
+            with suppress(OSError):
+                channel.serve(lambda request, fds: self._answer(request, fds, channel))
         finally:
             with self._changed:
                 if self._claims.pop(channel, None) is not None:
@@ -196,7 +190,7 @@ class Keeper:
             kept = _KeptState(state, fd)
         except (OSError, ValueError) as error:
             os.close(fd)
-            return Missing(f"the staging buffer cannot be read: {error}")
+            return Failed(f"the staging buffer cannot be read: {error}")
         with self._changed:
             self._kept[state.head.id] = kept
             self._wait_anew()
@@ -232,14 +226,14 @@ class Keeper:
             if kept is not None:
                 self._digest(kept)
         if kept is None:
-            return Missing("it is not kept any more"), []
+            return Failed("it is not kept any more"), []
         try:
             digests = kept.digests.result(_DIGEST_SECONDS)
         except (CancelledError, TimeoutError) as error:
-            return Missing(f"it has no digests: {type(error).__name__}"), []
+            return Failed(f"it has no digests: {type(error).__name__}"), []
         with self._changed:
             if kept.is_forgotten:
-                return Missing("it is not kept any more"), []
+                return Failed("it is not kept any more"), []
             return KeptContent(kept.state, digests), [kept.fd]
 
 
@@ -252,33 +246,19 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
             connection.close()
 
 
-def _watch(trainer: int, keeper: Keeper) -> None:
-    """Waits for the trainer's end. That of the socket is not enough: a forked child can hold it open."""
-    poll = select.poll()
-    poll.register(trainer, select.POLLIN)
-    poll.poll()
-    keeper.orphan()
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: descriptor of the channel, of a pidfd of the trainer or -1 where there are none, the trainer's process
-    id, the run of its job, the seconds, and the path of the socket.
+    """Arguments: those of `begin`, the trainer's process id, the run of its job, the seconds, and the path of the
+    socket.
     """
-    channel_fd, pidfd, trainer = map(int, arguments[:3])
-    run, seconds, path = arguments[3], float(arguments[4]), Path(arguments[5])
-    ignore_job_signals()
-    with suppress(OSError):
-        os.nice(_NICENESS)
-    keeper = Keeper(run, trainer, seconds)
-    listener = listen(path)
+    channel, pidfd, (trainer, run, seconds, path) = begin(arguments, _NICENESS)
+    keeper = Keeper(run, int(trainer), float(seconds))
+    listener = listen(Path(path))
     try:
-        channel = Channel(socket.socket(fileno=channel_fd))
-        channel.send(Done())
+        channel.send(Ready())
         threading.Thread(target=keeper.serve, args=(channel,), kwargs={"is_trainer": True}, daemon=True).start()
         threading.Thread(target=_accept, args=(listener, keeper), daemon=True).start()
-        if pidfd >= 0:
-            threading.Thread(target=_watch, args=(pidfd, keeper), daemon=True).start()
-        keeper.wait_for_end(path)
+        at_end_of(pidfd, keeper.orphan)
+        keeper.wait_for_end(Path(path))
     finally:
-        remove(path)
+        remove(Path(path))
         os._exit(0)  # whatever a thread is doing: all that it has is memory

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._index.schema import SaveRecord
+from .._runtime.channel import Done, Failed
 
 
 class Extent(NamedTuple):
@@ -158,17 +159,5 @@ class End:
     """End, because the states are no longer needed: from the trainer or a successor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """No such state, or it cannot be done; says why."""
-
-    why: str
-
-
 Request = Keep | WrittenDigests | Forget | Look | ClaimRequest | Take | End
-Answer = Done | Found | Claimed | KeptContent | Missing
+Answer = Done | Found | Claimed | KeptContent | Failed

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .._format.tensor_bytes import host_bytes
+from .._runtime.child import END_SECONDS
 from .._runtime.forks import free_in_child
 from .._runtime.gc_pause import collector_paused
 from .._runtime.process_context import ProcessContext, identity_of_process
@@ -19,7 +20,7 @@ from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
-from .._writer_process.client import END_SECONDS, NotStarted, Unsendable, WriterProcess, WriterProcessHung
+from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.jobs import DigestJob, FileJob
 from .._writer_process.protocol import DigestRequest, FlushRequest, TensorSource, WriteDone, WriteRequest

@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from .._runtime.forks import Descriptor, Finalizer, anonymous_file, free_in_child, too_many
-from .._runtime.threads import Deadline, Patience
+from .._runtime.channel import LOOK_SECONDS, Channel, Failed, pickled
+from .._runtime.child import END_SECONDS, ChildProcess, kill
+from .._runtime.forks import Finalizer
+from .._runtime.threads import Deadline
 from ..errors import WriteError, WriterProcessDied, describe
-from .child import kill, said_by, socket_pair, start
 from .protocol import (
-    LOOK_SECONDS,
     Answer,
     BufferInfo,
-    Channel,
-    Detached,
     DetachRequest,
     DigestRequest,
     DigestResult,
-    FlushBegun,
     FlushRequest,
-    Ready,
     Request,
     SnapshotRequest,
-    SnapshotTaken,
     WriteDone,
-    WriteFailed,
-    WriteProgress,
     WriteRequest,
-    pickled,
 )
-
-END_SECONDS = 5.0
-"""For a process that is in the middle of a write. An idle one ends in milliseconds."""
 
 _DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
 
@@ -75,10 +62,8 @@ class BufferHandle(Protocol):
     def at_close(self, undo: Callable[[], None]) -> None: ...
 
 
-class WriterProcess:
-    """A process that writes files from shared memory, started at once and ended with `close`.
-
-    Not `multiprocessing`: that imports the user's ``__main__`` again and is forbidden in daemonic processes.
+class WriterProcess(ChildProcess):
+    """A process that writes files from shared memory, started at once and ended with `close`, or with this object.
 
     Args:
         devices: Let it see the trainer's GPUs, where it makes a context when it is first asked for a snapshot.
@@ -89,33 +74,12 @@ class WriterProcess:
 
     def __init__(self, *, devices: bool = False) -> None:
         try:
-            with ExitStack() as undo:
-                self._output = Descriptor(anonymous_file("output"))
-                undo.callback(self._output.close)
-                ours, theirs = socket_pair()
-                undo.callback(ours.close)
-                with theirs:
-                    self._popen = start(
-                        f"{__package__}.worker", theirs, self._output.number, [str(int(devices))], devices=devices
-                    )
-                undo.pop_all()
+            super().__init__("the writer process", f"{__package__}.worker", [str(int(devices))], devices=devices)
         except OSError as error:
-            raise NotStarted(f"the writer process cannot be started: {too_many(error) or error}") from error
-        self._channel = Channel(ours)
+            raise NotStarted(str(error.strerror)) from error
         self._attached: set[int] = set()
         self._sent: set[int] = set()  # buffers that it may have mapped, also by a request that failed
-        self._lock = free_in_child(threading.Lock())
-        self._was_killed = False
         self._end = Finalizer(self, _end, self._popen, self._channel)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def alive(self) -> bool:
-        """Returns whether a request can be sent. One that was killed, and hangs in the kernel, takes none."""
-        return self._end.alive and not self._was_killed and self._channel.is_ours and self._popen.poll() is None
 
     def write(self, request: WriteRequest, buffers: Sequence[BufferHandle], timeout: float) -> WriteDone:
         """Lets the process write a request, and waits for it.
@@ -145,7 +109,7 @@ class WriterProcess:
 
     def _ask(
         self, request: WriteRequest | DigestRequest | SnapshotRequest, buffers: Sequence[BufferHandle], timeout: float
-    ) -> WriteDone | DigestResult | SnapshotTaken:
+    ) -> Answer:
         self._lock.acquire()
         with self._conversation():
             infos = tuple(BufferInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
@@ -156,13 +120,10 @@ class WriterProcess:
                 descriptors = [buffer.fd for buffer in new]
             except OSError as error:
                 raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
-            answer = self._exchange(dataclasses.replace(request, buffers=infos), descriptors, timeout)
-            if isinstance(answer, WriteFailed):
+            answer = self._send(dataclasses.replace(request, buffers=infos), descriptors, timeout)
+            if isinstance(answer, Failed):
                 self._attached = set()  # it may have failed before it attached them
-        if isinstance(answer, WriteFailed):
-            raise WriteError(answer.message) from _RemoteTraceback(answer.details)
-        assert not isinstance(answer, Detached | FlushBegun)
-        return answer
+        return _succeeded(answer)
 
     def flush(self, request: FlushRequest, timeout: float) -> None:
         """Lets the process flush a local folder from now on; waits for the request under way.
@@ -174,9 +135,8 @@ class WriterProcess:
         self._lock.acquire()
         with self._conversation():
             kept = tuple(BufferInfo(number, 0, attached=True) for number in self._attached)
-            answer = self._exchange(dataclasses.replace(request, buffers=kept), [], timeout)
-        if isinstance(answer, WriteFailed):
-            raise WriteError(answer.message) from _RemoteTraceback(answer.details)
+            answer = self._send(dataclasses.replace(request, buffers=kept), [], timeout)
+        _succeeded(answer)
 
     def detach(self, number: int) -> None:
         """Lets the process drop a shared buffer, so that its memory is free when it is given back here.
@@ -187,7 +147,7 @@ class WriterProcess:
             with suppress(WriterProcessDied), self._conversation():  # if it died, so has its mapping
                 if self.alive and number in self._sent:
                     kept = tuple(BufferInfo(other, 0, attached=True) for other in self._attached - {number})
-                    self._exchange(DetachRequest(kept), [], _DETACH_SECONDS)
+                    self._send(DetachRequest(kept), [], _DETACH_SECONDS)
 
     def close(self, timeout: float = END_SECONDS) -> None:
         """Ends the process: it finishes what it is doing, but is killed after ``timeout`` seconds. Idempotent.
@@ -195,6 +155,7 @@ class WriterProcess:
         It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
         """
         if self._end.detach():
+            self._disown()
             deadline = Deadline(timeout)
             idle = self._lock.acquire(blocking=False)  # then it has nothing to finish, and may still be importing
             _stop(self._popen, self._channel, 0.0 if idle else timeout)
@@ -208,79 +169,38 @@ class WriterProcess:
         try:
             yield
         finally:
-            if not self._end.alive:
+            if not self.is_ours:
                 self._close_files()
             self._lock.release()
-
-    def _close_files(self) -> None:
-        self._channel.close()
-        self._output.close()
-
-    def _exchange(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
-        body = _pickled(request)
-        try:
-            self._sent |= {info.id for info in request.buffers}
-            self._channel.send_pickled(body, fds, timeout)
-            self._attached = {info.id for info in request.buffers}
-            answer = self._wait(timeout)
-        except TimeoutError:
-            raise self._hung(timeout) from None
-        except (EOFError, OSError):
-            raise WriterProcessDied(self._cause_of_death()) from None
-        except BaseException:  # a KeyboardInterrupt: the answer would be taken for that to the next request
-            self._kill()
-            raise
-        if not isinstance(answer, WriteFailed):
-            self._sent = set(self._attached)
-        return answer
-
-    def _wait(self, timeout: float) -> Answer:
-        progress = -1
-        patience = Patience(timeout, 2 * LOOK_SECONDS)
-        while True:
-            message, _ = self._channel.receive(lambda: self._channel.wait_readable(patience, self._check_alive))
-            if isinstance(message, Answer):
-                return message
-            if isinstance(message, Ready) or (isinstance(message, WriteProgress) and message.nbytes != progress):
-                progress = message.nbytes if isinstance(message, WriteProgress) else progress
-                patience.renew()
-
-    def _check_alive(self) -> None:
-        """A process that dies closes its end, which wakes who waits, unless a child of its own holds it open."""
-        if self._popen.poll() is not None:
-            raise EOFError
-
-    def _kill(self) -> int | None:
-        """Kills the process and returns its exit code; None if it does not end yet."""
-        self._was_killed = True
-        return kill(self._popen)
-
-    def _hung(self, timeout: float) -> WriterProcessHung:
-        self._kill()
-        return WriterProcessHung(
-            f"the writer process (pid {self.pid}) made no progress for {timeout:g} s and was killed: the "
-            f"destination hangs, or is slower than the writer's timeout allows"
-        )
 
     def wait_dead(self) -> None:
         """Waits until a process that was killed has ended: one that hangs in the kernel may create a file before."""
         while self._popen.poll() is None:
             time.sleep(LOOK_SECONDS)
 
-    def _cause_of_death(self) -> str:
-        """Describes how it ended, with the end of its output."""
-        process = f"the writer process (pid {self.pid})"
-        if self._end.alive and not self._channel.is_ours:
-            self._kill()
-            return f"{process} was cut off: this process has closed the socket to it (os.closerange?)"
+    def _send(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
+        """Sends a request, and returns the answer; by the holder of the lock. Raises as `write` does."""
+        body, buffers = _pickled(request), {info.id for info in request.buffers}
+        self._sent |= buffers
+        self._attached = buffers
         try:
-            code: int | None = self._popen.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = self._kill()
-        if code is None:
-            return f"{process} does not end, although it was killed: it hangs in the kernel"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{process} {how}{said_by(self._output)}"
+            answer: Answer = self._exchange(body, fds, timeout)
+        except TimeoutError as error:
+            raise WriterProcessHung(
+                f"{error}: the destination hangs, or is slower than the writer's timeout allows"
+            ) from None
+        except EOFError as error:
+            raise WriterProcessDied(str(error)) from None
+        if not isinstance(answer, Failed):
+            self._sent = set(buffers)
+        return answer
+
+
+def _succeeded(answer: Answer) -> Answer:
+    """The same answer; raises `WriteError` where the request has failed."""
+    if isinstance(answer, Failed):
+        raise WriteError(answer.message) from _RemoteTraceback(answer.details)
+    return answer
 
 
 class _RemoteTraceback(Exception):

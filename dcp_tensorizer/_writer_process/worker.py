@@ -8,41 +8,32 @@ low priority, ignores the terminal's signals (the trainer decides when to stop),
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
-import select
-import socket
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .._format.encoder import PartMemory
+from .._runtime.channel import Channel, Done, Progress, Ready
+from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._staging.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
-from ..errors import describe
-from .child import OWN_VARIABLES, ignore_job_signals
 from .jobs import DigestJob, FileJob
 from .protocol import (
     Answer,
     BufferInfo,
-    Channel,
-    Detached,
     DetachRequest,
     DigestRequest,
-    FlushBegun,
     FlushRequest,
-    Ready,
     Request,
     SnapshotRequest,
-    SnapshotTaken,
     TensorSource,
-    WriteFailed,
-    WriteProgress,
     WriteRequest,
 )
 
@@ -107,7 +98,6 @@ class _Worker:
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
         self._snapshots = snapshots
-        self._sending = free_in_child(threading.Lock())
         self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[SharedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
@@ -120,16 +110,7 @@ class _Worker:
         """Answers requests until the trainer closes the channel."""
         self._send(Ready())
         threading.Thread(target=self._report_progress, name="progress", daemon=True).start()
-        while True:
-            try:
-                request, fds = self._channel.receive()
-                self._attach(request.buffers, fds)
-                answer = self._answer(request)
-            except EOFError:
-                return
-            except Exception as error:
-                answer = WriteFailed(describe(error), traceback.format_exc())
-            self._send(answer)
+        self._channel.serve(self._answer)
 
     def abandon(self) -> None:
         """Removes the files of an unfinished request, which no trainer can commit any more."""
@@ -137,7 +118,11 @@ class _Worker:
         if isinstance(job, FileJob):
             job.abandon()
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request, fds: list[int]) -> tuple[Answer, Sequence[int]]:
+        self._attach(request.buffers, fds)
+        return self._fulfil(request), ()
+
+    def _fulfil(self, request: Request) -> Answer:
         if isinstance(request, WriteRequest | FlushRequest) and request.context is not None:
             request.context.take_on(OWN_VARIABLES)
         match request:
@@ -146,12 +131,12 @@ class _Worker:
             case DigestRequest():
                 return self._run(DigestJob(request.tensors, self._bytes, thread_count=request.thread_count))
             case SnapshotRequest():
-                return self._snapshot(request)
+                self._snapshot(request)
             case FlushRequest():
                 self._flush(request.target)
-                return FlushBegun()
             case DetachRequest():
-                return Detached()
+                pass  # `_attach` has let go of them
+        return Done()
 
     def _attach(self, buffers: Sequence[BufferInfo], fds: list[int]) -> None:
         """Maps new buffers, and unmaps those that no longer exist."""
@@ -176,11 +161,10 @@ class _Worker:
             self._flushes = FlushThread(lambda: self._job is not None)
         self._flushes.add(target)
 
-    def _snapshot(self, request: SnapshotRequest) -> SnapshotTaken:
+    def _snapshot(self, request: SnapshotRequest) -> None:
         """Copies GPU memory of the trainer to a shared buffer."""
         assert self._snapshots is not None, "it was started without GPUs"
         self._snapshots.take(request, self._buffers[request.buffer])
-        return SnapshotTaken()
 
     def _write(self, request: WriteRequest) -> Answer:
         options = request.options
@@ -220,7 +204,7 @@ class _Worker:
             return self._shared[file]
 
     def _send(self, message: object) -> None:
-        with self._sending, suppress(EOFError):
+        with suppress(EOFError):
             self._channel.send(message)
 
     def _use_spare_cores(self, job: FileJob | DigestJob, others: set[int], spare: SpareCores) -> None:
@@ -243,18 +227,11 @@ class _Worker:
             time.sleep(_PROGRESS_SECONDS)
             job = self._job
             if job is not None:
-                self._send(WriteProgress(job.bytes_written))
+                self._send(Progress(job.bytes_written))
 
 
-def _exit_with_trainer(trainer: int, abandon: Callable[[], None]) -> None:
-    """Ends this process as soon as the trainer is gone, whatever it is doing.
-
-    It watches a pidfd. The end of the socket is not enough: a forked DataLoader worker can hold it open after the
-    trainer's death. PR_SET_PDEATHSIG follows the thread that started us, and not the process.
-    """
-    poll = select.poll()
-    poll.register(trainer, select.POLLIN)
-    poll.poll()
+def _exit(abandon: Callable[[], None]) -> None:
+    """Ends this process, whatever it is doing."""
     abandoning = threading.Thread(target=abandon, name="abandon", daemon=True)
     abandoning.start()
     abandoning.join(_ABANDON_SECONDS)
@@ -262,20 +239,16 @@ def _exit_with_trainer(trainer: int, abandon: Callable[[], None]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: descriptor of the channel, of a pidfd of the trainer or -1 where there are none, 1 to use GPUs."""
-    channel_fd, trainer, devices = map(int, arguments)
-    ignore_job_signals()
-    with suppress(OSError):
-        os.nice(_NICENESS_BUSY)
+    """Arguments: those of `begin`, and 1 to use GPUs."""
+    channel, trainer, (devices,) = begin(arguments, _NICENESS_BUSY)
     snapshots = None
-    if devices:
+    if int(devices):
         import torch  # which takes two seconds and 200 MB: the process does without it where it can
 
         from .gpu_ipc import Snapshots
 
         torch.set_num_threads(1)
         snapshots = Snapshots()
-    worker = _Worker(Channel(socket.socket(fileno=channel_fd)), snapshots)
-    if trainer >= 0:
-        threading.Thread(target=_exit_with_trainer, args=(trainer, worker.abandon), name="trainer", daemon=True).start()
+    worker = _Worker(channel, snapshots)
+    at_end_of(trainer, functools.partial(_exit, worker.abandon))
     worker.serve()

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
 from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer._tiers.target import FlushTarget
-from dcp_tensorizer._writer_process.client import WriterProcess
 
 from ...support import memory_files, writer_process
 from ...waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread, interrupted_inside
@@ -165,8 +165,8 @@ def test_a_writer_that_is_abandoned_does_not_take_the_save_of_another_along(
         gate.wait_reached()
         process = writer_process()
         process.suspend()
-        asked, wait = threading.Event(), WriterProcess._wait
-        monkeypatch.setattr(WriterProcess, "_wait", lambda *args: (asked.set(), wait(*args))[1])
+        asked, wait = threading.Event(), Channel.answer
+        monkeypatch.setattr(Channel, "answer", lambda *args, **options: (asked.set(), wait(*args, **options))[1])
         future: list[Any] = []
         saving = in_thread(lambda: future.append(dcp.async_save(state(2.0), storage_writer=stays)))
         saving.join(WAIT)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
 from dcp_tensorizer._restart import client, find, runtime_directory
 from dcp_tensorizer._restart.client import KeeperProcess
+from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._saving import keeping
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
@@ -173,7 +174,7 @@ def test_a_save_that_is_interrupted_while_the_keeper_answers(
     (buffer,) = kept_buffers()
     (keeper,) = keepers_below(sockets)
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_receive", _interrupts)
+        patch.setattr(Channel, "answer", _interrupts)
         with pytest.raises(KeyboardInterrupt):
             save(writer, tmp_path / "b", 2)
     assert (buffer.is_kept, keeper.is_running()) == (False, False)

@@ -15,11 +15,11 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer._format.names import data_file_name
+from dcp_tensorizer._runtime.channel import Channel
+from dcp_tensorizer._runtime.child import interpreter
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
-from dcp_tensorizer._writer_process.child import interpreter
 from dcp_tensorizer._writer_process.client import Unsendable, WriterProcess
 from dcp_tensorizer._writer_process.protocol import (
-    Channel,
     DeviceTensor,
     FileRequest,
     SnapshotRequest,
@@ -377,11 +377,11 @@ def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, mo
     process = WriterProcess()
     processes.append(process)
 
-    def interrupted(timeout):
+    def interrupted(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(process, "_wait", interrupted)
+        patch.setattr(Channel, "answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             process.write(request(tmp_path, buffer), [buffer], 60)
     assert not process.alive

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from dcp_tensorizer._runtime.channel import Ready
+from dcp_tensorizer._runtime.child import environment, interpreter
 from dcp_tensorizer._runtime.threads import Patience
-from dcp_tensorizer._writer_process.child import environment, interpreter
 from dcp_tensorizer._writer_process.client import WriterProcess
 
 from ...support import PACKAGE, ROOT
+from ...waiting import WAIT
 
 # Where modules were found; and those that the trainer's directories have taken the place of.
 PROBE = """
@@ -99,7 +101,7 @@ class Ours(Storage):
 """
 TRAINER = """
 import subprocess
-from dcp_tensorizer._writer_process.child import environment, interpreter
+from dcp_tensorizer._runtime.child import environment, interpreter
 subprocess.run([*interpreter(), "plugin_probe"], env=environment(False), check=True)
 """
 
@@ -137,8 +139,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
     process = WriterProcess()
     try:
-        channel, patience = process._channel, Patience(30.0, 1.0)
-        message, _ = channel.receive(lambda: channel.wait_readable(patience))
-        assert type(message).__name__ == "Ready"
+        process._channel.wait_readable(Patience(WAIT, 1.0))
+        assert process._channel.receive() == (Ready(), [])
     finally:
         process.close()

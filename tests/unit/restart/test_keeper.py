@@ -19,7 +19,6 @@ from dcp_tensorizer._restart.keeper import Keeper
 from dcp_tensorizer._restart.protocol import (
     Claimed,
     ClaimRequest,
-    Done,
     End,
     Extent,
     Forget,
@@ -28,13 +27,12 @@ from dcp_tensorizer._restart.protocol import (
     KeptContent,
     KeptHead,
     Look,
-    Missing,
     Take,
     WrittenDigests,
 )
 from dcp_tensorizer._restart.runtime_directory import listen
+from dcp_tensorizer._runtime.channel import Channel, Done, Failed
 from dcp_tensorizer._runtime.forks import anonymous_file
-from dcp_tensorizer._writer_process.protocol import Channel
 
 SIZE = 4096
 NOWHERE = Path("/nonexistent/socket")
@@ -117,7 +115,7 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
         assert isinstance(other, KeptContent)
         assert other.digests[0] != content.digests[0]
         assert other.digests[1] == content.digests[1]
-        assert isinstance(ask(visitor, Take("c")), Missing)
+        assert isinstance(ask(visitor, Take("c")), Failed)
 
 
 def test_what_is_forgotten_is_gone(buffer: int) -> None:
@@ -137,7 +135,7 @@ def test_a_buffer_that_is_too_short(buffer: int) -> None:
     keeper = Keeper("run", 7, 60.0)
     os.ftruncate(buffer, SIZE // 2)
     with connected(keeper, is_trainer=True) as trainer:
-        assert isinstance(ask(trainer, state("a"), (buffer,)), Missing)
+        assert isinstance(ask(trainer, state("a"), (buffer,)), Failed)
 
 
 def test_a_claim() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.names import StoredItem
+from dcp_tensorizer._runtime.channel import Done, Failed, Progress, Ready
 from dcp_tensorizer._staging.shared_mappings import SharedFile
 from dcp_tensorizer._writer_process.protocol import (
     BufferInfo,
-    Detached,
     DetachRequest,
     DeviceTensor,
     DigestRequest,
@@ -19,13 +19,9 @@ from dcp_tensorizer._writer_process.protocol import (
     EarlierFile,
     FileRequest,
     FileResult,
-    Ready,
     SnapshotRequest,
-    SnapshotTaken,
     TensorSource,
     WriteDone,
-    WriteFailed,
-    WriteProgress,
     WriteRequest,
 )
 from dcp_tensorizer._writer_process.write_options import WriteOptions
@@ -61,11 +57,10 @@ SNAPSHOT = SnapshotRequest(
         DigestResult((b"1" * 16, b"2" * 16)),
         WriteDone((FileResult("f1", 300_000, (), ("etag",), adopted=True),), 1.0, 0.5, 0.1),
         DONE,
-        SnapshotTaken(),
-        Detached(),
+        Done(),
         Ready(),
-        WriteProgress(12345678901),
-        WriteFailed("no space", "Traceback ..."),
+        Progress(12345678901),
+        Failed("no space", "Traceback ..."),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -10,8 +10,9 @@ import pytest
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._format.names import data_file_name
+from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._writer_process import worker
-from dcp_tensorizer._writer_process.protocol import Channel, FileRequest, WriteRequest
+from dcp_tensorizer._writer_process.protocol import FileRequest, WriteRequest
 from dcp_tensorizer._writer_process.worker import SpareCores
 from dcp_tensorizer._writer_process.write_options import WriteOptions
 

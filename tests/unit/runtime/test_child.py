@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dcp_tensorizer._writer_process import child
+from dcp_tensorizer._runtime import child
 
 
 class Slow(subprocess.Popen[bytes]):

@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dcp_tensorizer._runtime.channel import Channel, Done, Failed, Progress, Ready
 from dcp_tensorizer._runtime.threads import Patience, in_background
-from dcp_tensorizer._writer_process.protocol import (
-    BufferInfo,
-    Channel,
-    FileRequest,
-    TensorSource,
-    WriteProgress,
-    WriteRequest,
-)
+from dcp_tensorizer._writer_process.protocol import BufferInfo, FileRequest, TensorSource, WriteRequest
 from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 from ...support import open_descriptors
@@ -43,18 +37,18 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 def test_messages_keep_their_order(channels: tuple[Channel, Channel]) -> None:
     """Several at once in the socket are taken apart again."""
     for number in range(100):
-        channels[0].send(WriteProgress(number))
-    assert [channels[1].receive()[0] for _ in range(100)] == [WriteProgress(number) for number in range(100)]
+        channels[0].send(Progress(number))
+    assert [channels[1].receive()[0] for _ in range(100)] == [Progress(number) for number in range(100)]
 
 
 def test_descriptors_travel_with_their_message(channels: tuple[Channel, Channel], tmp_path: Path) -> None:
     """The receiver gets descriptors of its own for the same files, in order, and with the right message."""
     paths = [tmp_path / name for name in "abc"]
     fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
-    channels[0].send(WriteProgress(1))
+    channels[0].send(Progress(1))
     channels[0].send(REQUEST, fds[:2])
-    channels[0].send(WriteProgress(2), fds[2:])
-    assert channels[1].receive() == (WriteProgress(1), [])
+    channels[0].send(Progress(2), fds[2:])
+    assert channels[1].receive() == (Progress(1), [])
     message, two = channels[1].receive()
     assert message == REQUEST
     _, one = channels[1].receive()
@@ -119,10 +113,10 @@ def test_closing_is_seen_though_another_process_holds_a_copy() -> None:
 def test_hanging_up_waits_for_the_other_end(channels: tuple[Channel, Channel]) -> None:
     """It has read what was sent and has closed by then; what it said meanwhile ends no wait."""
     left, right = channels
-    left.send(WriteProgress(1))
-    right.send(WriteProgress(2))
+    left.send(Progress(1))
+    right.send(Progress(2))
     hanging_up = in_background(lambda: left.hang_up(WAIT))
-    assert right.receive() == (WriteProgress(1), [])
+    assert right.receive() == (Progress(1), [])
     with pytest.raises(EOFError):
         right.receive()
     assert not hanging_up.done()
@@ -143,7 +137,7 @@ def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels:
     """At the descriptor limit a message fails by itself: nothing leaks, and the channel stays in step."""
     fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
     channels[0].send(REQUEST, fds)
-    channels[0].send(WriteProgress(5))
+    channels[0].send(Progress(5))
     before = open_descriptors()
     _only, second = [fd for fd in range(max(before) + 3) if fd not in before][:2]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,7 +148,7 @@ def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert open_descriptors() == before
-    assert channels[1].receive() == (WriteProgress(5), [])
+    assert channels[1].receive() == (Progress(5), [])
     for fd in fds:
         os.close(fd)
 
@@ -173,11 +167,11 @@ def test_a_message_that_cannot_be_understood_leaves_no_descriptor(
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     before = open_descriptors()
     channels[0].send(Strange(), [fd, fd])
-    channels[0].send(WriteProgress(1))
+    channels[0].send(Progress(1))
     with pytest.raises(ValueError, match="no number"):
         channels[1].receive()
     assert open_descriptors() == before
-    assert channels[1].receive() == (WriteProgress(1), [])
+    assert channels[1].receive() == (Progress(1), [])
     os.close(fd)
 
 
@@ -203,3 +197,33 @@ def test_a_wait_ends_when_a_check_fails(channels: tuple[Channel, Channel]) -> No
 
     with pytest.raises(EOFError):
         channels[1].wait_readable(Patience(0.001, 1.0), check)
+
+
+def test_a_request_and_its_answer(channels: tuple[Channel, Channel]) -> None:
+    """The first message of a process and its progress are no answers; what fails, or cannot be understood, is said."""
+    ours, theirs = channels
+
+    def answer(request: object, fds: list[int]) -> tuple[object, list[int]]:
+        theirs.send(Progress(1))
+        if request == Progress(0):
+            raise ValueError("nothing to do")
+        return Done(), []
+
+    theirs.send(Ready())
+    serving = in_background(lambda: theirs.serve(answer))
+    assert ours.ask(REQUEST, timeout=WAIT) == (Done(), [])
+    failed, _ = ours.ask(Progress(0), timeout=WAIT)
+    assert isinstance(failed, Failed)
+    assert "nothing to do" in failed.message and "Traceback" in failed.details
+    strange, _ = ours.ask(Strange(), timeout=WAIT)
+    assert isinstance(strange, Failed) and "no number" in strange.message
+    ours.close()
+    serving.result(WAIT)
+
+
+def test_an_answer_that_does_not_come(channels: tuple[Channel, Channel]) -> None:
+    """It is waited for as long as was said, and the same progress again is none."""
+    channels[1].send(Progress(7))
+    channels[1].send(Progress(7))
+    with pytest.raises(TimeoutError, match=r"no answer in 0.05 s"):
+        channels[0].ask(REQUEST, timeout=0.05)

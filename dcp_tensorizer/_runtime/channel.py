@@ -1,0 +1,263 @@
+"""Messages and descriptors between two processes over a Unix socket, and what every pair of them says to each other.
+
+Both ends are the same installation on the same machine, so messages travel as plain pickles.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import struct
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import describe
+from .forks import free_in_child, identity, in_child
+from .threads import Patience
+
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the other end is still there."""
+
+_HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The first message of a process that was started: it has imported what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes written so far in the running request; sent about once a second."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request is fulfilled, and there is no more to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request failed, and left nothing behind; the original traceback, if there is one, travels as text."""
+
+    message: str
+    details: str = ""
+
+
+class Channel:
+    """Whole messages, with descriptors, over a connected Unix stream socket.
+
+    A forked child has no part in the conversation: its copy is closed.
+
+    Raises:
+        EOFError: the other end is gone, or this one has been closed.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._file = identity(sock.fileno())
+        # Of threads that send; a signal's handler may interrupt one that does.
+        self._sending = free_in_child(threading.RLock())
+        in_child(self, Channel._close_here)
+
+    @property
+    def is_ours(self) -> bool:
+        """Returns whether this end is open, and the number still stands for the socket: see `Descriptor`."""
+        if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
+            self._sock.detach()  # otherwise it would close a foreign file in the end
+        return self._sock.fileno() >= 0
+
+    def fileno(self) -> int:
+        """The descriptor to wait for; raises `EOFError`."""
+        if not self.is_ours:
+            raise EOFError("this end of the channel is closed")
+        return self._sock.fileno()
+
+    def ask(
+        self,
+        request: object,
+        fds: Sequence[int] = (),
+        *,
+        timeout: float,
+        check: Callable[[], object] = lambda: None,
+    ) -> tuple[Any, list[int]]:
+        """Sends a request, and waits for its answer.
+
+        Args:
+            request: A message, or what `pickled` has made of one.
+            fds: Descriptors that go along.
+            timeout: Seconds without progress of the other end.
+            check: Called now and then. What it raises ends the wait.
+
+        Raises:
+            TimeoutError: the other end does not take it, or makes no progress.
+        """
+        self.send(request, fds, timeout)
+        return self.answer(timeout, check)
+
+    def answer(self, timeout: float, check: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
+        """Waits for the answer to a request that has been sent; takes and raises what `ask` does."""
+        progress, patience = -1, Patience(timeout, 2 * LOOK_SECONDS)
+        try:
+            while True:
+                message, fds = self.receive(lambda: self.wait_readable(patience, check))
+                if isinstance(message, Progress):
+                    if message.nbytes != progress:
+                        progress = message.nbytes
+                        patience.renew()
+                elif isinstance(message, Ready):
+                    patience.renew()
+                else:
+                    return message, fds
+        except TimeoutError:
+            raise TimeoutError(f"no answer in {timeout:g} s") from None
+
+    def serve(self, answer: Callable[[Any, list[int]], tuple[object, Sequence[int]]]) -> None:
+        """Answers requests until the other end is gone.
+
+        Args:
+            answer: Returns the answer to a request that came with some descriptors, and those that go with the answer.
+                What it raises is answered by `Failed`.
+        """
+        while True:
+            try:
+                request, fds = self.receive()
+            except EOFError:
+                return
+            except Exception as error:  # it cannot be understood here
+                reply: tuple[object, Sequence[int]] = _failed(error), ()
+            else:
+                try:
+                    reply = answer(request, fds)
+                except Exception as error:
+                    reply = _failed(error), ()
+            try:
+                self.send(*reply)
+            except EOFError:
+                return
+
+    def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Sends a message, or what `pickled` has made of one.
+
+        Raises:
+            TimeoutError: the other end does not take it in time.
+        """
+        body = message if isinstance(message, bytes) else pickled(message)
+        with self._sending:
+            self._send(body, fds, timeout)
+
+    def _send(self, body: bytes, fds: Sequence[int], timeout: float | None) -> None:
+        header = _HEADER.pack(len(body), len(fds))
+        self.fileno()
+        self._sock.settimeout(timeout)
+        try:
+            # Descriptors ride on the first byte of the header: SCM_RIGHTS needs at least one byte of data.
+            if fds:
+                socket.send_fds(self._sock, [header[:1]], list(fds))
+                self._sock.sendall(header[1:])
+            else:
+                self._sock.sendall(header)
+            self._sock.sendall(body)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the other end of the channel is gone") from error
+        finally:
+            self._sock.settimeout(None)
+
+    def wait_readable(self, patience: Patience, check: Callable[[], object] = lambda: None) -> None:
+        """Waits until there is something to receive.
+
+        Args:
+            patience: For how long.
+            check: Called now and then. What it raises ends the wait.
+
+        Raises:
+            TimeoutError: there is nothing for too long.
+        """
+        while True:
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLIN)
+            if poll.poll(patience.within(LOOK_SECONDS) * 1000):
+                return
+            check()
+            if patience.is_over():
+                raise TimeoutError
+
+    def receive(self, wait: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
+        """Receives a message.
+
+        Args:
+            wait: Called before each read from the socket: the other end may stop in the middle of a message.
+        """
+        self.fileno()
+        try:
+            wait()
+            first, fds, _flags, _address = socket.recv_fds(self._sock, 1, 16)
+            if not first:
+                raise EOFError("the other end of the channel is gone")
+            with ExitStack() as undo:
+                for fd in fds:
+                    undo.callback(os.close, fd)
+                length, count = _HEADER.unpack(first + self._read(_HEADER.size - 1, wait))
+                body = self._read(length, wait)
+                if count != len(fds):
+                    raise OSError(
+                        f"{count} descriptors were sent and {len(fds)} arrived: the descriptor limit is reached"
+                    )
+                message = pickle.loads(body)  # which fails if it has what only the sender knows
+                undo.pop_all()
+            return message, list(fds)
+        except ConnectionResetError as error:
+            raise EOFError("the other end of the channel is gone") from error
+
+    def _read(self, count: int, wait: Callable[[], object]) -> bytearray:
+        buffer = bytearray(count)
+        view = memoryview(buffer)
+        while view:
+            wait()
+            received = self._sock.recv_into(view)
+            if not received:
+                raise EOFError("the other end of the channel closed in the middle of a message")
+            view = view[received:]
+        return buffer
+
+    def shut_down(self) -> None:
+        """Shuts the socket down for both ends, and for a thread that waits in `receive`."""
+        if self.is_ours:
+            with suppress(OSError):
+                # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def hang_up(self, timeout: float) -> None:
+        """Sends no more, and waits until the other end has read all and closed, or the time is over."""
+        if self.is_ours:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+                poll = select.poll()
+                poll.register(self._sock, 0)  # for POLLHUP, which comes unasked: an answer may be there to read
+                poll.poll(timeout * 1000)
+
+    def close(self) -> None:
+        self.shut_down()
+        self._close_here()
+
+    def _close_here(self) -> None:
+        """Closes this copy of the socket; other copies stay open."""
+        if self.is_ours:
+            self._sock.close()
+
+
+def pickled(message: object) -> bytes:
+    """A message as it travels. Raises whatever its objects raise."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _failed(error: Exception) -> Failed:
+    return Failed(describe(error), traceback.format_exc())

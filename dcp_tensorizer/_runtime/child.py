@@ -1,0 +1,323 @@
+"""A process of this package beside the trainer: `ChildProcess` is the trainer's side, `begin` its own.
+
+The writer process and the keeper are such processes. None is forked, or made by `multiprocessing`: that imports the
+user's ``__main__`` again and is forbidden in daemonic processes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from . import process_context
+from .channel import Channel
+from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_child, in_child, too_many
+
+END_SECONDS = 5.0
+"""For a process that is in the middle of a request. An idle one ends in milliseconds."""
+
+_KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
+_OUTPUT_TAIL = 4000  # bytes
+_OF_JOB = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTSTP", "SIGXCPU")
+)
+"""What terminals and schedulers send to every process of a job. The trainer decides what becomes of it."""
+_unended: list[subprocess.Popen[bytes]] = []
+"""Killed, and not waited for to the end: that is done later, or else they would stay zombies."""
+
+
+class ChildProcess:
+    """A process that is started at once, and the conversation with it: one request after the other.
+
+    Args:
+        name: For messages: "the writer process".
+        module: Whose ``main`` is called in the process, with arguments for `begin`.
+        arguments: More of them.
+        devices: It sees the trainer's GPUs.
+        own_session: What is sent to the trainer's process group does not reach it.
+
+    Attributes:
+        is_ours: It is there for this process: not ended, not killed, not left to others, and not a forked parent's.
+
+    Raises:
+        OSError: there is no memory, process or descriptor left for it; says so.
+    """
+
+    def __init__(
+        self, name: str, module: str, arguments: Sequence[str], *, devices: bool = False, own_session: bool = False
+    ) -> None:
+        self._name = name
+        try:
+            with ExitStack() as undo:
+                self._output = Descriptor(anonymous_file("output"))
+                undo.callback(self._output.close)
+                ours, theirs = map(_above, socket.socketpair())
+                undo.callback(ours.close)
+                with theirs:
+                    self._popen = _start(
+                        module, theirs, self._output.number, arguments, devices=devices, own_session=own_session
+                    )
+                undo.pop_all()
+        except OSError as error:
+            raise OSError(error.errno, f"{name} cannot be started: {too_many(error) or error}") from error
+        self._channel = Channel(ours)
+        self._lock = free_in_child(threading.Lock())  # held for a request and its answer
+        self.is_ours = True
+        in_child(self, ChildProcess._disown)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        """Returns whether a request can be sent. A process that was killed, and hangs in the kernel, takes none."""
+        return self.is_ours and self._channel.is_ours and self._popen.poll() is None
+
+    def _disown(self) -> None:
+        self.is_ours = False
+
+    def _exchange(self, request: object, fds: Sequence[int], timeout: float) -> Any:
+        """Sends a request, and waits for its answer; by the holder of the lock.
+
+        A process that does not answer is killed, and one whose answer nobody waits for any more: the next request would
+        get that.
+
+        Raises:
+            TimeoutError: it made no progress for so long.
+            EOFError: it has ended; says how.
+        """
+        try:
+            answer, _ = self._channel.ask(request, fds, timeout=timeout, check=self._check_alive)
+        except TimeoutError:
+            self._kill()
+            raise TimeoutError(
+                f"{self._name} (pid {self.pid}) made no progress for {timeout:g} s and was killed"
+            ) from None
+        except (EOFError, OSError):
+            raise EOFError(self._cause_of_death()) from None
+        except BaseException:  # a KeyboardInterrupt
+            self._kill()
+            raise
+        return answer
+
+    def _check_alive(self) -> None:
+        """A process that dies closes its end, which wakes who waits, unless a child of its own holds it open."""
+        if self._popen.poll() is not None:
+            raise EOFError
+
+    def _kill(self) -> int | None:
+        """Kills the process, unless it is another one's, and returns its exit code; None if it does not end yet."""
+        self._disown()
+        return kill(self._popen)
+
+    def _close_files(self) -> None:
+        self._channel.close()
+        self._output.close()
+
+    def _cause_of_death(self) -> str:
+        """Describes how it ended, with the end of its output."""
+        process = f"{self._name} (pid {self.pid})"
+        if self.is_ours and not self._channel.is_ours:
+            self._kill()
+            return f"{process} was cut off: this process has closed the socket to it (os.closerange?)"
+        try:
+            code: int | None = self._popen.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = self._kill()
+        if code is None:
+            return f"{process} does not end, although it was killed: it hangs in the kernel"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{process} {how}{self._said()}"
+
+    def _said(self) -> str:
+        """The end of the process's output, as the end of a message; empty if it has said nothing."""
+        content = b""
+        with suppress(OSError):
+            nbytes = os.fstat(self._output.number).st_size
+            content = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
+        said = content.decode(errors="replace").strip()
+        return f"; the end of its output:\n{said}" if said else ""
+
+
+def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
+    """Begins a process that `ChildProcess` has started.
+
+    Args:
+        arguments: Of its ``main``.
+        niceness: Of it, from then on.
+
+    Returns:
+        The channel to the trainer, a pidfd of the trainer for `at_end_of`, and the arguments that are its own.
+    """
+    ignore_job_signals()
+    with suppress(OSError):
+        os.nice(niceness)
+    return Channel(socket.socket(fileno=int(arguments[0]))), int(arguments[1]), list(arguments[2:])
+
+
+def at_end_of(trainer: int, do: Callable[[], object]) -> None:
+    """Does something on a thread of its own as soon as the trainer is gone.
+
+    It watches a pidfd. The end of the socket is not enough: a forked DataLoader worker can hold it open after the
+    trainer's death. PR_SET_PDEATHSIG follows the thread that started us, and not the process.
+
+    Args:
+        trainer: The pidfd; -1 where there are none, and the socket alone tells.
+        do: What to do.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(trainer, select.POLLIN)
+        poll.poll()
+        do()
+
+    if trainer >= 0:
+        threading.Thread(target=watch, name="trainer", daemon=True).start()
+
+
+def _above(end: socket.socket) -> socket.socket:
+    """A socket above the standard streams; see `above_standard_streams`."""
+    return socket.socket(fileno=above_standard_streams(end.detach()))
+
+
+def _start(
+    module: str, theirs: socket.socket, output: int, arguments: Sequence[str], *, devices: bool, own_session: bool
+) -> subprocess.Popen[bytes]:
+    """Starts a process at the other end of a socket; raises `OSError`."""
+    trainer = -1
+    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
+        trainer = above_standard_streams(os.pidfd_open(os.getpid()))
+    try:
+        with _job_signals_blocked():
+            popen = subprocess.Popen(
+                [*interpreter(), module, str(theirs.fileno()), str(trainer), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+                env=environment(devices),
+                start_new_session=own_session,
+            )
+            in_child(popen, _leave_to_parent)
+            return popen
+    finally:
+        if trainer >= 0:
+            os.close(trainer)
+
+
+def _leave_to_parent(popen: subprocess.Popen[bytes]) -> None:
+    popen.returncode = 0  # it can be neither waited for nor killed here
+
+
+@contextmanager
+def _job_signals_blocked() -> Iterator[None]:
+    """A process that is started in it has them blocked, until it says that it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_job_signals() -> None:
+    """Keeps the process that was started from ending or stopping by signals to every process of the job."""
+    for number in _OF_JOB:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)
+
+
+def kill(popen: subprocess.Popen[bytes]) -> int | None:
+    """Kills a process and returns its exit code; None if it hangs in the kernel, say for a network disk, and ends
+    later.
+
+    Without a timeout, `wait` would also wait for a lock, which the thread that a signal interrupts may hold.
+    """
+    with suppress(PermissionError):  # the trainer is another user since; the process ends with its socket
+        popen.kill()
+    with suppress(subprocess.TimeoutExpired):
+        popen.wait(_KILL_SECONDS)
+    _unended.append(popen)
+    for killed in list(_unended):
+        if killed.poll() is not None:
+            with suppress(ValueError):  # another thread has just removed it
+                _unended.remove(killed)
+    return popen.returncode
+
+
+# --- starting the interpreter, with the trainer's modules -------------------------------------------------------------
+#
+# It finds the modules that the trainer finds, because its messages are pickles, and a storage may need a plugin. But a
+# ``queue.py`` among the trainer's scripts must not replace the standard library's. So nothing of the trainer's
+# ``sys.path`` comes before the standard library, whatever is in PYTHONPATH or the working directory.
+
+_PATH = "DCP_TENSORIZER_PATH"
+_GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no context, no GPU memory
+_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+OWN_VARIABLES = frozenset({*_GPUS, *_THREADS, "PYTHONPATH"})
+"""The environment variables that a process of this package does not take from its trainer."""
+
+# With -S the path is the standard library alone, and with -c a first entry for the working directory, which is not
+# there under PYTHONSAFEPATH and before Python 3.11 cannot be switched off. Only then come the installed packages (site)
+# and what the trainer has. A zip file or an archive of an editable install is found as any other entry.
+_START = f"""
+import sys
+sys.path[:] = library = [entry for entry in sys.path if entry]
+import os, site
+try:
+    os.getcwd()
+except OSError:
+    os.chdir("/")
+site.main()
+given = os.environ.pop({_PATH!r}).split(os.pathsep)
+sys.path[:] = library + [entry for entry in dict.fromkeys(given + sys.path) if entry and entry not in library]
+from importlib import import_module
+import_module(sys.argv[1]).main(sys.argv[2:])
+"""
+
+# What such a process imports, apart from what a storage needs.
+_NEEDED = (__name__.partition(".")[0], "fsspec", "isal", "numpy", "torch", "xxhash")
+
+
+def interpreter() -> list[str]:
+    """The beginning of a command. A module, whose ``main`` is called, and its arguments follow."""
+    flags = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
+    as_here = [flag for flag, is_set in flags.items() if is_set]
+    names_of_files = f"utf8={int(sys.flags.utf8_mode)}"
+    return [sys.executable, *as_here, "-X", names_of_files, "-W", "ignore", "-S", "-c", _START]
+
+
+def environment(devices: bool) -> dict[str, str]:
+    """The trainer's environment, less its GPUs unless they are to be used, and the way to its modules."""
+    given = {name: value for name, value in process_context.environment().items() if name != "PYTHONPATH"}
+    return given | ({} if devices else _GPUS) | _THREADS | {_PATH: os.pathsep.join(_module_path())}
+
+
+def _module_path() -> list[str]:
+    """The trainer's ``sys.path``, in its order, but first of all where the modules that are needed were found.
+
+    Otherwise an entry that the trainer has put in front since it imported them could replace them.
+    """
+    entries = [entry for entry in sys.path if isinstance(entry, str)]
+    try:
+        entries = [os.path.abspath(entry) for entry in entries]
+    except FileNotFoundError:  # the working directory has been removed, and what is relative to it leads nowhere
+        entries = [entry for entry in entries if os.path.isabs(entry)]
+    homes = {_home(name) for name in _NEEDED if getattr(sys.modules.get(name), "__file__", None)}
+    return sorted(dict.fromkeys([*entries, *sorted(homes)]), key=lambda entry: entry not in homes)
+
+
+def _home(package: str) -> str:
+    """The entry of ``sys.path`` that a package was found in."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(str(sys.modules[package].__file__))))
