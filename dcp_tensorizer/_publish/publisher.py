@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from .._format.delta import PIECE, DeltaEncoder, zstd
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
 from .._storage.base import RangeReader, Storage
+from .._storage.claim import Claim, Ownership
 from .._storage.open import open_storage
 from ..errors import CheckpointError, ChecksumMismatch, WriteError
 from .chain import Chain, read_delta
@@ -34,6 +35,9 @@ from .model import (
     written_file,
 )
 from .versions import FileRecord, Manifest, Published, encode_manifest, now
+
+MAX_DELTAS = 20
+"""How many deltas follow a whole version, unless the publisher says otherwise: a reader that begins reads all."""
 
 _FILE_BYTES = 256 << 20  # of deltas in memory, and then in one file
 _READ_BYTES = 8 * PIECE
@@ -71,7 +75,7 @@ def publish(
     *,
     previous: str | os.PathLike[str] | None = None,
     step: int | None = None,
-    max_deltas: int = 20,
+    max_deltas: int = MAX_DELTAS,
     keep_latest: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     on_progress: _Progress = lambda done, total: None,
@@ -79,8 +83,9 @@ def publish(
     """Publishes a model as the next version of a directory: whole, or what changed since the version before.
 
     It is whole if it is the first one, if ``max_deltas`` follow the last whole one, or if tensors, their dtypes or
-    shapes, their places in the files, or other files of the model have changed. A directory has one publisher: one that
-    begins later takes it over, and the earlier one is refused.
+    shapes, their places in the files, or other files of the model have changed.
+
+    A directory has one publisher at a time: one that begins later takes it over, and the earlier one is refused.
 
     Args:
         directory: The model, as Hugging Face lays it out. Nothing may change it meanwhile.
@@ -101,22 +106,59 @@ def publish(
         WriteError: the version cannot be written.
         CheckpointError: zstd is not installed.
     """
-    check_count("max_deltas", max_deltas)
-    check_count("keep_latest", keep_latest, optional=True)
-    zstd()
-    source = open_storage(directory, storage_options)
-    before = None if previous is None else open_storage(previous, storage_options)
-    folder = Published(open_storage(published, storage_options))
-    model = read_model(source)
-    publisher = _Publisher(folder, source, model, step, on_progress)
-    try:
-        version = publisher.publish(before, max_deltas)
-        removed = () if keep_latest is None else remove_old(folder, keep_latest)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise WriteError(folder.storage.scrub(f"cannot publish in {folder.path}: {error}")) from error
-    return replace(version, removed=removed)
+    publication = Publication(
+        os.fspath(directory),
+        os.fspath(published),
+        None if previous is None else os.fspath(previous),
+        step,
+        max_deltas,
+        keep_latest,
+        dict(storage_options or {}),
+    )
+    return publication.publish(None, on_progress)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What is to be published, and how: see `publish`. It travels to the writer process."""
+
+    directory: str
+    published: str
+    previous: str | None = None
+    step: int | None = None
+    max_deltas: int = MAX_DELTAS
+    keep_latest: int | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the counts."""
+        check_count("max_deltas", self.max_deltas)
+        check_count("keep_latest", self.keep_latest, optional=True)
+
+    def publish(
+        self, own: Claim | None, on_progress: _Progress = lambda done, total: None
+    ) -> tuple[PublishedVersion, Claim]:
+        """Publishes the version; returns also the claim on the directory, which the next one is to be published with.
+
+        Args:
+            own: The publisher's claim, if it has published there before.
+            on_progress: As for `publish`.
+        """
+        zstd()
+        source = open_storage(self.directory, self.storage_options)
+        before = None if self.previous is None else open_storage(self.previous, self.storage_options)
+        folder = Published(open_storage(self.published, self.storage_options))
+        model = read_model(source)
+        publisher = _Publisher(folder, folder.ownership(own), source, model, self.step, on_progress)
+        try:
+            version = publisher.publish(before, self.max_deltas)
+            removed = () if self.keep_latest is None else remove_old(folder, self.keep_latest)
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise WriteError(folder.storage.scrub(f"cannot publish in {folder.path}: {error}")) from error
+        assert publisher.ownership.own is not None
+        return replace(version, removed=removed), publisher.ownership.own
 
 
 def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
@@ -157,6 +199,7 @@ class _Publisher:
 
     Args:
         folder: The directory of versions.
+        ownership: The publisher's claim on it.
         source: The model's directory.
         model: Its files.
         step: Of training.
@@ -164,10 +207,16 @@ class _Publisher:
     """
 
     def __init__(
-        self, folder: Published, source: Storage, model: Model, step: int | None, on_progress: _Progress
+        self,
+        folder: Published,
+        ownership: Ownership,
+        source: Storage,
+        model: Model,
+        step: int | None,
+        on_progress: _Progress,
     ) -> None:
-        self.ownership = folder.ownership()
-        self.ownership.check()
+        self.ownership = ownership
+        ownership.check()
         self._folder, self._source, self._model, self._step = folder, source, model, step
         self._newest = folder.newest()
         self._version = 1 if self._newest is None else self._newest.version + 1

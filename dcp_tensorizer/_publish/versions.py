@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from .._storage.base import Refused, Storage
-from .._storage.claim import Ownership
+from .._storage.claim import Claim, Ownership
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
 from .model import INDEX, check_plain_name, check_weight_name, read_small
 
@@ -323,9 +323,9 @@ class Published:
 
     # --- for publishers -----------------------------------------------------------------------------------------------
 
-    def ownership(self) -> Ownership:
-        """A publisher's claim on the directory."""
-        return Ownership(self.storage, _CLAIM)
+    def ownership(self, own: Claim | None = None) -> Ownership:
+        """A publisher's claim on the directory: a new one, or the one that it has already."""
+        return Ownership(self.storage, _CLAIM, own)
 
     def remove(self, version: int) -> None:
         """Removes a version: its manifest first, so that it is whole or not there. Raises `OSError`."""

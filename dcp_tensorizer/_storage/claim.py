@@ -53,15 +53,21 @@ def _decoded(data: bytes | None) -> Claim | None:
 class Ownership:
     """A run's claim to a folder, and whether it still holds. Several threads may use it.
 
-    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known.
+    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known. ``own`` is the
+    claim of a run that has claimed the folder in another process.
     """
 
-    def __init__(self, folder: Storage, name: str) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(self, folder: Storage, name: str, own: Claim | None = None) -> None:
+        self.id = uuid.uuid4().hex if own is None else own.id
         self.name = name
         self.lost = ""
         self._folder = folder
-        self._own: Claim | None = None
+        self._own = own
+
+    @property
+    def own(self) -> Claim | None:
+        """The run's claim; None before it has one."""
+        return self._own
 
     def claim(self) -> None:
         """Claims the folder. If that fails now, it is logged, and the first `check` tries again."""

@@ -11,7 +11,7 @@ import xxhash
 from safetensors import safe_open
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, WriteError, apply_delta, publish
-from dcp_tensorizer._publish.publisher import _Publisher
+from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import list_versions
@@ -154,7 +154,7 @@ def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Pa
     from dcp_tensorizer._publish.model import read_model
 
     folder = Published(LocalStorage(tmp_path / "published"))
-    first = _Publisher(folder, source, read_model(source), None, lambda done, total: None)
+    first = _Publisher(folder, folder.ownership(), source, read_model(source), None, lambda done, total: None)
     write_model(tmp_path / "second", next_state(state, 8))
     publish(tmp_path / "second", tmp_path / "published")
     with pytest.raises(WriteError, match=r"another publisher has just published|now belongs to another run"):
@@ -190,3 +190,18 @@ def test_counts_are_checked(tmp_path: Path, option: dict[str, int]) -> None:
     """Before anything is read."""
     with pytest.raises((ValueError, TypeError), match=next(iter(option))):
         publish(tmp_path, tmp_path / "published", **option)  # type: ignore[arg-type]
+
+
+def test_a_publisher_that_goes_on_after_another_one_is_refused(tmp_path: Path) -> None:
+    """Its claim travels from version to version; whoever has one of its own in between has taken the directory over."""
+    state = published_versions(tmp_path, 1)[0]
+    folder = str(tmp_path / "published")
+    for number, model in enumerate(("a", "b", "c"), 1):
+        write_model(tmp_path / model, next_state(state, number))
+    _, claim = Publication(str(tmp_path / "a"), folder).publish(None)
+    second, same = Publication(str(tmp_path / "b"), folder).publish(claim)
+    assert (second.version, same) == (3, claim)
+    publish(tmp_path / "a", folder)
+    with pytest.raises(WriteError, match="now belongs to another run"):
+        Publication(str(tmp_path / "c"), folder).publish(claim)
+    assert list_versions(folder)[0].version == 4
