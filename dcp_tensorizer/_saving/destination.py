@@ -30,6 +30,7 @@ from .commit import (
 )
 from .context import SaveContext
 from .report import SaveReport
+from .write_plan import Item
 from .writer_client import Written
 
 _T = TypeVar("_T")
@@ -112,13 +113,8 @@ class Destination:
                 f"that is saved here without collectives: remove that, or save to another path"
             )
 
-    def write(self, save_id: str, write: Callable[[Storage], Written], *, has_bytes: bool) -> Written:
-        """Has this rank's files written, which makes them durable.
-
-        Args:
-            save_id: Part of the files' names.
-            write: Writes them to a storage.
-            has_bytes: There is something to write.
+    def write(self, save_id: str, items: Sequence[Item]) -> Written:
+        """Writes this rank's items, and makes them durable.
 
         Raises:
             WriteError: nothing of them is left.
@@ -126,9 +122,22 @@ class Destination:
         if self.commits:
             ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
             self._replaced = in_background(ask, daemon=True)
-        if has_bytes:
+        if any(item.has_bytes for item in items):
             self._in_time(lambda: put_records(self.storage, [save_id]))
-        return write(self.storage)
+        return self._write(save_id, items)
+
+    def _write(self, save_id: str, items: Sequence[Item]) -> Written:
+        context = self._context
+        return context.engine.client.write(
+            self.storage,
+            self.rank,
+            save_id,
+            items,
+            self._staged_save,
+            context.options.write,
+            lambda: context.closed,
+            context.reusing_save(),
+        )
 
     def wrote(self, written: Written) -> None:
         """This rank's part is ready. The save may still fail on another rank."""

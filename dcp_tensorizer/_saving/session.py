@@ -19,7 +19,6 @@ from .._index.schema import ItemKey, SaveRecord
 from .._runtime.threads import QuickTurns
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave
-from .._storage.base import Storage
 from .._writer_process.client import WriterProcessHung
 from ..errors import CheckpointError, WriteError, WriterProcessDied
 from .commit import failed_before_commit
@@ -215,21 +214,7 @@ class SaveSession:
 
     def _write_files(self, items: list[Item]) -> Written:
         """Writes the items, and makes them durable; raises `WriteError`."""
-        context = self._context
-
-        def write(storage: Storage) -> Written:
-            return context.engine.client.write(
-                storage,
-                self._destination.rank,
-                self.id,
-                items,
-                self._staged_save,
-                context.options.write,
-                lambda: context.closed,
-                context.reusing_save(),
-            )
-
-        return self._destination.write(self.id, write, has_bytes=any(item.has_bytes for item in items))
+        return self._destination.write(self.id, items)
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         buffer = None if self._staged_save is None else self._staged_save.buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -24,6 +24,7 @@ from .context import SaveContext
 from .destination import Destination
 from .flushing import CommittedMeta, Flushing
 from .report import SaveReport
+from .write_plan import Item
 from .writer_client import Written
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -77,13 +78,13 @@ class TieredDestination(Destination):
 
     # --- this rank's files ------------------------------------------------------------------------------------------
 
-    def write(self, save_id: str, write: Callable[[Storage], Written], *, has_bytes: bool) -> Written:
+    def write(self, save_id: str, items: Sequence[Item]) -> Written:
         self._id = save_id
         try:
             self._writing, self._lock = self._in_time(self._begin)
             # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
-            return self._write_locally(write)
+            return self._write_locally(items)
         except WriterProcessHung as error:
             self.give_up()
             reason: Exception = error
@@ -94,7 +95,7 @@ class TieredDestination(Destination):
         self.end()
         self._writing, self._files, self.is_given_up = None, {}, False
         self._pass_by(reason)
-        return write(self.storage)
+        return self._write(save_id, items)
 
     def _begin(self) -> tuple[Writing, DirectoryLock]:
         """Records the save, and locks the local folder, so that nobody clears it away.
@@ -112,17 +113,17 @@ class TieredDestination(Destination):
             undo(writing)
             raise
 
-    def _write_locally(self, write: Callable[[Storage], Written]) -> Written:
+    def _write_locally(self, items: Sequence[Item]) -> Written:
         """Writes to the local folder. If that fails, room is made there, where there is something to remove."""
         try:
-            written = write(self.storage)
+            written = self._write(self._id, items)
         except WriterProcessDied:
             raise
         except CheckpointError:
             if not free(self._flushing.queue):
                 raise
             self.storage.make_directory()
-            written = write(self.storage)
+            written = self._write(self._id, items)
         self._files = {file.name: file.nbytes for file in written.done.files}
         for name, nbytes in self._files.items():  # no other node can look
             found = self.storage.head(name)

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving.tiered_destination import TieredDestination
+from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._saving.writer_client import Written
-from dcp_tensorizer._storage.base import Refused, Storage
+from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue
 from dcp_tensorizer._tiers.target import FlushTarget
-from dcp_tensorizer._writer_process.protocol import FileResult, WriteDone
 
 NUMBERS = 300_000
 ID = "a" * 32
@@ -86,25 +87,13 @@ class Run:
         return step
 
 
-def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> TieredDestination:
-    """The destination "a" of a rank that does not commit, and has written one small file there."""
+def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> tuple[TieredDestination, Written]:
+    """The destination "a" of a rank that does not commit, and what it has written there: one small file."""
     saver = writer.saver
     assert saver.flushing is not None
     destination = TieredDestination(saver, saver.flushing, "a", None)
     destination.set_up(rank, is_coordinator=False, use_collectives=True)
-
-    def write(storage: Storage) -> Written:
-        done = written(rank)
-        Path(storage.path, done.done.files[0].name).write_bytes(b"data")
-        return done
-
-    destination.write(ID, write, has_bytes=True)
-    return destination
-
-
-def written(rank: int = 0) -> Written:
-    """Says that a rank has written one small file."""
-    return Written(WriteDone((FileResult(f"__{rank}_0_{ID}.tensors", 4, ()),), 0.0, 0.0, 0.0))
+    return destination, destination.write(ID, [Item(MetadataIndex("w"), "w", "tensor", torch.ones(4))])
 
 
 def files_below(folder: Path) -> set[str]:

@@ -15,7 +15,7 @@ from dcp_tensorizer._tiers.flush import undo
 from dcp_tensorizer._tiers.queue import FlushRecord, Queue
 
 from ...support import quietly
-from .support import ID, Run, begun, files_below, state_of, written
+from .support import ID, Run, begun, files_below, state_of
 
 FILE = f"__0_0_{ID}.tensors"
 
@@ -70,7 +70,7 @@ def test_a_save_that_nobody_knows_any_more_is_removed(tmp_path: Path) -> None:
     """An asynchronous save's thread ends, and nobody ends it."""
     run = Run(tmp_path)
     with run.writer() as writer:
-        destination = begun(run, writer)
+        destination, _ = begun(run, writer)
         assert run.states() == ["writing"]
         del destination
         assert (run.states(), files_below(run.local), (run.local / "a").exists()) == ([], {".flush/.writer"}, False)
@@ -82,8 +82,8 @@ def test_what_the_flush_has_stays(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.cut()
     with run.writer() as writer:
-        destination = begun(run, writer)
-        destination.wrote(written())
+        destination, written = begun(run, writer)
+        destination.wrote(written)
         destination.end()
         del destination
         assert (run.states(), os.listdir(run.local / "a")) == (["unflushed"], [FILE])
@@ -94,10 +94,10 @@ def test_a_save_that_was_ended_is_not_handed_over(tmp_path: Path) -> None:
     """A signal's handler may close the writer between two hooks; the save fails then, since its files are gone."""
     run = Run(tmp_path)
     with run.writer() as writer:
-        destination = begun(run, writer)
+        destination, written = begun(run, writer)
         destination.end()
         with pytest.raises(WriteError, match="the save was interrupted"):
-            destination.wrote(written())
+            destination.wrote(written)
     assert (run.states(), files_below(run.local)) == ([], set())
 
 
@@ -138,7 +138,7 @@ def test_the_folder_of_another_save_stays(tmp_path: Path) -> None:
     run = Run(tmp_path)
     (run.local / "a").mkdir(parents=True)
     with run.writer() as writer:
-        destination = begun(run, writer)
+        destination, _ = begun(run, writer)
         lock = destination.storage.lock_directory()
         lock.share(10.0)
         destination.end()

@@ -34,7 +34,7 @@ from dcp_tensorizer.errors import unwrap
 
 from ...servers import S3Server
 from ...support import quietly
-from .support import Run, begun, files_below, state_of, unlistable, written
+from .support import Run, begun, files_below, state_of, unlistable
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -307,11 +307,11 @@ def test_what_cannot_be_brought_either_fails_the_save(tmp_path: Path, monkeypatc
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with quietly(), run.writer() as writer, monkeypatch.context() as patch:
-        destination = begun(run, writer, rank=1)
+        destination, written = begun(run, writer, rank=1)
         patch.setattr(Writing, "written", fails)
         patch.setattr(LocalStorage, "open_uncached", fails)
         with pytest.raises(WriteError, match=r"cannot write to .*Input/output error.*; and cannot open .*Input/output"):
-            destination.wrote(written(rank=1))
+            destination.wrote(written)
     assert files_below(run.folder) == set()
 
 
