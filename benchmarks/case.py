@@ -70,7 +70,7 @@ def _file(work: Work, folder: Path) -> Path:
 
 
 def leave(measured: Any) -> NoReturn:
-    """Ends this process with what was measured, whatever threads and processes it has."""
+    """Ends this process with what was measured, whatever threads it has; the case must name a ``folder``."""
     print(json.dumps(measured), flush=True)
     os._exit(0)
 

@@ -56,7 +56,7 @@ _WHAT = (
 def measure(options: argparse.Namespace, folder: Path) -> Content:
     with tempfile.TemporaryDirectory() as runtime:  # sockets are in it, whose paths must be short
         os.environ["XDG_RUNTIME_DIR"] = runtime
-        base, rounds = {"gib": options.gib, "place": f"{folder}/run"}, options.rounds
+        base, rounds = {"gib": options.gib, "folder": str(folder), "place": f"{folder}/run"}, options.rounds
         whole(run_cases(crash, [{"what": "crash", **base}], 1))
         results = run_cases(load, [{"what": kind, **base} for kind in _LOADS], rounds)
         with CheckpointManager(base["place"], survive=_SURVIVE) as manager:  # nothing is kept then
@@ -67,7 +67,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
         (folder / "remote").mkdir()
         with s3_server(folder / "remote") as server, closing(SlowProxy(server.endpoint, _REMOTE)) as proxy:
             reached = {"bucket": server.bucket, "options": server.options(f"http://127.0.0.1:{proxy.port}")}
-            results += run_cases(loss, [{"what": kind, "server": reached, "gib": 0.1} for kind in _LOSSES], rounds)
+            results += run_cases(
+                loss, [{"what": kind, **half, "gib": 0.1, "server": reached} for kind in _LOSSES], rounds
+            )
     return {"gib": options.gib, "rounds": rounds, "results": results}
 
 
@@ -153,7 +155,7 @@ def launch(case: Case, folder: Path) -> dict[str, Any]:
 def loss(case: Case, folder: Path) -> dict[str, Any]:
     """Steps that a kill at a random moment loses, and the longest stall before it."""
     path = f"s3://{case['server']['bucket']}/{uuid.uuid4().hex}"
-    job = {"path": path, "kind": case["what"], **{k: case[k] for k in ("server", "gib")}}
+    job = {"path": path, "kind": case["what"], "folder": str(folder), **{k: case[k] for k in ("server", "gib")}}
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.case", f"{__name__}:trainer", json.dumps(job)],
         stdout=subprocess.PIPE,

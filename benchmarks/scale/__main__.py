@@ -49,7 +49,7 @@ def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, 
         for name in (OURS, PLANNED, TORCH):
             where = f"{folder}/{name}-{ranks}-{model.layers}"
             base = {"kind": "worlds", "contender": name, "size": ranks}
-            cases.append(base | {"layers": model.layers, "place": where})
+            cases.append(base | {"layers": model.layers, "folder": folder, "place": where})
         results += run_cases(world_case.measure, [case | {"step": "save"} for case in cases], 1)
         loads = [case | {"step": "load"} for case in cases if case["contender"] != PLANNED]
         results += run_cases(world_case.measure, loads, rounds)
