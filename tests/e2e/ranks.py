@@ -64,6 +64,11 @@ def run_ranks(world_size, fn, *args, distributed=True, killed=(), timeout=300.0)
         return [None if rank in killed else _load(folder / f"{rank}.result") for rank in range(world_size)]
 
 
+def in_turn(rank, *calls):
+    """Runs several functions on a rank, each ``(fn, *args)``, one after the other; returns what each returned."""
+    return [fn(rank, *args) for fn, *args in calls]
+
+
 def attempt(function):
     """Runs something that should fail; returns the error's own text and type for each rank that DCP says failed."""
     started = time.monotonic()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageReader
 
-SIZE = 32 << 20
+SIZE = 8 << 20
 ROOT = Path(__file__).parents[2]
 
 JOB = """

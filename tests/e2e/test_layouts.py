@@ -16,7 +16,7 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.executor import fetch
 
-from .ranks import run_ranks
+from .ranks import in_turn, run_ranks
 from .training import AppState, assert_same, full, random_tensor
 
 WORLD = 4
@@ -310,8 +310,9 @@ def _save_shared(rank, path):
 
 def test_ranks_know_what_they_all_read(tmp_path):
     """So that it comes from the disk once: replicated tensors, columns of rows; not rows, and nothing by one alone."""
-    run_ranks(2, _save_shared, str(tmp_path))
-    assert run_ranks(2, _load_shared, str(tmp_path), 0) == [{"sharded": False, "replicated": True}] * 2
-    assert run_ranks(4, _load_shared, str(tmp_path), 0) == [{"sharded": False, "replicated": True}] * 4
-    assert run_ranks(2, _load_shared, str(tmp_path), 1) == [{"sharded": True, "replicated": True}] * 2
-    assert run_ranks(1, _load_shared, str(tmp_path), 0) == [{"sharded": False, "replicated": False}]
+    path = str(tmp_path)
+    rows, columns = {"sharded": False, "replicated": True}, {"sharded": True, "replicated": True}
+    of_two = run_ranks(2, in_turn, (_save_shared, path), (_load_shared, path, 0), (_load_shared, path, 1))
+    assert [found for _, *found in of_two] == [[rows, columns]] * 2
+    assert run_ranks(4, _load_shared, path, 0) == [rows] * 4
+    assert run_ranks(1, _load_shared, path, 0) == [{"sharded": False, "replicated": False}]

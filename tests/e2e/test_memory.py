@@ -18,28 +18,39 @@ LIMITED = """
 import atexit, resource, sys, threading
 def now(name):  # KiB; ru_maxrss would be that of whoever has started this process
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
-import dcp_tensorizer.convert
+import dcp_tensorizer.convert, json
 before = now("VmHWM")
 atexit.register(lambda: print(now("VmHWM") - before, file=sys.stderr))
 threading.stack_size(1 << 20)
 limit = (now("VmData") << 10) + int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-from dcp_tensorizer.__main__ import main
-sys.argv = ["dcp-tensorizer", *sys.argv[2:]]
-main()
+from dcp_tensorizer._cli.app import run
+sys.exit(next(filter(None, map(run, json.loads(sys.argv[2]))), 0))
 """
 
 
-def limited(*arguments):
-    """Runs the command line in so much memory, and with as few threads as a small machine has."""
+def limited(*commands):
+    """Runs commands of the command line in so much memory, and with as few threads as a small machine has.
+
+    They run one after the other in one process, until one fails. Its output is theirs.
+    """
+    arguments = json.dumps([[str(argument) for argument in command] for command in commands])
     return subprocess.run(
-        [sys.executable, "-c", LIMITED, str(LIMIT), *map(str, arguments)],
+        [sys.executable, "-c", LIMITED, str(LIMIT), arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
+
+
+def documents(text):
+    """The JSON documents that several commands have written, one after the other."""
+    while text := text.strip():
+        found, end = json.JSONDecoder().raw_decode(text)
+        yield found
+        text = text[end:]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +69,7 @@ def large(tmp_path_factory):
             file.seek(8 + len(head) + number * TENSOR)
             file.write(struct.pack("<f", number + 1))
         file.truncate(8 + len(head) + COUNT * TENSOR)
-    done = limited("convert", folder / "sparse.safetensors", folder / "checkpoint", "--to", "dcp_tensorizer")
+    done = limited(["convert", folder / "sparse.safetensors", folder / "checkpoint", "--to", "dcp_tensorizer"])
     assert done.returncode == 0, done.stderr
     return folder / "checkpoint"
 
@@ -67,25 +78,25 @@ def large(tmp_path_factory):
 def test_converting_four_times_the_memory_there_is(large, tmp_path, to):
     """Each format is written, and read, a tensor at a time."""
     target = tmp_path / "converted"
-    done = limited("convert", large, target, "--to", to)
+    done = limited(
+        ["convert", large, target, "--to", to, "--json"],
+        ["diff", large.parent / "sparse.safetensors", target, "--json"],
+    )
     assert done.returncode == 0, done.stderr
-    done = limited("diff", large.parent / "sparse.safetensors", target, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    _, found = documents(done.stdout)
     assert (found["same"], found["bytes"]) == (COUNT, 2 * COUNT * TENSOR)
 
 
 def test_verifying_four_times_the_memory_there_is(large):
     """With and without tensorizer's own hashes."""
-    for full in ([], ["--full"]):
-        done = limited("verify", large, "--json", *full)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["bytes"] >= COUNT * TENSOR
+    done = limited(["verify", large, "--json"], ["verify", large, "--json", "--full"])
+    assert done.returncode == 0, done.stderr
+    assert [found["bytes"] >= COUNT * TENSOR for found in documents(done.stdout)] == [True, True]
 
 
 def test_a_report_of_four_times_the_memory_there_is(large, tmp_path):
     """Every tensor is read, and of each no more than its statistics is kept."""
-    done = limited("report", large, "-o", tmp_path / "report.html", "--json")
+    done = limited(["report", large, "-o", tmp_path / "report.html", "--json"])
     assert done.returncode == 0, done.stderr
     assert int(done.stderr.split()[-1]) << 10 < LIMIT  # all that came after the imports, also what is shared
     found = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text())[1])

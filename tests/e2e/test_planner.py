@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 
-from .ranks import attempt, run_ranks
+from .ranks import attempt, in_turn, run_ranks
 from .test_layouts import LAYOUTS, Uneven
 from .training import AppState, assert_same, full, random_tensor
 
@@ -82,10 +82,11 @@ def _save_with_torchs_writer(rank, folder):
     return differ
 
 
-def test_torchs_writer_makes_the_same_checkpoint(tmp_path):
+def test_torchs_writer_makes_the_same_checkpoint(saved):
     """The metadata is equal on all ranks and in the file, places of data included, also at the second save."""
-    assert run_ranks(WORLD, _save_with_torchs_writer, tmp_path) == [[]] * WORLD
-    for path in tmp_path.glob("*/.metadata"):
+    folder, results = saved
+    assert results["torch"] == [[]] * WORLD
+    for path in (folder / "torch").glob("*/.metadata"):
         assert b"dcp_tensorizer" not in path.read_bytes()
 
 
@@ -109,9 +110,9 @@ def _save_with_our_writer(rank, folder, mode):
 
 
 @pytest.mark.parametrize("mode", ["THREAD", "PROCESS"])
-def test_our_writer_saves_the_same(tmp_path, mode):
+def test_our_writer_saves_the_same(saved, mode):
     """In a thread, and in DCP's own process, which gets a copy of the planner with each save."""
-    assert run_ranks(WORLD, _save_with_our_writer, tmp_path, mode) == [[]] * WORLD
+    assert saved[1][mode] == [[]] * WORLD
 
 
 def _save_alone(rank, folder):
@@ -136,9 +137,9 @@ def _save_alone(rank, folder):
     return differ
 
 
-def test_ranks_that_save_alone(tmp_path):
+def test_ranks_that_save_alone(saved):
     """Their plans go nowhere; then all ranks save together again."""
-    assert run_ranks(WORLD, _save_alone, tmp_path) == [[]] * WORLD
+    assert saved[1]["alone"] == [[]] * WORLD
 
 
 def _save_wrong_plan(rank, folder):
@@ -168,9 +169,9 @@ class _Shifted(SavePlanner):
         return dataclasses.replace(plan, items=items)
 
 
-def test_all_ranks_hear_what_is_wrong_with_a_plan(tmp_path):
+def test_all_ranks_hear_what_is_wrong_with_a_plan(saved):
     """The error names the key and the rank; nothing is hung, and the planner before it goes on."""
-    for causes in run_ranks(WORLD, _save_wrong_plan, tmp_path):
+    for causes in saved[1]["wrong"]:
         assert causes == {0: "'x' cannot be saved: a part lies outside its shape (9,): (3,) at (7,) (of rank 2)"}
 
 
@@ -202,7 +203,23 @@ def _sent_tables(rank, path, planner_class):
 
 
 @pytest.mark.parametrize("planner", [SavePlanner, DefaultSavePlanner])
-def test_where_data_lies_is_sent_once(planner, tmp_path):
+def test_where_data_lies_is_sent_once(planner, saved):
     """Ranks whose data lies as in the save before send digests alone, wherever they save; checkpoints are whole."""
-    sent = run_ranks(WORLD, _sent_tables, tmp_path, planner)
-    assert sent == [[True] * 4] + [[True, False, False, True]] * (WORLD - 1)
+    assert saved[1][planner.__name__] == [[True] * 4] + [[True, False, False, True]] * (WORLD - 1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of all saves of this module, each on the same four ranks, and by name what each rank found."""
+    folder = tmp_path_factory.mktemp("planned")
+    calls = {
+        "torch": (_save_with_torchs_writer,),
+        "THREAD": (_save_with_our_writer, "THREAD"),
+        "PROCESS": (_save_with_our_writer, "PROCESS"),
+        "alone": (_save_alone,),
+        "wrong": (_save_wrong_plan,),
+        "SavePlanner": (_sent_tables, SavePlanner),
+        "DefaultSavePlanner": (_sent_tables, DefaultSavePlanner),
+    }
+    by_rank = run_ranks(WORLD, in_turn, *((fn, folder / name, *args) for name, (fn, *args) in calls.items()))
+    return folder, dict(zip(calls, map(list, zip(*by_rank, strict=True)), strict=True))
