@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ._saving.report import SaveReport
     from ._writer_process.write_options import SaveLimits
     from .any_format import open_reader
+    from .export import SafetensorsStorageWriter
     from .manager import CheckpointManager
     from .planner import LoadPlanner, SavePlanner
     from .reader import TensorizerStorageReader
@@ -49,6 +50,7 @@ __all__ = [
     "NotCommitted",
     "PublishedVersion",
     "ReadError",
+    "SafetensorsStorageWriter",
     "SaveLimits",
     "SavePlanner",
     "SaveReport",
@@ -77,6 +79,7 @@ _ON_USE = {
     "LoadPlanner": "planner",
     "LoadReport": "_loading.report",
     "PublishedVersion": "_publish.publisher",
+    "SafetensorsStorageWriter": "export",
     "SaveLimits": "_writer_process.write_options",
     "SavePlanner": "planner",
     "SaveReport": "_saving.report",
@@ -89,7 +92,7 @@ _ON_USE = {
     "publish": "_publish.publisher",
     "uninstall": "_install",
 }
-_MODULES = ("any_format", "convert", "manager", "planner", "reader", "storage", "tools", "writer")
+_MODULES = ("any_format", "convert", "export", "manager", "planner", "reader", "storage", "tools", "writer")
 
 if not TYPE_CHECKING:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections import Counter
@@ -13,9 +14,10 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import SafetensorsStorageWriter, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving.commit import begin
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
@@ -119,6 +121,24 @@ def _fail(path: Path, step: int) -> None:
         _save(path, step)
 
 
+def _save_model(path: Path, step: int, max_shard_bytes: int = 1) -> None:
+    with _quietly(), SafetensorsStorageWriter(path, max_shard_bytes=max_shard_bytes, overwrite=True) as writer:
+        dcp.save({f"w{n}": torch.full((40 + n,), float(step)) for n in (0, 1)}, storage_writer=writer, no_dist=True)
+
+
+def _load_model(path: Path) -> int | None:
+    """The step of the model at a path, as Hugging Face's libraries find it; None if there is none."""
+    names, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
+    if not names[0].exists():
+        if not index.exists():
+            return None
+        names = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
+    assert {key: len(tensor) for key, tensor in tensors.items()} == {"w0": 40, "w1": 41}
+    (step,) = {value for tensor in tensors.values() for value in tensor.unique().tolist()}
+    return int(step)
+
+
 def _convert(to: str) -> Scenario:
     return Scenario(
         lambda root: _save(root / "source", 1),
@@ -159,6 +179,15 @@ SCENARIOS: dict[str, Scenario] = {
         lambda root: (_save(root / "c", 1), _fail(root / "c", 2), _fail(root / "d", 3))[0],
         lambda root: _collect(root),
         {"c": {1}, "d": {None}},
+    ),
+    "a model": Scenario(lambda root: None, lambda root: _save_model(root / "model", 2), {"model": {2, None}}),
+    "a model over another": Scenario(
+        lambda root: _save_model(root / "model", 1), lambda root: _save_model(root / "model", 2), {"model": {1, 2}}
+    ),
+    "a model of one file over another": Scenario(
+        lambda root: _save_model(root / "model", 1, 1000),
+        lambda root: _save_model(root / "model", 2, 1000),
+        {"model": {1, 2}},
     ),
 } | {f"convert --to {to}": _convert(to) for to in ("dcp_tensorizer", "safetensors", "tensorizer", "dcp")}
 
@@ -201,6 +230,8 @@ def _look(path: Path) -> int | None:
     """The step of what is at a path, in whatever format; None if there is nothing."""
     if not path.exists():
         return None
+    if path.name == "model":
+        return _load_model(path)
     if path.name != "target":
         return _load(path)
     view = open_checkpoint(str(path), {})

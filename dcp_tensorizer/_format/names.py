@@ -36,7 +36,7 @@ _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
 _RECORD_FILE = re.compile(r"__[0-9a-f]{32}\.saving")
 _SAVE_ID = re.compile(r"(?<=[_.])[0-9a-f]{32}(?=\.(tensors|saving|tmp)$)")
-_TEMPORARY_FILE = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{32}\.tmp")
+_TEMPORARY_FILE = re.compile(r"((__\d+)?\.metadata|[^/]+\.safetensors(\.index\.json)?)\.[0-9a-f]{32}\.tmp")
 
 
 class StoredItem(NamedTuple):
@@ -107,7 +107,7 @@ def is_metadata_file_name(name: str) -> bool:
 
 
 def is_temporary_file_name(name: str) -> bool:
-    """Returns whether ``name`` is one that `temporary_file_name` makes of a metadata file's."""
+    """Returns whether ``name`` is one that `temporary_file_name` makes of a metadata file's, or of a model's."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 

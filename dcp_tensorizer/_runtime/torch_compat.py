@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from datetime import timedelta
+    from types import FrameType
 
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -90,6 +91,7 @@ __all__ = [
     "release_ipc_counter",
     "set_element",
     "set_group_timeout",
+    "state_of_save",
     "tensor_makers",
     "trusted_globals",
 ]
@@ -295,16 +297,30 @@ def group_of_save() -> ProcessGroup | None:
     DCP passes its group to no hook of a storage or a stager. So it is read from the argument ``process_group`` of
     ``dcp.save`` or ``dcp.async_save``, on the stack of the hook.
     """
+    frame = _frame_of_save()
+    if frame is None or "process_group" not in frame.f_code.co_varnames:
+        return None
+    group: ProcessGroup | None = frame.f_locals["process_group"] or torch.distributed.group.WORLD
+    return group
+
+
+def state_of_save() -> Any:
+    """The state dict that a save on this thread is of, as DCP has it; None if there is no knowing it.
+
+    DCP shows it to a planner, and to no hook of a storage.
+    """
+    frame = _frame_of_save()
+    return None if frame is None else frame.f_locals.get("state_dict")
+
+
+def _frame_of_save() -> FrameType | None:
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
     codes = inspect.unwrap(save).__code__, inspect.unwrap(async_save).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
-    if frame is None or "process_group" not in frame.f_code.co_varnames:
-        return None
-    group: ProcessGroup | None = frame.f_locals["process_group"] or torch.distributed.group.WORLD
-    return group
+    return frame
 
 
 def group_store(group: ProcessGroup) -> Store:

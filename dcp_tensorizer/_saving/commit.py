@@ -66,7 +66,8 @@ def drop_record(storage: Storage, save_id: str) -> None:
     if storage.locks_are_visible:
         with suppress(Exception):  # if that is unknown, the record stays
             names = [file.name for file in storage.listing()[0]]
-            if not any(is_data_file_name(name) and save_id_in(name) == save_id for name in names):
+            written = [name for name in names if is_data_file_name(name) or is_temporary_file_name(name)]
+            if not any(save_id_in(name) == save_id for name in written):
                 remove_records(storage, [save_id])
 
 

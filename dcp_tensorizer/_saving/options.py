@@ -35,9 +35,9 @@ class SaveOptions:
     overlap_staging: bool
     overwrite: bool
     write: WriteOptions
-    target: FlushTarget | None
-    max_unflushed: int
-    survive: float
+    target: FlushTarget | None = None
+    max_unflushed: int = MAX_UNFLUSHED
+    survive: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("staging", self.staging, get_args(Staging))

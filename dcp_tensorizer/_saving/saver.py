@@ -198,7 +198,7 @@ class Saver(SaveContext):
                 self._flushes = True
                 self.engine.open(self)  # also for a save that stages nothing: its flush needs the process
             self.engine.connection = destination.storage.connection
-            return SaveSession(self, self.save_id, destination, staged_save, kept)
+            return self._session(destination, staged_save, kept)
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends the engine if nobody else uses it. `free` has to follow."""
@@ -286,6 +286,10 @@ class Saver(SaveContext):
                 redact(str(where)),
             )
 
+    def _session(self, destination: Destination, staged_save: StagedSave | None, kept: KeptSave | None) -> SaveSession:
+        """The session of a save."""
+        return SaveSession(self, self.save_id, destination, staged_save, kept)
+
     def _destination(self, where: str | Path, staged_save: StagedSave | None) -> Destination:
         """The destination of a save: with a local folder, its place there, and on the remote."""
         options, flushing = self.options, self.flushing
@@ -337,8 +341,12 @@ class CopiedWriter:
         """A copy writes in its own process, unless it comes to stage something: then it is a trainer's writer."""
         closed = state.pop("_closed")
         self.__dict__.update(state)
-        self._saver = Saver(self._options, None, closed=closed)
+        self._saver = self._new_saver(closed=closed)
         self._here()
+
+    def _new_saver(self, *, closed: bool) -> Saver:
+        """What a copy saves with, in its own process."""
+        return Saver(self._options, None, closed=closed)
 
     def _context(self, staged_save: StagedSave | None) -> ProcessContext | None:
         """The context of the process that asked for a save, taken on where that was another one.

@@ -229,7 +229,7 @@ class SaveSession:
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         try:
             destination.check_wanted()
-            _check_trainer_lives(self.path)
+            check_trainer_lives(self.path)
         except CheckpointError:  # nothing has been committed, and nothing will be
             destination.remove([name for part in parts for name, _ in part.files])
             raise
@@ -256,7 +256,7 @@ class SaveSession:
         self.end()
 
 
-def _check_trainer_lives(path: str) -> None:
+def check_trainer_lives(path: str) -> None:
     """Raises where the trainer has died: in PROCESS mode its save must not be committed late."""
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():

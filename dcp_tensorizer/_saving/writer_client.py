@@ -7,8 +7,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
-from .._format.tensor_bytes import host_bytes
+from .._format.tensor_bytes import dtype_name, host_bytes
 from .._runtime.child import END_SECONDS
 from .._runtime.forks import free_in_child
 from .._runtime.gc_pause import collector_paused
@@ -23,11 +24,25 @@ from .._storage.base import Storage
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.jobs import DigestJob, FileJob
-from .._writer_process.protocol import DigestRequest, FlushRequest, TensorSource, WriteDone, WriteRequest
+from .._writer_process.protocol import (
+    DigestRequest,
+    FlushRequest,
+    SharedWriteRequest,
+    TensorSource,
+    WriteDone,
+    WriteRequest,
+)
+from .._writer_process.shared_job import PartsWritten, Pieces, SharedFilePart, SharedWriteJob
 from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError, WriterProcessDied
+from .item_bytes import ItemBytes
 from .reuse import FilesOfSave, ReusingSave
 from .write_plan import Item
+
+if TYPE_CHECKING:
+    import torch
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -147,30 +162,103 @@ class WriterClient:
         with collector_paused():
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
+
+        def write_here() -> WriteDone:
+            return self._write_here(files, items, options)
+
+        def write_there() -> WriteDone:
+            digest = functools.partial(self._digest, options, buffers)
+            request = WriteRequest(storage.location, options, files.plan(sources, digest), staged_save.context)
+            done = self.ensure_process(staged_save.context).write(request, buffers, options.limits.timeout)
+            return files.finish(done, digest)
+
         try:
-            return self._write_there(files, items, sources, buffers, options, staged_save.context, is_closed)
+            return Written(*self._try_twice(storage, rank, buffers, write_there, write_here, files.remove, is_closed))
         finally:
             self._keep(extra)
 
-    def _write_there(
+    def write_shared(
         self,
-        files: FilesOfSave,
+        storage: Storage,
+        rank: int,
+        files: Sequence[SharedFilePart],
+        pieces: Pieces,
         items: Sequence[Item],
-        sources: Sequence[TensorSource],
-        buffers: Sequence[SharedBuffer],
+        dtypes: Sequence[torch.dtype],
+        staged_save: StagedSave | None,
         options: WriteOptions,
-        context: ProcessContext,
+        is_closed: Callable[[], bool] = lambda: False,
+    ) -> tuple[PartsWritten, int]:
+        """Writes pieces of items into files that other ranks write, too: see `write`.
+
+        Args:
+            storage: The directory of the files.
+            rank: Of this process.
+            files: The files.
+            pieces: What goes where; the sources are the items, by their numbers.
+            items: What is written, none of them without bytes.
+            dtypes: The dtype that each is written as.
+            staged_save, options, is_closed: As for `write`.
+
+        Returns:
+            What has been written, and how many times.
+
+        Raises:
+            WriteError: what has been written is in the files, which are worth nothing then.
+        """
+
+        def write_here() -> PartsWritten:
+            tensors = [item.tensor for item in items]
+            self._device.side_streams.settle(tensors)
+            return SharedWriteJob(storage, files, pieces, ItemBytes(tensors, dtypes).fill, options).run()
+
+        if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
+            return write_here(), 1
+        context = staged_save.context
+        with collector_paused():
+            sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
+        buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
+        request = SharedWriteRequest(
+            storage.location, options, tuple(files), pieces, tuple(sources), tuple(map(dtype_name, dtypes)), context
+        )
+
+        def write_there() -> PartsWritten:
+            return self.ensure_process(context).write_shared(request, buffers, options.limits.timeout)
+
+        try:
+            return self._try_twice(storage, rank, buffers, write_there, write_here, lambda: None, is_closed)
+        finally:
+            self._keep(extra)
+
+    def _try_twice(
+        self,
+        storage: Storage,
+        rank: int,
+        buffers: Sequence[SharedBuffer],
+        write_there: Callable[[], _T],
+        write_here: Callable[[], _T],
+        remove: Callable[[], object],
         is_closed: Callable[[], bool],
-    ) -> Written:
-        storage = files.storage
+    ) -> tuple[_T, int]:
+        """Writes by the writer process, and once more by a fresh one if that dies.
+
+        Args:
+            storage: Where to.
+            rank: Of this process.
+            buffers: What is written from.
+            write_there: Writes by the process.
+            write_here: Writes by this process, if there can be no other one.
+            remove: Removes what a process that died has left.
+            is_closed: See `write`.
+
+        Returns:
+            What has been written, and how many times.
+        """
         for attempt in (1, 2):
             if not all(buffer.can_be_sent for buffer in buffers):
-                return Written(self._write_here(files, items, options), attempt)
+                return write_here(), attempt
             try:
-                digest = functools.partial(self._digest, options, buffers)
-                request = WriteRequest(storage.location, options, files.plan(sources, digest), context)
-                done = self.ensure_process(context).write(request, buffers, options.limits.timeout)
-                return Written(files.finish(done, digest), attempt)
+                return write_there(), attempt
             except Unsendable as error:
                 raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
             except WriterProcessHung as error:  # another would hang there as long, and so would this process
@@ -179,24 +267,24 @@ class WriterClient:
                 def clean(hung: WriterProcess | None = hung) -> None:
                     if hung is not None:
                         hung.wait_dead()
-                    files.remove()
+                    remove()
 
                 error.cleaning = in_background(clean, name="clean-up", daemon=True)
                 raise
             except WriterProcessDied as error:
-                files.remove()
+                remove()
                 if is_closed():
                     raise WriteError(f"the writer was closed before the save to {storage.path} was over") from error
                 if isinstance(error, NotStarted):
-                    logger.warning(_WRITES_ITSELF, files.rank, str(error))
-                    return Written(self._write_here(files, items, options), attempt)
+                    logger.warning(_WRITES_ITSELF, rank, str(error))
+                    return write_here(), attempt
                 if attempt == 2:
                     raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
-                logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
+                logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))
             except Exception:
                 raise
             except BaseException:  # a Ctrl-C, which has ended the process
-                files.remove()
+                remove()
                 raise
         raise AssertionError("unreachable")
 

@@ -65,6 +65,7 @@ class StagedSave:
         context: The process context when staging began. Relative paths of the save are relative to its directory.
         record: The manager's record for the checkpoint's index; None without a manager.
         files: Receives what a rank has written for the save; None if nobody needs it.
+        ties: The names of tied tensors, and of the tensor that each is; noted for saves of models.
         omitted: The keys of tensors that are not staged, because other ranks write them.
         on_written: Called when the save is written, with the digests of the written items by offset and size in the
             buffer. The digests are empty if items are encrypted.
@@ -88,6 +89,7 @@ class StagedSave:
         self.times = StageTimes()
         self.record: Any = None
         self.files: Any = None
+        self.ties: Mapping[str, str] = {}
         self.omitted: frozenset[str] = frozenset()
         self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
         # All waits use this condition. Its lock is reentrant, because a signal handler that closes the writer, or the

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -116,6 +116,69 @@ class Sink(abc.ABC):
     @abc.abstractmethod
     def _abort(self) -> None:
         """Removes whatever is there of the file."""
+
+
+class SharedFile(NamedTuple):
+    """A file that several processes write together, each some of it. It appears when one of them completes it."""
+
+    name: str
+    """The name that it will have."""
+    token: str
+    """By which the storage knows it until then."""
+    nbytes: int
+
+
+class SharedSink(abc.ABC):
+    """One process's part in a `SharedFile`, written by several threads.
+
+    A storage's sink defines `_put` and `_finish`.
+    """
+
+    concurrency = 1
+    """How many writes at once reach the full speed."""
+
+    def __init__(self) -> None:
+        self.bytes_written = 0
+        """Bytes taken so far. It grows as long as the write makes progress."""
+        self.write_seconds = 0.0
+        """Time spent in `put`, added up over threads."""
+        self.complete_seconds = 0.0
+        """Time spent in `finish`."""
+        self._lock = free_in_child(threading.Lock())
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Writes bytes at an offset; raises `OSError`.
+
+        ``data`` belongs to the caller again afterwards. Its address and the offset have the same remainder by a page.
+        """
+        started = time.perf_counter()
+        self._put(offset, data)
+        with self._lock:
+            self.bytes_written += data.nbytes
+            self.write_seconds += time.perf_counter() - started
+
+    def finish(self) -> Mapping[int, Mapping[str, str]]:
+        """Makes everything durable that was put; raises `OSError`. Idempotent.
+
+        Returns:
+            What `Storage.complete_shared` has to know of it.
+        """
+        started = time.perf_counter()
+        try:
+            return self._finish()
+        finally:
+            self.complete_seconds += time.perf_counter() - started
+
+    def close(self) -> None:  # noqa: B027
+        """Closes what is open of the file. Idempotent."""
+
+    @abc.abstractmethod
+    def _put(self, offset: int, data: memoryview) -> None:
+        """Writes bytes at an offset."""
+
+    @abc.abstractmethod
+    def _finish(self) -> Mapping[int, Mapping[str, str]]:
+        """Makes it durable."""
 
 
 class RangeReader(abc.ABC):
@@ -233,6 +296,41 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
+
+    def granule_of(self, nbytes: int) -> int:
+        """The size of the blocks of a shared file of which each must be written by one process alone.
+
+        Args:
+            nbytes: Of the file.
+
+        Returns:
+            1 if each byte may be anybody's; a multiple of 8; or 0 if several processes cannot write one file here.
+        """
+        return 0
+
+    def begin_shared(self, name: str, nbytes: int, *, save_id: str) -> SharedFile:
+        """Begins a file that several processes write; raises `OSError`. `complete_shared` or `abort_shared` ends it."""
+        raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
+
+    def open_shared(self, file: SharedFile, *, sync: bool) -> SharedSink:
+        """Opens a shared file that this or another process has begun; raises `OSError`."""
+        raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
+
+    def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
+        """Gives a shared file its name, when all of it is written. The name is durable after `sync_directory`.
+
+        Args:
+            file: The file.
+            parts: What `SharedSink.finish` has returned in all processes.
+            replace: Replace an old file. Otherwise an old file is an error, as far as the storage can tell.
+
+        Raises:
+            OSError: it is not there; or nobody knows.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
+
+    def abort_shared(self, file: SharedFile) -> None:  # noqa: B027
+        """Drops a shared file that is not complete; raises `OSError`. Idempotent."""
 
     def sync_directory(self) -> None:  # noqa: B027
         """Makes the names of new files durable, where they are not durable with the files."""

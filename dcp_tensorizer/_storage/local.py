@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -25,10 +25,20 @@ from .base import (
     ReadTuning,
     Refused,
     Shared,
+    SharedFile,
     Storage,
     temporary_file_name,
 )
-from .local_io import LocalFile, LocalSink, UncachedFile, explained, give_mode, new_file
+from .local_io import (
+    LocalFile,
+    LocalSharedSink,
+    LocalSink,
+    UncachedFile,
+    explained,
+    give_mode,
+    make_shared,
+    new_file,
+)
 
 _T = TypeVar("_T")
 
@@ -38,6 +48,8 @@ _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "
 _LOCK_SECONDS = 10.0  # to wait for the lock of a small file; replacing the file takes milliseconds
 # Errors of network mounts that leave the outcome of a request unknown.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
+
+_GRANULE = 1 << 20  # the largest page of a network mount's cache, and of its server's blocks
 
 
 _HEAD_BYTES = 64  # enough of a file to recognise its format
@@ -98,6 +110,35 @@ class LocalStorage(Storage):
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> LocalSink:
         return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local, umask=self.umask)
+
+    def granule_of(self, nbytes: int) -> int:
+        # One kernel has one cache for all. Two machines that mount a directory each have one, and write whole pages
+        # of it: of a page that both have changed, the last one's remains.
+        return 1 if self._is_local else _GRANULE
+
+    def begin_shared(self, name: str, nbytes: int, *, save_id: str) -> SharedFile:
+        token = temporary_file_name(name, save_id)
+        make_shared(self._root / token, nbytes, preallocate=self._is_local, umask=self.umask)
+        return SharedFile(name, token, nbytes)
+
+    def open_shared(self, file: SharedFile, *, sync: bool) -> LocalSharedSink:
+        return self._looked_for(lambda: LocalSharedSink(self._root / file.token, sync=sync))
+
+    def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
+        found = self._looked_for(lambda: _check_kind(self._root / file.token)).st_size
+        if found != file.nbytes:
+            raise OSError(f"it has {found:,} bytes, and {file.nbytes:,} were written")
+        with suppress(FileNotFoundError):
+            _check_kind(self._root / file.name)  # a rename would replace it
+        if self._is_given_up:
+            raise TimeoutError(errno.ETIMEDOUT, "it has taken too long")
+        if not replace:
+            _link(self._root / file.token, self._root / file.name)
+        os.replace(self._root / file.token, self._root / file.name)  # for a link to the same file this does nothing
+        (self._root / file.token).unlink(missing_ok=True)
+
+    def abort_shared(self, file: SharedFile) -> None:
+        self._unlink(file.token)
 
     def sync_directory(self) -> None:
         _sync_directory(self._root)

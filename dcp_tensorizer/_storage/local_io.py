@@ -9,7 +9,7 @@ import os
 import pwd
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child, too_large, too_many
 from .._runtime.process_context import current_umask
-from .base import MemoryReader, RangeReader, Sink, rest_of
+from .base import MemoryReader, RangeReader, SharedSink, Sink, rest_of
 
 _IOV_MAX = 1024  # Linux's limit on the buffers of one preadv
 _LEAST_UNCACHED = 1 << 20  # smaller reads are not worth a look at the cache
@@ -229,6 +229,74 @@ class LocalSink(Sink):
 
     def _close_descriptors(self) -> None:
         """Closes each descriptor once: its number may be another file's afterwards, even if closing it failed."""
+        numbers, self._to_close = self._to_close, []
+        with ExitStack() as closing:
+            for number in numbers:
+                closing.callback(os.close, number)
+
+
+def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None) -> None:
+    """Creates a file of ``nbytes`` bytes that several processes will write; it must not exist.
+
+    Raises:
+        OSError: it cannot be created; it is not there then.
+    """
+    fd = new_file(path, umask)
+    try:
+        try:
+            if preallocate and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, nbytes)
+            else:
+                os.ftruncate(fd, nbytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise explained(error) from error
+
+
+class LocalSharedSink(SharedSink):
+    """This process's part in a file that others write, too. Where it can, it writes past the page cache.
+
+    Args:
+        path: Of the file, which exists.
+        sync: Make the data durable in `finish`.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+    """
+
+    concurrency = 6
+
+    def __init__(self, path: Path, *, sync: bool) -> None:
+        super().__init__()
+        self._sync = sync
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._direct_fd = open_direct(path, os.O_WRONLY)
+        self._to_close = [self._fd] if self._direct_fd is None else [self._fd, self._direct_fd]
+
+    def _put(self, offset: int, data: memoryview) -> None:
+        head = min(data.nbytes, -offset % BLOCK)
+        whole = (data.nbytes - head) // BLOCK * BLOCK
+        try:
+            _put(self._fd, data[:head], offset)
+            middle = data[head : head + whole]
+            if self._direct_fd is None or not _put_direct(self._direct_fd, middle, offset + head):
+                whole = 0
+            _put(self._fd, data[head + whole :], offset + head + whole)
+        except OSError as error:
+            raise explained(error) from error
+
+    def _finish(self) -> Mapping[int, Mapping[str, str]]:
+        if self._to_close:
+            if self._sync:
+                os.fsync(self._fd)
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self.close()
+        return {}
+
+    def close(self) -> None:
         numbers, self._to_close = self._to_close, []
         with ExitStack() as closing:
             for number in numbers:

@@ -24,10 +24,12 @@ from .protocol import (
     DigestResult,
     FlushRequest,
     Request,
+    SharedWriteRequest,
     SnapshotRequest,
     WriteDone,
     WriteRequest,
 )
+from .shared_job import PartsWritten
 
 _DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
 
@@ -97,6 +99,14 @@ class WriterProcess(ChildProcess):
         assert isinstance(answer, WriteDone)
         return answer
 
+    def write_shared(
+        self, request: SharedWriteRequest, buffers: Sequence[BufferHandle], timeout: float
+    ) -> PartsWritten:
+        """Lets the process write its part of files that others write, too; raises as `write` does."""
+        answer = self._ask(request, buffers, timeout)
+        assert isinstance(answer, PartsWritten)
+        return answer
+
     def digest(self, request: DigestRequest, buffers: Sequence[BufferHandle], timeout: float) -> tuple[bytes, ...]:
         """Lets the process take digests of tensors, and waits for them; raises as `write` does."""
         answer = self._ask(request, buffers, timeout)
@@ -108,7 +118,10 @@ class WriterProcess(ChildProcess):
         self._ask(request, buffers, timeout)
 
     def _ask(
-        self, request: WriteRequest | DigestRequest | SnapshotRequest, buffers: Sequence[BufferHandle], timeout: float
+        self,
+        request: WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest,
+        buffers: Sequence[BufferHandle],
+        timeout: float,
     ) -> Answer:
         self._lock.acquire()
         with self._conversation():

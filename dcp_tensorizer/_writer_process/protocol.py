@@ -15,6 +15,7 @@ from .._runtime.channel import Done, Failed
 from .._runtime.process_context import ProcessContext
 from .._staging.shared_mappings import SharedFile
 from .._storage.base import FileIdentity
+from .shared_job import PartsWritten, Pieces, SharedFilePart
 from .write_options import WriteOptions
 
 if TYPE_CHECKING:
@@ -118,6 +119,26 @@ class WriteRequest:
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
+class SharedWriteRequest:
+    """Write pieces of tensors into files below ``path`` that other processes write, too, and make them durable.
+
+    Attributes:
+        pieces: What goes where; the sources are ``tensors``, by their numbers.
+        dtypes: The dtype that each tensor is written as.
+        context, buffers: As in a `WriteRequest`.
+    """
+
+    path: str
+    options: WriteOptions
+    files: tuple[SharedFilePart, ...]
+    pieces: Pieces
+    tensors: tuple[TensorSource, ...]
+    dtypes: tuple[str, ...]
+    context: ProcessContext | None = None
+    buffers: tuple[BufferInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class FlushRequest:
     """Flush a local folder to a remote one, from now on, while nothing else is asked for."""
 
@@ -183,5 +204,5 @@ class WriteDone:
         return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}
 
 
-Request = WriteRequest | DigestRequest | SnapshotRequest | DetachRequest | FlushRequest
-Answer = WriteDone | DigestResult | Done | Failed
+Request = WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | DetachRequest | FlushRequest
+Answer = WriteDone | PartsWritten | DigestResult | Done | Failed

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .._format.encoder import PartMemory
 from .._runtime.channel import Channel, Done, Progress, Ready
 from .._runtime.child import OWN_VARIABLES, at_end_of, begin
@@ -32,10 +34,12 @@ from .protocol import (
     DigestRequest,
     FlushRequest,
     Request,
+    SharedWriteRequest,
     SnapshotRequest,
     TensorSource,
     WriteRequest,
 )
+from .shared_job import Fill, SharedWriteJob
 
 if TYPE_CHECKING:
     from .._tiers.flush import FlushThread
@@ -102,7 +106,7 @@ class _Worker:
         self._shared: dict[SharedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_KEPT_BYTES)
-        self._job: FileJob | DigestJob | None = None
+        self._job: FileJob | DigestJob | SharedWriteJob | None = None
         self._connection: object = None
         self._flushes: FlushThread | None = None
 
@@ -123,11 +127,13 @@ class _Worker:
         return self._fulfil(request), ()
 
     def _fulfil(self, request: Request) -> Answer:
-        if isinstance(request, WriteRequest | FlushRequest) and request.context is not None:
+        if isinstance(request, WriteRequest | SharedWriteRequest | FlushRequest) and request.context is not None:
             request.context.take_on(OWN_VARIABLES)
         match request:
             case WriteRequest():
                 return self._write(request)
+            case SharedWriteRequest():
+                return self._write_shared(request)
             case DigestRequest():
                 return self._run(DigestJob(request.tensors, self._bytes, thread_count=request.thread_count))
             case SnapshotRequest():
@@ -175,7 +181,22 @@ class _Worker:
         self._part_memory = memory  # that of a job that failed is not kept: some of it may never have come back
         return answer
 
-    def _run(self, job: FileJob | DigestJob) -> Answer:
+    def _write_shared(self, request: SharedWriteRequest) -> Answer:
+        options = request.options
+        storage = open_storage(request.path, options.storage_options, options.limits.timeout)
+        self._connection = storage.connection
+        fill: Fill = functools.partial(self._fill, request.tensors)
+        if any(source.dtype != dtype for source, dtype in zip(request.tensors, request.dtypes, strict=True)):
+            from .casts import filling  # torch, which takes two seconds and 200 MB, where nothing else can cast
+
+            fill = filling(request.tensors, request.dtypes, self._bytes)
+        return self._run(SharedWriteJob(storage, request.files, request.pieces, fill, options))
+
+    def _fill(self, sources: Sequence[TensorSource], number: int, start: int, memory: np.ndarray) -> None:
+        """Fills memory with bytes of a tensor."""
+        memory[:] = np.frombuffer(self._bytes(sources[number])[start : start + memory.nbytes], dtype=np.uint8)
+
+    def _run(self, job: FileJob | DigestJob | SharedWriteJob) -> Answer:
         self._job = job
         with suppress(OSError, RuntimeError):  # without /proc, or another thread, the priority stays
             arguments = job, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
@@ -207,7 +228,7 @@ class _Worker:
         with suppress(EOFError):
             self._channel.send(message)
 
-    def _use_spare_cores(self, job: FileJob | DigestJob, others: set[int], spare: SpareCores) -> None:
+    def _use_spare_cores(self, job: FileJob | DigestJob | SharedWriteJob, others: set[int], spare: SpareCores) -> None:
         """Lowers the priority of a job's threads further, as soon as there are seen to be idle cores for them.
 
         Only that of the job's own threads, which end with it: without privileges a priority cannot be raised again.

@@ -10,7 +10,18 @@ from ..support import PACKAGE
 def test_only_public_modules_have_public_names() -> None:
     """What users may import lies at the top; the folders and modules beside it begin with an underscore."""
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    public = {"any_format", "convert", "errors", "lightning", "manager", "planner", "reader", "run", "storage"}
+    public = {
+        "any_format",
+        "convert",
+        "errors",
+        "export",
+        "lightning",
+        "manager",
+        "planner",
+        "reader",
+        "run",
+        "storage",
+    }
     public |= {"testing", "tools", "torchtitan", "writer"}
     assert {name for name in names if not name.startswith("_")} == public
 

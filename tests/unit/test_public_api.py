@@ -25,6 +25,7 @@ from dcp_tensorizer import (
     MetadataError,
     NotCommitted,
     ReadError,
+    SafetensorsStorageWriter,
     SaveLimits,
     SavePlanner,
     SaveReport,
@@ -76,6 +77,7 @@ def test_exported_names_are_pinned() -> None:
         "NotCommitted",
         "PublishedVersion",
         "ReadError",
+        "SafetensorsStorageWriter",
         "SaveLimits",
         "SavePlanner",
         "SaveReport",
@@ -146,8 +148,12 @@ def test_torch_finds_a_parameter_named_kwargs(method: object) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(TensorizerStorageWriter, StorageWriter), (TensorizerStorageReader, StorageReader)],
-    ids=["writer", "reader"],
+    [
+        (TensorizerStorageWriter, StorageWriter),
+        (SafetensorsStorageWriter, StorageWriter),
+        (TensorizerStorageReader, StorageReader),
+    ],
+    ids=["writer", "models", "reader"],
 )
 def test_overridden_methods_take_what_torch_passes(ours: type, theirs: type) -> None:
     """Each method of torch's interface can be called here with the same positional arguments and names."""
@@ -284,6 +290,7 @@ def test_not_committed_is_a_file_not_found_error() -> None:
         GoodputReport,
         LoadPlanner,
         LoadReport,
+        SafetensorsStorageWriter,
         SaveLimits,
         SavePlanner,
         SaveReport,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._format.names import metadata_file_name
+from ..._format.renaming import Renaming
 from ..._index.container import is_index, looks_like_pickle
 from ..._loading.validate import check_files, has_data, nothing_committed
 from ..._storage.base import Storage
@@ -233,31 +234,18 @@ def _stripped(path: Path, prefix: str) -> Path:
 
 def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -> dict[str, Path]:
     """Renames keys; raises `ConversionError` for a rule that matches no key."""
-    patterns = {rule: _pattern(rule, new) for rule, new in rules.items()}
-    unused = set(rules)
+    try:
+        renaming = Renaming(rules)
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
     renamed = {}
     for old, path in paths.items():
         key = key_of(path)
-        renamed[old] = path
-        for rule, pattern in patterns.items():
-            if match := pattern.fullmatch(key):
-                unused.discard(rule)
-                parts = iter(match.groups())
-                new = re.sub(r"\*", lambda _, parts=parts: next(parts), rules[rule])  # type: ignore[misc]
-                renamed[old] = _moved(path, new)
-                break
-    for rule in rules:
-        if rule in unused:
-            raise ConversionError(
-                f"no key of {source} that is to be converted matches {rule!r}, which is to be renamed"
-            )
+        new = renaming.new_name(key)
+        renamed[old] = path if new == key else _moved(path, new)
+    for rule in renaming.unused:
+        raise ConversionError(f"no key of {source} that is to be converted matches {rule!r}, which is to be renamed")
     return renamed
-
-
-def _pattern(rule: str, new: str) -> re.Pattern[str]:
-    if not new or new.count("*") > rule.count("*"):
-        raise ConversionError(f"{rule!r} cannot become {new!r}: that is empty, or has a * more")
-    return re.compile("(.*)".join(map(re.escape, rule.split("*"))), re.DOTALL)
 
 
 def _moved(path: Path, key: str) -> Path:

@@ -1,29 +1,37 @@
 """safetensors files, read and written by ranges, so that no tensor must be in memory as a whole.
 
-The safetensors library reads only local files, and writes only tensors that are in memory.
-
-    8 bytes   length of the header
-    header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
-    data      the tensors' elements, without gaps
+The safetensors library reads only local files, and writes only tensors that are in memory. The layout of files is in
+`_format.safetensors`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-import json
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import torch
 from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
+from ..._format.safetensors import (
+    DTYPES,
+    INDEX,
+    LENGTH,
+    MAX_HEADER,
+    PAIRS,
+    SINGLE,
+    FileLayout,
+    fault_of,
+    file_names,
+    index_of,
+    lay_out,
+    shards,
+)
 from ..._format.tensor_bytes import host_bytes
 from ..._index.chunks import Region
 from ..._loading.validate import check_chunks
@@ -34,38 +42,9 @@ from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
 from .common import Options, by_key, check_no_objects, open_file, read_range
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER = 100_000_000  # the library's own limit
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 _PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
 _OFFSETS = "DCP_SHARDING_INFO"  # the offset of each tensor of such a file in the whole tensor
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_PAIRS = torch.float4_e2m1fn_x2
-"""Two elements in a byte, which count as one in torch's shapes, and as two in the format's last dimension."""
 
 
 class _Entry(Struct):
@@ -108,7 +87,7 @@ _decode_saved = Decoder(dict[str, _Saved]).decode
 
 def is_directory(storage: Storage) -> bool:
     """Returns whether a directory is laid out as by Hugging Face, or as by torch, which saves a file for each rank."""
-    return any(storage.head(name) is not None for name in (_INDEX, _SINGLE)) or bool(_parts(storage))
+    return any(storage.head(name) is not None for name in (INDEX, SINGLE)) or bool(_parts(storage))
 
 
 def _parts(storage: Storage) -> list[str]:
@@ -124,22 +103,22 @@ def read_directory(storage: Storage) -> CheckpointView:
     Raises `ConversionError` if a file is of another kind, damaged, or lacks a tensor of the index, `MetadataError` if
     the parts of a tensor do not make it up, and `ReadError` if a file cannot be read.
     """
-    if storage.head(_INDEX) is None and storage.head(_SINGLE) is None:
+    if storage.head(INDEX) is None and storage.head(SINGLE) is None:
         return CheckpointView(storage.path, "safetensors", _put_together(storage, _parts(storage)))
     file_of: dict[str, str] = {}
-    if (index := storage.read(_INDEX)) is not None:
-        with _damage_translated(f"{storage.path}/{_INDEX}"):
+    if (index := storage.read(INDEX)) is not None:
+        with _damage_translated(f"{storage.path}/{INDEX}"):
             file_of = _decode_index(index).weight_map
             if any("/" in name or name.startswith(".") for name in file_of.values()):
                 raise ValueError("it names files that are not beside it")
-    names = [_SINGLE] if index is None else sorted(set(file_of.values()))
+    names = [SINGLE] if index is None else sorted(set(file_of.values()))
     tensors: dict[tuple[str, str], StoredTensor] = {}
     for name in names:
         tensors |= {(key, name): tensor for key, tensor in read(storage, name).tensors.items()}
     for key, name in file_of.items():
         if (key, name) not in tensors:
             raise ConversionError(
-                f"{storage.path}/{name} lacks {key!r}, which {_INDEX} says to be there: files were exchanged, or are "
+                f"{storage.path}/{name} lacks {key!r}, which {INDEX} says to be there: files were exchanged, or are "
                 f"not all of one model"
             )
     chosen = {key: tensor for (key, name), tensor in tensors.items() if file_of.get(key, name) == name}
@@ -191,11 +170,11 @@ def read(storage: Storage, name: str) -> CheckpointView:
 def _opened(storage: Storage, name: str) -> _File:
     with open_file(storage, name) as reader, _damage_translated(f"{storage.path}/{name}"):
         nbytes = storage.head(name) or 0
-        (length,) = _LENGTH.unpack(read_range(reader, 0, _LENGTH.size))
-        base = _LENGTH.size + length
-        if length > _MAX_HEADER or base > nbytes:
+        (length,) = LENGTH.unpack(read_range(reader, 0, LENGTH.size))
+        base = LENGTH.size + length
+        if length > MAX_HEADER or base > nbytes:
             raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
-        raw = _decode_header(read_range(reader, _LENGTH.size, length))
+        raw = _decode_header(read_range(reader, LENGTH.size, length))
         notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
         entries = {key: _decode_entry(value) for key, value in raw.items()}
         _check_offsets(entries, nbytes - base)
@@ -215,11 +194,11 @@ def _check_offsets(described: Mapping[str, _Entry], nbytes: int) -> None:
 
 
 def _tensor(storage: Storage, name: str, key: str, entry: _Entry, base: int) -> StoredTensor:
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"{key!r} is of dtype {entry.dtype}, which torch does not have")
     shape = entry.shape
-    if dtype == _PAIRS:
+    if dtype == PAIRS:
         if not shape or shape[-1] % 2:
             raise ValueError(f"{key!r} of shape {shape} has a last dimension that is not of pairs")
         shape = (*shape[:-1], shape[-1] // 2)
@@ -244,27 +223,8 @@ def check(view: CheckpointView, options: Options) -> None:
     """Raises `ConversionError` for objects, and for dtypes and keys that the format does not have."""
     check_no_objects(view, "safetensors")
     for tensor in view.tensors.values():
-        if tensor.dtype not in _NAMES:
-            raise ConversionError(
-                f"{tensor.key!r} is of {tensor.dtype}, which safetensors does not have: leave it out, or convert it"
-            )
-        if tensor.dtype == _PAIRS and not tensor.shape:
-            raise ConversionError(
-                f"{tensor.key!r} is a pair of elements without a dimension, which safetensors does not have: "
-                f"leave it out"
-            )
-        _check_key(tensor.key)
-        if tensor.key == "__metadata__":
-            raise ConversionError("'__metadata__' cannot be a key in safetensors: leave it out")
-
-
-def _check_key(key: str) -> None:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        raise ConversionError(
-            f"{key!r} cannot be a key in safetensors: it is not valid Unicode. Leave it out"
-        ) from None
+        if (fault := fault_of(tensor.key, tensor.dtype, tensor.shape)) is not None:
+            raise ConversionError(f"{tensor.key!r} {fault}")
 
 
 def write(
@@ -277,58 +237,22 @@ def write(
     """Writes a file if the path ends in ``.safetensors``; otherwise a directory in Hugging Face's layout."""
     tensors = list(view.tensors.values())
     if path.endswith(".safetensors"):
-        (shard,) = _shards(tensors, view.nbytes)
         with new_file(path, storage_options) as (storage, name):
-            _write_file(storage, name, shard, block_bytes)
+            _write_file(storage, name, lay_out(tensors), block_bytes)
         return
-    shards = _shards(tensors, options.shard_bytes)
-    total = len(shards)
-    names = [_SINGLE] if total == 1 else [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
+    files = [lay_out(of_file) for of_file in shards(tensors, options.shard_bytes)]
+    names = [SINGLE] if len(files) == 1 else file_names(len(files))
     with new_directory(path, storage_options, "model*.safetensors") as storage:
-        for name, shard in zip(names, shards, strict=True):
-            _write_file(storage, name, shard, block_bytes)
-        if total > 1:
-            places = {tensor.key: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            index = {"metadata": {"total_size": view.nbytes}, "weight_map": places}
-            storage.put(_INDEX, json.dumps(index, indent=2).encode() + b"\n", sync=True)
+        for name, file in zip(names, files, strict=True):
+            _write_file(storage, name, file, block_bytes)
+        if len(files) > 1:
+            index = index_of({name: file.tensors for name, file in zip(names, files, strict=True)})
+            storage.put(INDEX, index, sync=True)
 
 
-def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Distributes tensors over files of at most ``max_bytes``; a larger tensor gets a file of its own."""
-    shards: list[list[StoredTensor]] = [[]]
-    room = max_bytes
-    for tensor in tensors:
-        if tensor.nbytes > room and shards[-1]:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(tensor)
-        room -= tensor.nbytes
-    # The largest elements first, so that each tensor begins at a multiple of its element size.
-    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
-
-
-def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], block_bytes: int) -> None:
-    header = _header(tensors)
-    with written_file(storage, name, len(header) + sum(tensor.nbytes for tensor in tensors)) as write_piece:
-        write_piece(memoryview(header))
-        for tensor in tensors:
+def _write_file(storage: Storage, name: str, layout: FileLayout[StoredTensor], block_bytes: int) -> None:
+    with written_file(storage, name, layout.nbytes) as write_piece:
+        write_piece(memoryview(layout.header))
+        for tensor in layout.tensors:
             for region in blocks_of(tensor, block_bytes):
                 write_piece(host_bytes(tensor.read(region)))
-
-
-def _header(tensors: Sequence[StoredTensor]) -> bytes:
-    """The beginning of a file, up to the first tensor's elements."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        offsets = [position, position + tensor.nbytes]
-        shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.dtype == _PAIRS else list(tensor.shape)
-        described[tensor.key] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": shape,
-            "data_offsets": offsets,
-        }
-        position = offsets[1]
-    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return _LENGTH.pack(len(text)) + text

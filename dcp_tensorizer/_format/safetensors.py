@@ -1,0 +1,169 @@
+"""The layout of safetensors files, and of directories of them as Hugging Face has them.
+
+    8 bytes   length of the header
+    header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
+    data      the tensors' elements, without gaps
+
+Files are laid out as ``safetensors.torch.save_file`` does it, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+SINGLE = "model.safetensors"
+"""The one file of a model that fits into one."""
+INDEX = "model.safetensors.index.json"
+"""Says in which file each tensor is."""
+MAX_SHARD_BYTES = 5_000_000_000
+"""The most in a file, as Hugging Face has it."""
+LENGTH = struct.Struct("<Q")
+MAX_HEADER = 100_000_000
+"""The library's own limit."""
+
+# In the library's order: the tensors of the first dtype come first in a file. So each begins at a multiple of its
+# element.
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F4": torch.float4_e2m1fn_x2,
+    "BOOL": torch.bool,
+}
+"""The dtypes of the format."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PAIRS = torch.float4_e2m1fn_x2
+"""Two elements in a byte: torch counts them as one in its shapes, and the format as two, in the last dimension."""
+
+_ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
+_NOTES = {"format": "pt"}
+
+
+class Described(Protocol):
+    """A tensor that is to be in a file."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+T = TypeVar("T", bound=Described)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout(Generic[T]):
+    """A file.
+
+    Attributes:
+        tensors: In the order of the file.
+        starts: The first byte of each.
+        header: The file up to the first tensor.
+        nbytes: Of the file.
+    """
+
+    tensors: tuple[T, ...]
+    starts: tuple[int, ...]
+    header: bytes
+    nbytes: int
+
+
+def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+    """Why the format cannot hold a tensor, as the end of a sentence that begins with its key; None if it can."""
+    if dtype not in NAMES:
+        return f"is of {dtype}, which safetensors does not have: leave it out, or convert it"
+    if dtype == PAIRS and not shape:
+        return "is a pair of elements without a dimension, which safetensors does not have: leave it out"
+    if not isinstance(key, str):
+        return f"is a key of type {type(key).__name__}, and safetensors has strings: leave it out, or rename it"
+    if key == "__metadata__":
+        return "cannot be a key in safetensors: leave it out"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return "cannot be a key in safetensors: it is not valid Unicode. Leave it out"
+    return None
+
+
+def nbytes_of(tensor: Described) -> int:
+    """The bytes of a tensor's elements."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
+    """Distributes tensors over files of no more than ``max_bytes``; a tensor that is larger gets a file of its own."""
+    files: list[list[T]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        nbytes = nbytes_of(tensor)
+        if nbytes > room and files[-1]:
+            files.append([])
+            room = max_bytes
+        files[-1].append(tensor)
+        room -= nbytes
+    return files
+
+
+def lay_out(tensors: Iterable[T]) -> FileLayout[T]:
+    """The layout of a file with these tensors."""
+    ordered = tuple(sorted(tensors, key=lambda tensor: (_ORDER[tensor.dtype], tensor.key.encode())))
+    described: dict[str, Any] = {"__metadata__": _NOTES}
+    ends = [0]
+    for tensor in ordered:
+        shape = list(tensor.shape)
+        if tensor.dtype == PAIRS:
+            shape[-1] *= 2
+        ends.append(ends[-1] + nbytes_of(tensor))
+        described[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": ends[-2:]}
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // LENGTH.size) * LENGTH.size)
+    header = LENGTH.pack(len(text)) + text
+    return FileLayout(ordered, tuple(len(header) + end for end in ends[:-1]), header, len(header) + ends[-1])
+
+
+def file_names(count: int, of_save: str = "") -> list[str]:
+    """The names of the files of a model, if an index tells of them.
+
+    Args:
+        count: How many there are.
+        of_save: The id of a save whose files must not have the names of others.
+    """
+    stem = f"model-{of_save}" if of_save else "model"
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def index_of(files: Mapping[str, Sequence[Described]]) -> bytes:
+    """The contents of the index of a model, from the tensors in each file."""
+    tensors = [tensor for of_file in files.values() for tensor in of_file]
+    content = {
+        "metadata": {
+            "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+            "total_size": sum(map(nbytes_of, tensors)),
+        },
+        "weight_map": {tensor.key: name for name, of_file in files.items() for tensor in of_file},
+    }
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"

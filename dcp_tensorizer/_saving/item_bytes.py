@@ -1,0 +1,49 @@
+"""The bytes of a rank's tensors as they are written: of another dtype, if that is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .._format.tensor_bytes import host_bytes
+from .._runtime.forks import free_in_child
+
+_CONVERTED = 4  # tensors: threads go through them in the order of the files
+
+
+class ItemBytes:
+    """Gives the bytes of tensors, by their numbers. Several threads may ask.
+
+    What has to be converted, or copied from a GPU, is so for a moment: not all of it is in memory at once.
+
+    Args:
+        tensors: The tensors.
+        dtypes: The dtype that each is written as.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
+        self._tensors = tensors
+        self._dtypes = dtypes
+        self._converted: OrderedDict[int, memoryview] = OrderedDict()
+        self._converting = free_in_child(threading.Lock())
+
+    def fill(self, number: int, start: int, memory: np.ndarray) -> None:
+        """Fills memory with a tensor's bytes from ``start`` on."""
+        data = self._bytes(number)[start : start + memory.nbytes]
+        memory[:] = np.frombuffer(data, dtype=np.uint8)
+
+    def _bytes(self, number: int) -> memoryview:
+        tensor, dtype = self._tensors[number], self._dtypes[number]
+        if tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous():
+            return host_bytes(tensor)
+        with self._converting:
+            if number not in self._converted:
+                self._converted[number] = host_bytes(tensor.detach().to(dtype))
+                if len(self._converted) > _CONVERTED:
+                    self._converted.popitem(last=False)
+            self._converted.move_to_end(number)
+            return self._converted[number]

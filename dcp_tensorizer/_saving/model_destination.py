@@ -1,0 +1,230 @@
+"""Where a model goes: a directory as Hugging Face has it, whose index, or lone file, makes the save the model there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from .._format.names import metadata_file_name
+from .._format.safetensors import INDEX, SINGLE, file_names, index_of
+from .._staging.staged_save import StagedSave
+from .._storage.base import Refused, SharedFile, Storage
+from .._writer_process.shared_job import SharedFilePart
+from ..errors import NotCommitted, WriteError, describe
+from .commit import put_records, remove_records
+from .context import SaveContext
+from .destination import Destination
+from .model_layout import ModelOptions, ModelPlan
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""The ends of the names of files that hold weights, or tell of them."""
+
+
+class _Index(msgspec.Struct):
+    """The contents of an index: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+class ModelDestination(Destination):
+    """The directory of a model, as one rank uses it in one save.
+
+    The coordinator begins the files, all ranks write them, and the coordinator completes them. Until then they have
+    other names, which no reader takes for a model's.
+
+    Args:
+        context: Of the writer.
+        storage: The directory.
+        staged_save: What was staged for the save, if anything was.
+        model: What the model is written as.
+
+    Attributes:
+        model: The same.
+    """
+
+    def __init__(
+        self, context: SaveContext, storage: Storage, staged_save: StagedSave | None, model: ModelOptions
+    ) -> None:
+        super().__init__(context, storage, staged_save)
+        self.model = model
+        self._index: bytes | None = None
+        self._has_single = False
+        self._is_fresh = True
+        self._begun: tuple[SharedFile, ...] = ()
+        self._completed: tuple[str, ...] = ()
+
+    def _check_free(self, storage: Storage) -> None:
+        if self.metadata_rank is not None:
+            raise WriteError(f"{storage.path}: a model is written by all ranks together: leave use_collectives at True")
+        if not self.commits:
+            return
+        if storage.head(metadata_file_name()) is not None:
+            raise WriteError(f"{storage.path} holds a checkpoint: save the model to another path")
+        self._index, self._has_single = storage.read(INDEX), storage.head(SINGLE) is not None
+        others = [] if self._index is not None or self._has_single else _weights_in(storage)
+        self._is_fresh = self._index is None and not self._has_single and not others
+        if not self._is_fresh and not self.model.overwrite:
+            what = f"{others[0]}, of which no index tells" if others else "a model already"
+            raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
+
+    def begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
+        """Begins the files of a model, on the coordinator.
+
+        Raises:
+            WriteError: they cannot be begun; none of them is there.
+        """
+        return self._in_time(lambda: self._begin_files(plan, save_id))
+
+    def _begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
+        storage, count = self.storage, len(plan.files)
+        if self._has_single and (count > 1 or self._index is not None):
+            raise WriteError(
+                f"{storage.path} holds {SINGLE}, which readers prefer to the index of several files, and this model "
+                f"has {count}: save to another path"
+            )
+        is_lone = count == 1 and self._index is None and (self._is_fresh or self._has_single)
+        names = [SINGLE] if is_lone else file_names(count, "" if self._is_fresh else save_id)
+        granules = [storage.granule_of(layout.nbytes) for layout in plan.files]
+        if not all(granules):
+            raise WriteError(
+                f"{storage.path}: several processes cannot write one file there. A model can be saved to local "
+                f"directories and network mounts: save it to one, and copy it"
+            )
+        put_records(storage, [save_id])
+        try:
+            for name, layout in zip(names, plan.files, strict=True):
+                self._begun += (storage.begin_shared(name, layout.nbytes, save_id=save_id),)
+        except OSError as error:
+            self._drop(save_id)
+            message = f"cannot create {storage.path}/{name}: {describe(error)}"
+            raise WriteError(storage.scrub(message)) from storage.cause(error)
+        except BaseException:
+            self._drop(save_id)
+            raise
+        return [SharedFilePart(file, granule) for file, granule in zip(self._begun, granules, strict=True)]
+
+    def drop_files(self, save_id: str) -> None:
+        """Drops the files that were begun, if they are not a model by now. Idempotent."""
+        if self._begun or self._completed:
+            self._clean_up(lambda: self._drop(save_id))
+
+    def _drop(self, save_id: str) -> None:
+        begun, self._begun = self._begun, ()
+        completed, self._completed = self._completed, ()
+        for file in begun:
+            with suppress(Exception):
+                self.storage.abort_shared(file)
+        if completed:
+            with suppress(Exception):
+                self.storage.remove(*completed)
+        with suppress(Exception):
+            remove_records(self.storage, [save_id])
+
+    def commit_files(
+        self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]], save_id: str
+    ) -> set[str]:
+        """Makes the files the model at the path, on the coordinator, when all ranks have written their parts.
+
+        Args:
+            plan: Of the files.
+            parts: What the ranks have written, by the number of the file.
+            save_id: Of the save.
+
+        Returns:
+            The files of the model that it replaces: they can be removed.
+
+        Raises:
+            WriteError: it is not the model there, and the one before is untouched.
+        """
+        return self._in_time(lambda: self._commit_files(plan, parts, save_id))
+
+    def _commit_files(
+        self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]], save_id: str
+    ) -> set[str]:
+        storage, sync = self.storage, self._context.options.write.sync_files
+        is_lone = self._begun[0].name == SINGLE
+        self.check_commit()
+        for name, content in self._other_files().items():
+            if storage.read(name) != content:
+                storage.put(name, content, sync=sync, save_id=save_id)
+        try:
+            for number, file in enumerate(self._begun):
+                storage.complete_shared(file, parts.get(number, {}), replace=is_lone and self._has_single)
+                if not is_lone:
+                    self._completed += (file.name,)
+            if sync:
+                storage.sync_directory()
+        except OSError as error:
+            message = f"cannot write {storage.path}/{file.name}: {describe(error)}"
+            raise WriteError(storage.scrub(message)) from storage.cause(error)
+        replaced = set[str]()
+        if not is_lone:
+            index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
+            self.check_commit()
+            try:
+                storage.put(INDEX, index, sync=sync, replace=not self._is_fresh, save_id=save_id)
+            except Refused:
+                raise
+            except WriteError:  # it may be in place, or will be: then all files stay
+                self._begun = self._completed = ()
+                raise
+            replaced = _named_files(self._index) - {file.name for file in self._begun}
+        self._begun = self._completed = ()
+        remove_records(storage, [save_id])
+        return replaced
+
+    def check_commit(self) -> None:
+        """Raises `Refused` if the save must not be committed."""
+        self._check_commit()
+
+    def _other_files(self) -> dict[str, bytes]:
+        """The files that come along, by their names.
+
+        Raises:
+            Refused: one of them cannot be read, or has the name of a file of the model.
+        """
+        found: dict[str, bytes] = {}
+        for given in self.model.files:
+            path = Path(given)
+            try:
+                for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                    if path.is_dir() and (not file.is_file() or file.name.endswith(_WEIGHTS)):
+                        continue
+                    if file.name.endswith((".safetensors", ".safetensors.index.json")):
+                        raise Refused(f"files= has {file}, which would be taken for a part of the model: leave it out")
+                    found[file.name] = file.read_bytes()
+            except OSError as error:
+                raise Refused(f"{given}, which files= has, cannot be read: {error}") from error
+        return found
+
+    def remove_replaced(self, names: set[str]) -> None:
+        """Removes the files of the model that was replaced."""
+
+        def remove() -> None:
+            for name in names:
+                with suppress(Exception):
+                    self.storage.remove(name)
+
+        self._clean_up(remove)
+
+
+def _weights_in(storage: Storage) -> list[str]:
+    """The files of safetensors in a directory."""
+    try:
+        return sorted(file.name for file in storage.listing()[0] if file.name.endswith(".safetensors"))
+    except NotCommitted:
+        return []
+
+
+def _named_files(index: bytes | None) -> set[str]:
+    """The files that an index tells of; none if it cannot be read, or they are elsewhere."""
+    if index is None:
+        return set()
+    with suppress(msgspec.MsgspecError):
+        names = set(msgspec.json.decode(index, type=_Index).weight_map.values())
+        return {name for name in names if os.path.basename(name) == name and name.endswith(".safetensors")}
+    return set()

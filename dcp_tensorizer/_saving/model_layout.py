@@ -1,0 +1,350 @@
+"""The layout of a model's files: which tensor is where, and which rank writes which block of a file.
+
+Coordinator: the plans of all ranks -> `plan_model` -> `ModelPlan`, of which each rank gets a `RankLayout`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+
+from .._format.renaming import Renaming, collision, not_inverted
+from .._format.runs import Integers
+from .._format.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, FileLayout, fault_of, lay_out, shards
+from .._index.chunks import ChunkLayout, expand, regions_of_range, runs_of
+from .._index.schema import Layout, Run
+from .._runtime.validation import check_count, check_type
+from .._writer_process.shared_job import SharedFilePart
+from ..errors import WriteError, listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What a model is written as: see `SafetensorsStorageWriter`.
+
+    Raises:
+        TypeError: an option is of a wrong type.
+        ValueError: an option has a value that is not allowed.
+    """
+
+    dtype: torch.dtype | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    files: tuple[str, ...] = ()
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            check_type("dtype", self.dtype, torch.dtype)
+            if not self.dtype.is_floating_point or self.dtype == PAIRS or self.dtype not in NAMES:
+                names = ", ".join(sorted(str(dtype) for dtype in NAMES if dtype.is_floating_point and dtype != PAIRS))
+                raise ValueError(f"dtype={self.dtype} is none of the floating-point dtypes of safetensors: {names}")
+        check_count("max_shard_bytes", self.max_shard_bytes)
+        Renaming(self.rename).inverse()
+
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype | None,
+        rename: Mapping[str, str] | None,
+        max_shard_bytes: int,
+        files: Sequence[str | os.PathLike[str]],
+        overwrite: bool,
+    ) -> ModelOptions:
+        """The options as a user gives them: paths are made absolute now.
+
+        Raises:
+            TypeError, ValueError: see the class.
+        """
+        check_type("rename", rename or {}, Mapping)
+        if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
+            raise TypeError(f"files must be a list of paths, and is {files!r}")
+        paths = tuple(os.path.abspath(file) for file in files)
+        return cls(
+            dtype=dtype,
+            rename=dict(rename or {}),
+            max_shard_bytes=max_shard_bytes,
+            files=paths,
+            overwrite=overwrite,
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments as they were given."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that tensors of a dtype are written as."""
+        return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A tensor of the model.
+
+    Attributes:
+        key: Its name in the files.
+        fqn: Its name in the state dict.
+        dtype: That it is written as.
+        chunks: Offset, size and rank of each of its parts.
+    """
+
+    key: str
+    fqn: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The files of a model.
+
+    Attributes:
+        files: In their order.
+        dropped: The names, in the state dict, of tensors that are others under another name.
+        ranks: How many ranks write.
+    """
+
+    files: tuple[FileLayout[ModelTensor], ...]
+    dropped: frozenset[str]
+    ranks: int
+
+
+def plan_model(
+    plans: Sequence[SavePlan],
+    options: ModelOptions,
+    *,
+    path: str,
+    order: Mapping[str, int],
+    ties: Sequence[Mapping[str, str]],
+) -> ModelPlan:
+    """The layout of the model that some plans are of.
+
+    Args:
+        plans: What each rank writes.
+        options: Of the writer.
+        path: Of the model, for messages.
+        order: The number of each name in the coordinator's state dict.
+        ties: The tensors of each rank that are another one: the name of that by their own.
+
+    Raises:
+        WriteError: the format cannot hold it, or two tensors would have one name; names the keys.
+    """
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], int]]]] = {}
+    objects: dict[str, None] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            if item.type == WriteItemType.BYTE_IO or data is None:
+                objects[item.index.fqn] = None
+                continue
+            known = tensors.setdefault(item.index.fqn, (data.properties.dtype, tuple(data.size), []))
+            known[2].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes), rank))
+    if objects:
+        raise WriteError(
+            f"{path}: {listed(list(objects))} {'is' if len(objects) == 1 else 'are'} not of tensors, which "
+            f"safetensors cannot hold: leave {'it' if len(objects) == 1 else 'them'} out of the state dict"
+        )
+    dropped = _dropped(ties, tensors)
+    names = _names([fqn for fqn in tensors if fqn not in dropped], options.rename, path)
+    found = []
+    for fqn, key in names.items():
+        dtype, shape, chunks = tensors[fqn]
+        stored = options.stored_dtype(dtype)
+        if (fault := fault_of(key, stored, shape)) is not None:
+            raise WriteError(f"{path}: {fqn!r} {fault}")
+        found.append(ModelTensor(key, fqn, stored, shape, tuple(chunks)))
+    found.sort(key=lambda tensor: order.get(tensor.fqn, len(order)))
+    files = tuple(lay_out(of_file) for of_file in shards(found, options.max_shard_bytes))
+    return ModelPlan(files, dropped, len(plans))
+
+
+def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
+    """The tensors that are another one. Whoever has elements of one looks once more that it is so there."""
+    found = {fqn: first for of_rank in ties for fqn, first in of_rank.items()}
+    return frozenset(fqn for fqn, first in found.items() if fqn in tensors and first in tensors)
+
+
+def _names(fqns: Sequence[str], rules: Mapping[str, str], path: str) -> dict[str, str]:
+    """The new names of tensors.
+
+    Raises:
+        WriteError: two would have the same one, a rule is of none, or a load could not find the way back.
+    """
+    renaming = Renaming(rules)
+    names = {fqn: renaming.new_name(fqn) for fqn in fqns}
+    if renaming.unused:
+        raise WriteError(f"{path}: no tensor matches {listed(list(renaming.unused))}, which rename= has")
+    if (pair := collision(names)) is not None:
+        raise WriteError(f"{path}: {pair[0]!r} and {pair[1]!r} would both be {names[pair[0]]!r}: mend rename=")
+    if rules and (pair := not_inverted(renaming, names)) is not None:
+        raise WriteError(
+            f"{path}: {pair[0]!r} would be {names[pair[0]]!r}, and a load with the same rename= would take that for "
+            f"{pair[1]!r}: mend rename=, so that each new name leads back to one key"
+        )
+    return names
+
+
+# --- the layout as a rank needs it ------------------------------------------------------------------------------------
+#
+# Names are sent as hashes, and shardings as rules: what a rank gets is small, however many ranks there are.
+
+
+class ChunkOwners(NamedTuple):
+    """A sharding: the chunks of tensors of one shape, and the rank of each."""
+
+    chunks: Layout
+    ranks: list[Run]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLayout:
+    """The layout of all files, for all ranks alike.
+
+    Attributes:
+        save_id: Of the coordinator's save.
+        ranks: How many ranks write.
+        files: The files.
+        headers: The bytes of the header of each.
+        hashes: Of the names of all tensors, in ascending order. The other columns are in this order, too.
+        file, start: Where each tensor is; the file is -1 for one that is not written.
+        dtype: The number of its dtype.
+        dtypes: The dtypes.
+        owner: The number of its sharding; -1 if it has no elements, or is not written.
+        owners: The shardings; empty if no block of a file is anybody's alone.
+    """
+
+    save_id: str
+    ranks: int
+    files: tuple[SharedFilePart, ...]
+    headers: tuple[int, ...]
+    hashes: np.ndarray
+    file: Integers
+    start: Integers
+    dtype: Integers
+    dtypes: tuple[torch.dtype, ...]
+    owner: Integers
+    owners: tuple[ChunkOwners, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(part.file.nbytes for part in self.files)
+
+    @property
+    def has_granules(self) -> bool:
+        """Returns whether blocks of a file have one writer each."""
+        return self.ranks > 1 and any(part.granule > 1 for part in self.files)
+
+    def find(self, fqns: Sequence[str]) -> Integers:
+        """The numbers of tensors; raises `KeyError` for one that the layout does not have."""
+        wanted = np.array([_hash(fqn) for fqn in fqns], dtype=np.uint64)
+        found = np.searchsorted(self.hashes, wanted)
+        known = found < len(self.hashes)
+        known[known] = self.hashes[found[known]] == wanted[known]
+        if not known.all():
+            raise KeyError(fqns[int(np.flatnonzero(~known)[0])])
+        return found
+
+
+def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) -> RankLayout:
+    """The layout for the ranks, when the files have been begun."""
+    with_owners = plan.ranks > 1 and any(part.granule > 1 for part in files)
+    owners: dict[object, int] = {}
+    rows: list[ChunkOwners] = []
+    dtypes: dict[torch.dtype, int] = {}
+    hashes, columns = [], []
+    for number, layout in enumerate(plan.files):
+        for tensor, start in zip(layout.tensors, layout.starts, strict=True):
+            owner = -1
+            if with_owners and 0 not in tensor.shape:
+                sharding = tensor.shape, tensor.chunks
+                if (known := owners.get(sharding)) is None:
+                    known = owners[sharding] = len(rows)
+                    chunks = ChunkLayout.of(tensor.shape, [(begin, size) for begin, size, _ in tensor.chunks])
+                    rows.append(ChunkOwners(chunks.to_row(), runs_of(np.array([rank for *_, rank in tensor.chunks]))))
+                owner = known
+            hashes.append(_hash(tensor.fqn))
+            columns.append((number, start, dtypes.setdefault(tensor.dtype, len(dtypes)), owner))
+    for fqn in plan.dropped:
+        hashes.append(_hash(fqn))
+        columns.append((-1, 0, 0, -1))
+    sorted_hashes = np.array(hashes, dtype=np.uint64)
+    order = np.argsort(sorted_hashes, kind="stable")
+    file, start, dtype, owner_column = np.array(columns, dtype=np.int64).reshape(-1, 4)[order].T
+    return RankLayout(
+        save_id,
+        plan.ranks,
+        tuple(files),
+        tuple(len(layout.header) for layout in plan.files),
+        sorted_hashes[order],
+        file,
+        start,
+        dtype,
+        tuple(dtypes),
+        owner_column,
+        tuple(rows),
+    )
+
+
+def _hash(fqn: str) -> int:
+    return xxhash.xxh3_64_intdigest(fqn.encode("utf-8", "surrogatepass"))
+
+
+class GranuleOwners:
+    """Knows which rank writes a block of a file that has bytes of several.
+
+    Every rank finds the same, without a word to the others: of the ranks that have bytes of the block's first tensor in
+    it, they take turns from block to block. Blocks that begin in the header are the coordinator's.
+    """
+
+    def __init__(self, layout: RankLayout) -> None:
+        self._layout = layout
+        rows = np.flatnonzero(layout.owner >= 0)
+        self._of_file: list[tuple[Integers, Integers]] = []
+        for number in range(len(layout.files)):
+            here = rows[layout.file[rows] == number]
+            here = here[np.argsort(layout.start[here], kind="stable")]
+            self._of_file.append((here, layout.start[here]))
+        self._shardings: dict[int, tuple[ChunkLayout, Integers]] = {}
+        self._known: dict[tuple[int, int], int] = {}
+
+    def owner(self, file: int, granule: int) -> int:
+        """The rank that writes a block, by its number in a file."""
+        if (known := self._known.get((file, granule))) is None:
+            known = self._known[file, granule] = self._find(file, granule)
+        return known
+
+    def _find(self, file: int, granule: int) -> int:
+        layout = self._layout
+        size = layout.files[file].granule
+        begin, end = granule * size, min((granule + 1) * size, layout.files[file].file.nbytes)
+        if begin < layout.headers[file]:
+            return 0
+        rows, starts = self._of_file[file]
+        place = int(np.searchsorted(starts, begin, side="right")) - 1
+        row = int(rows[place])  # of those that begin there it is the only one with elements
+        chunks, ranks = self._sharding(int(layout.owner[row]))
+        itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
+        count: int = math.prod(chunks.shape)
+        first = (begin - int(starts[place])) // itemsize
+        stop = min(count, max(first + 1, (end - int(starts[place])) // itemsize))
+        holders: set[int] = set()
+        for region in regions_of_range(first, stop, chunks.shape):
+            holders.update(ranks[chunks.touched_by(region)].tolist())
+        candidates = sorted(holders)
+        return int(candidates[granule % len(candidates)])
+
+    def _sharding(self, number: int) -> tuple[ChunkLayout, Integers]:
+        if number not in self._shardings:
+            row = self._layout.owners[number]
+            self._shardings[number] = ChunkLayout.from_row(row.chunks), expand(row.ranks)
+        return self._shardings[number]

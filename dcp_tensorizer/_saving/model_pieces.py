@@ -1,0 +1,170 @@
+"""What a rank writes of a model's files by itself, and what it sends to the rank that writes the block it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .._format.runs import Integers, runs_of_region
+from .._writer_process.shared_job import Fill, Pieces
+from .model_layout import GranuleOwners, RankLayout
+from .rank_group import RankGroup
+
+_WINDOW = 64 << 20  # bytes of the files for each rank, that are exchanged at once
+_FIELDS = 3  # of what is sent with each piece: file, offset, bytes
+
+
+class Part(NamedTuple):
+    """A part of a tensor of the model, and which source has its bytes."""
+
+    file: int
+    start: int
+    """The first byte of the whole tensor in the file."""
+    itemsize: int
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    source: int
+
+
+def pieces_of(parts: Sequence[Part]) -> Pieces:
+    """The pieces of the files that some parts of tensors make up."""
+    found = []
+    for part in parts:
+        firsts, nbytes = runs_of_region(part.shape, part.offsets, part.sizes, part.itemsize)
+        count = len(firsts)
+        found.append(
+            Pieces(
+                np.full(count, part.file),
+                firsts + part.start,
+                np.full(count, nbytes),
+                np.full(count, part.source),
+                np.arange(count, dtype=np.int64) * nbytes,
+            )
+        )
+    return Pieces.joined(found)
+
+
+def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:
+    """Divides a rank's pieces into those of blocks that are its alone, and those of blocks that others share.
+
+    Pieces of the latter lie within one block each.
+    """
+    pieces = pieces.select(pieces.nbytes > 0).sorted()
+    if not layout.has_granules or not len(pieces):
+        return pieces, pieces.select(slice(0, 0))
+    sizes = np.array([part.granule for part in layout.files], dtype=np.int64)
+    ends = np.array([part.file.nbytes for part in layout.files], dtype=np.int64)
+    begins_run = np.ones(len(pieces), dtype=bool)
+    begins_run[1:] = (np.diff(pieces.file) != 0) | (pieces.offset[1:] != (pieces.offset + pieces.nbytes)[:-1])
+    run = np.cumsum(begins_run) - 1
+    first = pieces.offset[begins_run]
+    last = np.append(np.flatnonzero(begins_run)[1:], len(pieces)) - 1
+    stop = (pieces.offset + pieces.nbytes)[last]
+    file = pieces.file[begins_run]
+    size = sizes[file]
+    whole_from = -(-first // size) * size
+    whole_to = np.where(stop == ends[file], stop, stop // size * size)
+    begin, end = pieces.offset, pieces.offset + pieces.nbytes
+    low, high = whole_from[run], np.maximum(whole_from, whole_to)[run]
+    own = _clipped(pieces, np.maximum(begin, low), np.minimum(end, high))
+    head = _clipped(pieces, begin, np.minimum(end, low))
+    tail = _clipped(pieces, np.maximum(begin, high), end)
+    shared = Pieces.joined([head, tail]).sorted()
+    return own, shared.cut(sizes[shared.file])
+
+
+def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
+    clipped = Pieces(pieces.file, begin, end - begin, pieces.source, pieces.start + begin - pieces.offset)
+    return clipped.select(clipped.nbytes > 0)
+
+
+def round_count(layout: RankLayout) -> int:
+    """The number of exchanges: each is of a window of the files, so that it takes little memory."""
+    return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
+
+
+class Received(NamedTuple):
+    """What a rank writes of shared blocks after an exchange.
+
+    Attributes:
+        own: Pieces of its own sources.
+        others: Pieces of what has come from others, whose source is ``content``.
+        content: What has come.
+    """
+
+    own: Pieces
+    others: Pieces
+    content: np.ndarray
+
+
+class PieceExchange:
+    """Sends the pieces of shared blocks to the ranks that write these, window by window.
+
+    Args:
+        shared: This rank's, see `split`.
+        layout: Of the files.
+        group: The ranks.
+        fill: Gives the bytes of the sources.
+    """
+
+    def __init__(self, shared: Pieces, layout: RankLayout, group: RankGroup, fill: Fill) -> None:
+        self._group = group
+        self._fill = fill
+        owners = GranuleOwners(layout)
+        sizes = np.array([part.granule for part in layout.files], dtype=np.int64)
+        bases = np.cumsum([0, *(part.file.nbytes for part in layout.files)])[:-1]
+        granule = shared.offset // sizes[shared.file] if len(shared) else shared.offset
+        pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
+        self._owner = np.array([owners.owner(*pair) for pair in pairs], dtype=np.int64)
+        # By the block's beginning: all of a block is in one window.
+        place = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
+        self._window = place // (_WINDOW * layout.ranks)
+        self._shared = shared
+
+    def counts(self, number: int) -> list[int]:
+        """How many pieces, and how many bytes, this rank sends each rank in a window: first all of the former."""
+        chosen = self._of_window(number)
+        owner, nbytes = self._owner[chosen], self._shared.nbytes[chosen]
+        is_sent = owner != self._group.rank
+        pieces = np.bincount(owner[is_sent], minlength=self._group.size)
+        sums = np.bincount(owner[is_sent], weights=nbytes[is_sent], minlength=self._group.size)
+        return [*pieces.tolist(), *sums.astype(np.int64).tolist()]
+
+    def swap(self, number: int, counts: Integers) -> Received:
+        """Sends what is for others, and receives what is for this rank.
+
+        Args:
+            number: Of the window.
+            counts: What `counts` gave, a row for each rank.
+        """
+        chosen = self._of_window(number)
+        pieces, owner = self._shared.select(chosen), self._owner[chosen]
+        own = pieces.select(owner == self._group.rank)
+        order = np.flatnonzero(owner != self._group.rank)
+        order = order[np.argsort(owner[order], kind="stable")]
+        sent = pieces.select(order)
+        size, rank = self._group.size, self._group.rank
+        fields = np.stack([sent.file, sent.offset, sent.nbytes], axis=1).astype(np.int64)
+        row_bytes = _FIELDS * 8
+        described = self._group.swap(
+            np.ascontiguousarray(fields).view(np.uint8).reshape(-1),
+            (counts[rank, :size] * row_bytes).tolist(),
+            (counts[:, rank] * row_bytes).tolist(),
+        )
+        content = np.empty(int(sent.nbytes.sum()), dtype=np.uint8)
+        at = 0
+        for source, start, nbytes in zip(sent.source.tolist(), sent.start.tolist(), sent.nbytes.tolist(), strict=True):
+            self._fill(source, start, content[at : at + nbytes])
+            at += nbytes
+        incoming = self._group.swap(content, counts[rank, size:].tolist(), counts[:, size + rank].tolist())
+        rows = described.view(np.int64).reshape(-1, _FIELDS)
+        starts = np.cumsum(rows[:, 2]) - rows[:, 2]
+        others = Pieces(rows[:, 0], rows[:, 1], rows[:, 2], np.zeros(len(rows), dtype=np.int64), starts)
+        return Received(own, others, incoming)
+
+    def _of_window(self, number: int) -> Integers:
+        return np.flatnonzero(self._window == number)

@@ -1,0 +1,371 @@
+"""The session of a save of a model: what one rank does in each of DCP's hooks, from the first to the last."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._runtime.torch_compat import DCP_VERSION, group_of_save, state_of_save
+from .._staging.staged_save import StagedSave, StagedStateDict
+from .._storage.open import open_storage
+from .._writer_process.protocol import FileResult, WriteDone
+from .._writer_process.shared_job import PartsWritten, Pieces
+from ..errors import WriteError
+from .context import SaveContext
+from .destination import Destination
+from .item_bytes import ItemBytes
+from .keeping import KeptSave
+from .model_destination import ModelDestination
+from .model_layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
+from .model_pieces import Part, PieceExchange, pieces_of, round_count, split
+from .options import SaveOptions
+from .rank_group import RankGroup
+from .report import SaveReport
+from .saver import SaveDescription, Saver
+from .session import SaveSession, check_trainer_lives
+from .ties import live_state, ties_of
+from .write_plan import Item, resolve
+from .writer_client import Written
+
+
+class RankParts(NamedTuple):
+    """What a rank has written of the files: by the number of the file, what completing it needs to know."""
+
+    rank: int
+    parts: Mapping[int, Mapping[int, Mapping[str, str]]]
+
+
+class ModelSession(SaveSession):
+    """One save of a model, as one rank sees it; all runs on the save's thread.
+
+    Args:
+        context: Of the writer.
+        save_id: Identifies the save.
+        destination: Where it goes.
+        staged_save: What was staged for it, if anything was.
+    """
+
+    _destination: ModelDestination
+
+    def __init__(
+        self, context: SaveContext, save_id: str, destination: ModelDestination, staged_save: StagedSave | None
+    ) -> None:
+        super().__init__(context, save_id, destination, staged_save)
+        self._ties: Mapping[str, str] = {} if staged_save is None else staged_save.ties
+        self._order: dict[str, int] = {}
+        self._model: ModelPlan | None = None
+
+    def prepare(self, plan: SavePlan) -> SavePlan:
+        """Creates the directory; the coordinator looks whether the model may be saved there.
+
+        Returns:
+            The plan, with the tied tensors of this rank.
+
+        Raises:
+            WriteError: it cannot be created, or holds a model that must not be replaced.
+        """
+        with self._or_fail():
+            self._destination.open()
+            if self._destination.commits:
+                self._order = {item.index.fqn: number for number, item in enumerate(plan.items)}
+            if self._staged_save is None and (state := live_state(state_of_save())) is not None:
+                self._ties = ties_of(state)
+            return _with(plan, dict(self._ties))
+
+    def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: lays the files out, and begins them.
+
+        Returns:
+            The plans, with the layout.
+
+        Raises:
+            WriteError: the format cannot hold it, or the files cannot be begun.
+        """
+        with self._or_fail():
+            ties = [plan.storage_data if isinstance(plan.storage_data, dict) else {} for plan in plans]
+            options = self._destination.model
+            self._model = plan_model(plans, options, path=self.path, order=self._order, ties=ties)
+            files = self._destination.begin_files(self._model, self.id)
+            layout = rank_layout(self._model, files, self.id)
+            return [_with(plan, layout) for plan in plans]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits the save, on the coordinator.
+
+        Raises:
+            WriteError: it is not committed, and what was there before is untouched.
+        """
+        destination = self._destination
+        assert self._report is not None and self._model is not None, "write comes first"
+        self._times.commit_begins()
+        with self._or_fail():
+            parts: dict[int, dict[int, Mapping[str, str]]] = {}
+            for result in (result for of_rank in results for result in of_rank):
+                for number, of_file in result.storage_data.parts.items():
+                    parts.setdefault(number, {}).update(of_file)
+            destination.check_wanted()
+            check_trainer_lives(self.path)
+            metadata.version = DCP_VERSION
+            metadata.storage_meta = destination.meta(checkpoint_id=self.path, save_id=self.id)
+            replaced = destination.commit_files(self._model, parts, self.id)
+        self._context.engine.failures.committed()
+        report = self._report = self._times.committed(self._report)
+        if replaced:
+            destination.remove_replaced(replaced)
+        self.end()
+        self._publish(report)
+
+    def end(self) -> None:
+        """Drops the files if they are not a model by now, and lets others clean up where it was saved. Idempotent."""
+        if self._model is not None:
+            self._destination.drop_files(self.id)
+        super().end()
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
+        layout = plan.storage_data
+        if not isinstance(layout, RankLayout):
+            raise WriteError(
+                f"{self.path}: the plan has no layout: give the save a planner that keeps the plans' storage_data"
+            )
+        self.id = layout.save_id
+        ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
+        if ranks.size != layout.ranks:
+            raise WriteError(f"{self.path}: {layout.ranks} ranks have planned the save, and its group has {ranks.size}")
+        job = _RankJob(self, layout)
+        others_failed = job.run(plan, planner, ranks)
+        if (job.error is not None or others_failed) and self._destination.commits:
+            self._destination.drop_files(self.id)
+        if job.error is not None:
+            raise job.error
+        done = job.done
+        names = [layout.files[number].file for number in sorted(job.touched)]
+        files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
+        written = Written(WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds), job.attempts)
+        part = RankParts(self._destination.rank, done.parts)
+        return job.items, written, [WriteResult(MetadataIndex(f"rank {part.rank}"), done.nbytes, part)]
+
+    def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
+        """This rank's items that are written.
+
+        Raises:
+            WriteError: one of them cannot be; names its key.
+        """
+        omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
+        items = resolve(plan, planner, self._is_staged, omitted)
+        try:
+            numbers = layout.find([item.index.fqn for item in items])
+        except KeyError as error:
+            raise WriteError(f"{self.path}: {error.args[0]!r} was not planned") from None
+        for item, number in zip(items, numbers.tolist(), strict=True):
+            if item.kind != "tensor":
+                raise WriteError(
+                    f"{item.index.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
+                    f"it is made of, or leave it out"
+                )
+            if layout.file[number] < 0 and item.has_bytes and item.index.fqn not in self._ties:
+                raise WriteError(
+                    f"{item.index.fqn!r} is tied to another tensor on some rank, and not on this one: tie it on all "
+                    f"ranks, or on none"
+                )
+        return [i for i, n in zip(items, numbers.tolist(), strict=True) if layout.file[n] >= 0 and i.has_bytes]
+
+    def header(self, number: int) -> torch.Tensor:
+        """The header of a file, on the coordinator."""
+        assert self._model is not None
+        return torch.frombuffer(bytearray(self._model.files[number].header), dtype=torch.uint8)
+
+    @property
+    def writes_headers(self) -> bool:
+        """Returns whether this rank writes the headers."""
+        return self._destination.commits
+
+    def write_pieces(
+        self, layout: RankLayout, pieces: Pieces, items: Sequence[Item], dtypes: Sequence[torch.dtype]
+    ) -> tuple[PartsWritten, int]:
+        """Writes pieces of this rank's items; raises `WriteError`."""
+        context = self._context
+        return context.engine.client.write_shared(
+            self._destination.storage,
+            self._destination.rank,
+            layout.files,
+            pieces,
+            items,
+            dtypes,
+            self._staged_save,
+            context.options.write,
+            lambda: context.closed,
+        )
+
+
+class ModelSaver(Saver):
+    """Begins the saves of a writer of models.
+
+    Args:
+        options: Of the writer.
+        model: What a model is written as.
+        on_report: Called with the report of each save.
+        closed: The writer has been closed, and stages nothing.
+    """
+
+    def __init__(
+        self,
+        options: SaveOptions,
+        model: ModelOptions,
+        on_report: Callable[[SaveReport], object] | None,
+        *,
+        closed: bool = False,
+    ) -> None:
+        super().__init__(options, on_report, closed=closed)
+        self.model = model
+
+    def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:
+        """Copies a state dict into the staging buffer, and notes which of its tensors are one: see `Saver.stage`."""
+        ties: Mapping[str, str] = {}
+        with suppress(Exception):  # of a value that no save can hold: staging, or the planner, says more
+            ties = ties_of(state_dict)
+        staged = super().stage(state_dict, save)
+        staged.staged_save.ties = ties
+        return staged
+
+    def renewed(self) -> ModelSaver:
+        """One of the same options, which shares nothing with this one."""
+        return ModelSaver(self.options, self.model, self.reports.on_report, closed=self.closed)
+
+    def _destination(self, where: str | Path, staged_save: StagedSave | None) -> ModelDestination:
+        storage = open_storage(where, self.options.write.storage_options, self.options.limits.timeout)
+        return ModelDestination(self, storage, staged_save, self.model)
+
+    def _session(self, destination: Destination, staged_save: StagedSave | None, kept: KeptSave | None) -> ModelSession:
+        assert isinstance(destination, ModelDestination)
+        return ModelSession(self, self.save_id, destination, staged_save)
+
+
+class _RankJob:
+    """The part of a rank in the writing of a model: what is its alone, then round by round what it shares with others.
+
+    A rank that fails takes part in the next collective nevertheless, to tell the others. So none waits for it in vain.
+
+    Args:
+        session: Of the save.
+        layout: Of the files.
+
+    Attributes:
+        error: Why this rank has failed, if it has.
+        done: What it has written.
+        attempts: How many times.
+        items: What of.
+        touched: The numbers of the files.
+    """
+
+    def __init__(self, session: ModelSession, layout: RankLayout) -> None:
+        self._session = session
+        self._layout = layout
+        self._dtypes: list[torch.dtype] = []
+        self._sources: list[Item] = []
+        self.error: BaseException | None = None
+        self.done = PartsWritten()
+        self.attempts = 1
+        self.items: list[Item] = []
+        self.touched: set[int] = set()
+
+    def run(self, plan: SavePlan, planner: SavePlanner, ranks: RankGroup) -> bool:
+        """Writes everything; returns whether another rank has failed."""
+        exchange: PieceExchange | None = None
+        try:
+            pieces = self._prepare(plan, planner, ranks)
+            own, shared = split(pieces, self._layout)
+            self._write(own)
+            if self._layout.has_granules:
+                source = ItemBytes([item.tensor for item in self._sources], self._dtypes)
+                exchange = PieceExchange(shared, self._layout, ranks, source.fill)
+        except BaseException as error:
+            self.error = error
+        for number in range(round_count(self._layout)):
+            if self._round(number, exchange, ranks):
+                return True
+        failed = ranks.gather([self.error is not None])
+        return bool(failed.any())
+
+    def _prepare(self, plan: SavePlan, planner: SavePlanner, ranks: RankGroup) -> Pieces:
+        layout = self._layout
+        self.items = self._session.items_of(plan, planner, layout)
+        self._sources = list(self.items)
+        shapes = {item.index: item for item in plan.items}
+        numbers = layout.find([item.index.fqn for item in self.items])
+        parts = []
+        for source, (item, number) in enumerate(zip(self.items, numbers.tolist(), strict=True)):
+            dtype = layout.dtypes[int(layout.dtype[number])]
+            self._dtypes.append(dtype)
+            data = shapes[item.index].tensor_data
+            assert data is not None
+            place = int(layout.file[number]), int(layout.start[number]), dtype.itemsize
+            region = tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            parts.append(Part(*place, *region, source))
+        if self._session.writes_headers:
+            for number in range(len(layout.files)):
+                header = self._session.header(number)
+                parts.append(Part(number, 0, 1, (len(header),), (0,), (len(header),), len(self._sources)))
+                self._add(f"header {number}", header)
+        return pieces_of(parts)
+
+    def _add(self, name: str, content: torch.Tensor) -> None:
+        """Adds a source that is no tensor of the state dict."""
+        self._sources.append(Item(MetadataIndex(name), f"\0{name}", "tensor", content, True))
+        self._dtypes.append(torch.uint8)
+
+    def _write(self, pieces: Pieces) -> None:
+        """Writes pieces of the sources, of which only those are handed on that are written."""
+        if not len(pieces):
+            return
+        self.touched.update(np.unique(pieces.file).tolist())
+        used, number = np.unique(pieces.source, return_inverse=True)
+        chosen = Pieces(pieces.file, pieces.offset, pieces.nbytes, number.reshape(-1).astype(np.int64), pieces.start)
+        sources = [self._sources[n] for n in used.tolist()]
+        dtypes = [self._dtypes[n] for n in used.tolist()]
+        done, attempts = self._session.write_pieces(self._layout, chosen, sources, dtypes)
+        self.done += done
+        self.attempts = max(self.attempts, attempts)
+
+    def _round(self, number: int, exchange: PieceExchange | None, ranks: RankGroup) -> bool:
+        """Exchanges one window and writes what has come; returns whether a rank has failed."""
+        counts = [0] * (2 * ranks.size)
+        if self.error is None and exchange is not None:
+            try:
+                counts = exchange.counts(number)
+            except BaseException as error:
+                self.error = error
+        rows = ranks.gather([self.error is not None, *counts])
+        if rows[:, 0].any():
+            return True
+        assert exchange is not None
+        received = exchange.swap(number, rows[:, 1:])
+        try:
+            pieces = received.own
+            if len(received.others):
+                self._add(f"received {number}", torch.from_numpy(received.content))
+                source = np.full(len(received.others), len(self._sources) - 1, dtype=np.int64)
+                came = received.others
+                came = Pieces(came.file, came.offset, came.nbytes, source, came.start)
+                pieces = Pieces.joined([pieces, came])
+            self._write(pieces)
+        except BaseException as error:
+            self.error = error
+        finally:
+            if len(received.others):
+                del self._sources[-1], self._dtypes[-1]
+        return False
+
+
+def _with(plan: SavePlan, storage_data: object) -> SavePlan:
+    plan = copy.copy(plan)
+    object.__setattr__(plan, "storage_data", storage_data)
+    return plan

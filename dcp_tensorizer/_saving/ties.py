@@ -1,0 +1,48 @@
+"""Tied tensors: several names in a state dict for one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._runtime.torch_compat import DTensor, flatten_state_dict, plain_local
+from .._staging.staged_save import StagedStateDict
+
+
+def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """The tensors that are another one, which comes before them: its name, by theirs.
+
+    They have the same elements of the same memory, and the same sharding. Names are those of the flattened state dict.
+    """
+    first: dict[object, str] = {}
+    ties: dict[str, str] = {}
+    flat, _ = flatten_state_dict(dict(state_dict))
+    for fqn, value in flat.items():
+        identity = _identity(value)
+        if identity is not None and first.setdefault(identity, fqn) != fqn:
+            ties[fqn] = first[identity]
+    return ties
+
+
+def _identity(value: object) -> object:
+    """What tensors that are one have in common; None for what has no memory here."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    sharding: object = None
+    tensor = value
+    if isinstance(value, DTensor):
+        sharding = value.shape, value.device_mesh, tuple(value.placements)
+        local = plain_local(value)
+        tensor = value.to_local() if local is None else local
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel() or tensor.is_meta:
+        return None
+    if tensor.layout is not torch.strided:
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), sharding
+
+
+def live_state(state_dict: Any) -> Mapping[str, Any] | None:
+    """A state dict whose tensors are those of the model; None if it is a staged one, or none is known."""
+    return state_dict if isinstance(state_dict, Mapping) and not isinstance(state_dict, StagedStateDict) else None

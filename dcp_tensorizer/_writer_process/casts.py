@@ -1,0 +1,43 @@
+"""Casts of tensors on their way to a file, by torch: what it makes of NaNs and of what lies between two numbers counts.
+
+It runs in the writer process, and is imported when a request needs it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from .._format.tensor_bytes import named_dtype
+from .protocol import TensorSource
+from .shared_job import Fill
+
+# The trainer's memory is mapped for reading alone. Nothing is written to it here.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+torch.set_num_threads(1)
+
+
+def filling(
+    sources: Sequence[TensorSource], dtypes: Sequence[str], contents: Callable[[TensorSource], memoryview]
+) -> Fill:
+    """A function that gives the bytes of tensors as they are written.
+
+    Args:
+        sources: The tensors.
+        dtypes: The dtype that each is written as.
+        contents: Gives the bytes of a tensor as it is.
+    """
+
+    def fill(number: int, start: int, memory: np.ndarray) -> None:
+        source = sources[number]
+        before, after = named_dtype(source.dtype), named_dtype(dtypes[number])
+        count, first = memory.nbytes // after.itemsize, start // after.itemsize
+        data = contents(source)[first * before.itemsize : (first + count) * before.itemsize]
+        elements = torch.frombuffer(data, dtype=before)
+        cast = elements if before == after else elements.to(after)
+        memory[:] = cast.view(torch.uint8).numpy()
+
+    return fill

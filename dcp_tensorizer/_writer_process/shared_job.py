@@ -1,0 +1,252 @@
+"""One process's part in files that several processes write: pieces of tensors go to their places in the files."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._format.runs import Integers
+from .._runtime.direct_memory import direct_memory
+from .._runtime.forks import free_in_child
+from .._runtime.threads import Workers
+from .._storage.base import SharedFile, SharedSink, Storage
+from ..errors import WriteError, describe
+from .write_options import WriteOptions
+
+_PART = 4 << 20  # as of a file that one process writes
+_MIN_PARTS = 2
+
+Fill = Callable[[int, int, np.ndarray], None]
+"""Fills memory with a source's bytes: its number, and the first byte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Runs of bytes, by file and offset. Columns of one length.
+
+    Attributes:
+        file: The number of the file.
+        offset: The first byte there.
+        nbytes: How many.
+        source: The number of the source.
+        start: The first byte there.
+    """
+
+    file: Integers
+    offset: Integers
+    nbytes: Integers
+    source: Integers
+    start: Integers
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def select(self, rows: Any) -> Pieces:
+        """Some of the pieces, by their numbers or a mask."""
+        columns = (self.file, self.offset, self.nbytes, self.source, self.start)
+        return Pieces(*(column[rows] for column in columns))
+
+    def sorted(self) -> Pieces:
+        """The pieces in the order of the files."""
+        return self.select(np.lexsort((self.offset, self.file)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Pieces]) -> Pieces:
+        """The pieces of several lists, one after the other."""
+        columns = [[part.file, part.offset, part.nbytes, part.source, part.start] for part in parts]
+        none = [np.zeros(0, dtype=np.int64)] * 5
+        return cls(*(np.concatenate(column) for column in zip(none, *columns, strict=True)))
+
+    def cut(self, places: Integers) -> Pieces:
+        """The same bytes in pieces that end at each of some places, which are the same in all files.
+
+        Args:
+            places: One for each piece: the first multiple of it behind each piece's beginning, and so on.
+        """
+        first, last = self.offset // places, (self.offset + self.nbytes - 1) // places
+        counts = np.maximum(0, last - first + 1)
+        rows = np.repeat(np.arange(len(self)), counts)
+        number = first[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        step = places[rows]
+        begin = np.maximum(self.offset[rows], number * step)
+        end = np.minimum(self.offset[rows] + self.nbytes[rows], (number + 1) * step)
+        start = self.start[rows] + begin - self.offset[rows]
+        return Pieces(self.file[rows], begin, end - begin, self.source[rows], start)
+
+
+class SharedFilePart(NamedTuple):
+    """A shared file, and the blocks of it that are written at once."""
+
+    file: SharedFile
+    granule: int
+    """See `Storage.granule_of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsWritten:
+    """What one process has written of shared files.
+
+    Attributes:
+        parts: By the number of the file, what `SharedSink.finish` has returned.
+        nbytes: How many bytes.
+        seconds: Wall-clock time for all of it.
+        copy_seconds: Until everything was copied; it writes meanwhile.
+        write_seconds: In write calls and fsync.
+    """
+
+    parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
+    nbytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+    def __add__(self, other: PartsWritten) -> PartsWritten:
+        parts = {number: dict(of_file) for number, of_file in self.parts.items()}
+        for number, of_file in other.parts.items():
+            parts.setdefault(number, {}).update(of_file)
+        sums = zip(self._figures(), other._figures(), strict=True)
+        nbytes, seconds, copy_seconds, write_seconds = (one + another for one, another in sums)
+        return PartsWritten(parts, int(nbytes), seconds, copy_seconds, write_seconds)
+
+    def _figures(self) -> tuple[float, float, float, float]:
+        return self.nbytes, self.seconds, self.copy_seconds, self.write_seconds
+
+
+class SharedWriteJob:
+    """Writes pieces into shared files, and makes them durable.
+
+    Args:
+        storage: The directory of the files.
+        files: All of them.
+        pieces: What goes where. Where a file has granules, all of each granule is here, or nothing.
+        fill: Gives the bytes of the sources.
+        options: How files are written.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: Sequence[SharedFilePart],
+        pieces: Pieces,
+        fill: Fill,
+        options: WriteOptions,
+    ) -> None:
+        self._storage = storage
+        self._files = files
+        self._pieces = pieces
+        self._fill = fill
+        self._options = options
+        self._sinks: dict[int, SharedSink] = {}
+        self._opening = free_in_child(threading.Lock())
+
+    @property
+    def bytes_written(self) -> int:
+        """Grows as long as there is progress; may be read from another thread."""
+        return sum(sink.bytes_written for sink in list(self._sinks.values()))
+
+    def run(self) -> PartsWritten:
+        """Writes everything.
+
+        Raises:
+            WriteError: naming file and cause. The files stay: who has begun them drops them.
+        """
+        started = time.perf_counter()
+        try:
+            sizes = np.array([part.granule if part.granule > 1 else _PART for part in self._files], dtype=np.int64)
+            pieces = self._pieces.select(self._pieces.nbytes > 0).sorted()
+            pieces = pieces.cut(sizes[pieces.file])
+            blocks = iter(_blocks_of(pieces, sizes))
+            taking = free_in_child(threading.Lock())
+
+            def work() -> None:
+                memory = memoryview(b"")
+                while True:
+                    with taking:
+                        block = next(blocks, None)
+                    if block is None:
+                        return
+                    size = int(sizes[pieces.file[block.start]])
+                    if memory.nbytes < size:
+                        memory = direct_memory(size)
+                    self._write(pieces, block, size, memory)
+
+            count = self._threads(sizes, pieces)
+            with Workers(count, thread_name_prefix="place") as pool:
+                for worker in [pool.submit(work) for _ in range(count)]:
+                    worker.result()
+            copied = time.perf_counter()
+            parts = {number: sink.finish() for number, sink in self._sinks.items()}
+            writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks.values())
+            nbytes = int(pieces.nbytes.sum())
+            return PartsWritten(parts, nbytes, time.perf_counter() - started, copied - started, writing)
+        except Exception as error:
+            if isinstance(error, WriteError):
+                raise
+            message = f"cannot write to {self._storage.path}: {describe(error)}"
+            raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
+        finally:
+            for sink in self._sinks.values():
+                sink.close()
+
+    def abandon(self) -> None:
+        """Leaves everything as it is: the trainer's other processes, or the next save, drop the files."""
+
+    def _threads(self, sizes: Integers, pieces: Pieces) -> int:
+        """How many threads copy and write: as many as the storage is fast with, if the memory suffices."""
+        if not len(pieces):
+            return 1
+        wanted = max(self._sink(int(number)).concurrency for number in np.unique(pieces.file)[:1])
+        wanted = max(wanted, self._options.thread_count)
+        return int(max(1, min(wanted, max(_MIN_PARTS, self._options.limits.buffer_bytes // int(sizes.max())))))
+
+    def _sink(self, number: int) -> SharedSink:
+        with self._opening:
+            if number not in self._sinks:
+                file = self._files[number].file
+                try:
+                    self._sinks[number] = self._storage.open_shared(file, sync=self._options.sync_files)
+                except FileNotFoundError as error:
+                    raise WriteError(
+                        f"{self._storage.path}/{file.token}, which the coordinator has made, is not there: the ranks "
+                        f"do not share this path (a disk of each machine's own), or it was removed meanwhile"
+                    ) from error
+            return self._sinks[number]
+
+    def _write(self, pieces: Pieces, block: range, size: int, memory: memoryview) -> None:
+        """Copies the pieces of one block of a file side by side, and writes the runs that they make up."""
+        number = int(pieces.file[block.start])
+        base = int(pieces.offset[block.start]) // size * size
+        sink = self._sink(number)
+        begin = end = 0
+        buffer = np.frombuffer(memory, dtype=np.uint8)
+        try:
+            for row in block:
+                at, nbytes = int(pieces.offset[row]) - base, int(pieces.nbytes[row])
+                if at != end:
+                    if end > begin:
+                        sink.put(base + begin, memory[begin:end])
+                    begin = at
+                self._fill(int(pieces.source[row]), int(pieces.start[row]), buffer[at : at + nbytes])
+                end = at + nbytes
+            if end > begin:
+                sink.put(base + begin, memory[begin:end])
+        except OSError as error:
+            name = self._files[number].file.name
+            message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
+            raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
+
+
+def _blocks_of(pieces: Pieces, sizes: Integers) -> Iterator[range]:
+    """The pieces of each block, of which none reaches into two."""
+    if not len(pieces):
+        return
+    block = pieces.offset // sizes[pieces.file]
+    changes = np.flatnonzero((np.diff(block) != 0) | (np.diff(pieces.file) != 0)) + 1
+    for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces)]):
+        yield range(first, last)

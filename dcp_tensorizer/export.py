@@ -1,0 +1,121 @@
+"""From training to inference: `SafetensorsStorageWriter` writes a model as Hugging Face has it, by all ranks at once.
+
+state dict --stage()--> SharedBuffer                        training thread
+           --DCP planner--> SavePlan --prepare_global_plan()--> which tensor is where in which file: coordinator
+           pieces (offsets only) --> writer process            each rank's bytes to their places in the files
+           --finish()--> model.safetensors.index.json          coordinator: the commit, last
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ._format.safetensors import MAX_SHARD_BYTES
+from ._runtime.validation import check_callable, check_path, check_storage_options
+from ._saving.model_layout import ModelOptions
+from ._saving.model_session import ModelSaver
+from ._saving.options import SaveOptions, Staging, threads_of_save
+from ._saving.report import SaveReport
+from ._saving.saver import Saver
+from ._storage.open import absolute_path
+from ._storage.redact import check_writable, shown
+from ._writer_process.write_options import SaveLimits, WriteOptions
+from .writer import TensorizerStorageWriter
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SafetensorsStorageWriter"]
+
+
+class SafetensorsStorageWriter(TensorizerStorageWriter):
+    """Writes models as Hugging Face has them: safetensors files with whole tensors, and an index.
+
+    Pass it as ``storage_writer`` to ``dcp.async_save`` or ``dcp.save``, with the state dict of a model::
+
+        writer = SafetensorsStorageWriter("models/final", dtype=torch.bfloat16, files=["config.json", "tokenizer.json"])
+        dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
+
+    Every rank writes its own part of each tensor to its place in the files. Nothing is gathered, and nothing is written
+    twice. Each file is, byte for byte, what ``safetensors.torch.save_file`` makes of its tensors. Training waits for
+    the copy to the staging buffer alone, as with `TensorizerStorageWriter`, whose buffers and process it shares.
+
+    ``model.safetensors.index.json`` is the commit: it comes last, and atomically. A model of one file has no index, and
+    is committed when that gets its name. If a save fails, or is killed, the path holds the model from before, or none.
+
+    Tied tensors are written once, under the name that comes first in the state dict. A state dict with values that are
+    no tensors is refused.
+
+    Args:
+        path: Where to save: a local directory, or a mount that all ranks share. A save's
+            ``checkpoint_id`` overrides it for that save.
+        dtype: What floating-point tensors are cast to, bit for bit as ``tensor.to(dtype)`` does it.
+        rename: New names by patterns of the keys of the flattened state dict. Only ``*`` has a meaning in them: the
+            n-th of a new name is what the n-th of its pattern stands for. The first pattern that matches counts. Each
+            name has to lead back to its key.
+        max_shard_bytes: The most in a file; a tensor that is larger gets a file of its own.
+        files: Files that come along, as ``config.json`` and those of the tokenizer; of a directory all files that hold
+            no weights. The coordinator reads them.
+        overwrite: Replace a model at the path. Files then have names of their save, and those that the old index
+            names are removed after the new one is in place. If False, a model at the path is an error.
+        cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report, limits:
+            As for `TensorizerStorageWriter`.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an argument has a value that is not allowed.
+        WriteError: the path is only read (http), or has no working directory.
+
+    The save then raises, on each rank:
+        WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
+            tensors would have one name; or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Mapping[str, str] | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        files: Sequence[str | os.PathLike[str]] = (),
+        overwrite: bool = False,
+        cache_staged_state_dict: bool = True,
+        staging: Staging = "buffer",
+        overlap_staging: bool = False,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        on_report: Callable[[SaveReport], object] | None = None,
+        limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
+    ) -> None:
+        if path is not None:
+            check_path(path)
+            check_writable(os.fspath(path))
+        check_callable("on_report", on_report)
+        check_storage_options(storage_options)
+        self._path = None if path is None else absolute_path(path)
+        self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite)
+        self._options = SaveOptions(
+            cache_staged_state_dict=cache_staged_state_dict,
+            staging=staging,
+            overlap_staging=overlap_staging,
+            overwrite=overwrite,
+            write=WriteOptions(
+                storage_options=dict(storage_options or {}),
+                sync_files=sync_files,
+                thread_count=threads_of_save(thread_count),
+                limits=limits,
+            ),
+        )
+        self._synchronize_after_execute = staging != "buffer"
+        self._begin(ModelSaver(self._options, self._model, on_report))
+
+    def __repr__(self) -> str:
+        """The path and the options, without secrets."""
+        return shown(self, self._path, self._options.write.storage_options, self._model.arguments())
+
+    def _new_saver(self, *, closed: bool) -> Saver:
+        return ModelSaver(self._options, self._model, None, closed=closed)

@@ -1,0 +1,156 @@
+"""Models as Hugging Face has them, written by several ranks together."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dcp_tensorizer import SafetensorsStorageWriter, SavePlanner, WriteError
+from dcp_tensorizer._saving import model_pieces
+from dcp_tensorizer._saving.item_bytes import ItemBytes
+from dcp_tensorizer._storage.local import LocalStorage
+
+from .ranks import attempt, kill_self, run_ranks
+
+
+def make_state(ranks):
+    """A sharded state and the whole one: rows, columns, a grid, few rows, replicas, and a model under FSDP2."""
+    mesh, grid = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (2, ranks // 2))
+    torch.manual_seed(0)
+    full = {f"rows.{n}": torch.randn(77, 257) for n in range(3)}
+    full |= {f"columns.{n}": torch.randn(64, 130).to(torch.bfloat16) for n in range(3)}
+    full |= {"grid": torch.randn(50, 70), "few": torch.randn(3), "n": torch.tensor(7), "none": torch.empty(0, 4)}
+    full["plain"] = torch.arange(5000)
+    layout = {"rows": (mesh, [Shard(0)]), "columns": (mesh, [Shard(1)]), "grid": (grid, [Shard(0), Shard(1)])}
+    layout |= {"few": (mesh, [Shard(0)]), "none": (mesh, [Shard(0)]), "n": (mesh, [Replicate()])}
+    state = {}
+    for key, tensor in full.items():
+        where = layout.get(key.split(".")[0])
+        state[key] = tensor if where is None else distribute_tensor(tensor, *where)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.Linear(17, 33))
+    full |= {f"model.{key}": tensor.clone() for key, tensor in model.state_dict().items()}
+    fully_shard(model, mesh=mesh)
+    state |= {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
+    return state | {"tied": state["rows.0"]}, full
+
+
+def save_all(rank, folder):
+    """Saves in each way: as on a disk of one machine, as on a mount of several, from a buffer and without, cast."""
+    warnings.simplefilter("ignore")
+    state, full = make_state(rank.world_size)
+    with SafetensorsStorageWriter(max_shard_bytes=150_000) as writer:
+
+        def save_to(name, save=dcp.async_save, **options):
+            done = save(state, storage_writer=writer, checkpoint_id=folder / name, process_group=rank.saves, **options)
+            return done.result() if save is dcp.async_save else done
+
+        save_to("disk")
+        LocalStorage.granule_of = lambda self, nbytes: 4096
+        model_pieces._WINDOW = 20_000  # more than one exchange
+        save_to("mount", planner=SavePlanner())
+        save_to("sync", dcp.save)
+    with SafetensorsStorageWriter(folder / "cast", dtype=torch.float16) as writer:
+        dcp.async_save(state, storage_writer=writer, process_group=rank.saves).result()
+    return full
+
+
+def assert_holds(path, full, scratch):
+    """The files are what the library makes of the whole tensors."""
+    files = sorted(path.glob("*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    found = {}
+    for file in files:
+        keys = list(load_file(file))
+        found |= dict.fromkeys(keys, file.name)
+        save_file({key: full[key] for key in keys}, scratch, metadata={"format": "pt"})
+        assert file.read_bytes() == scratch.read_bytes(), file
+    assert set(found) == set(full)
+    if index.exists():
+        assert json.loads(index.read_text())["weight_map"] == found
+    assert sorted(path.iterdir()) == sorted([*files, *([index] if index.exists() else [])])
+
+
+def test_ranks_write_their_parts_in_place(tmp_path):
+    """What is on disk is, byte for byte, what one process would have written from the gathered state."""
+    full = run_ranks(4, save_all, tmp_path)[0]
+    for name in ("disk", "mount", "sync"):
+        assert_holds(tmp_path / name, full, tmp_path / "scratch")
+    half = {key: tensor.to(torch.float16) if tensor.is_floating_point() else tensor for key, tensor in full.items()}
+    assert_holds(tmp_path / "cast", half, tmp_path / "scratch")
+
+
+def fail_on_one(rank, folder):
+    """One rank cannot write: before the exchange, in the middle of it; then a save that goes well."""
+    warnings.simplefilter("ignore")
+    state, _ = make_state(2)
+    failures = []
+    writer = SafetensorsStorageWriter(overwrite=True, max_shard_bytes=150_000)
+    with writer:
+        dcp.save(state, storage_writer=writer, checkpoint_id=folder, process_group=rank.saves)
+        names = sorted(file.name for file in folder.iterdir())
+        LocalStorage.granule_of = lambda self, nbytes: 4096
+
+        def save():
+            dcp.save(state, storage_writer=writer, checkpoint_id=folder, process_group=rank.saves)
+
+        def fail(*arguments, **options):
+            raise WriteError("out of order")
+
+        for owner, name in (LocalStorage, "open_shared"), (ItemBytes, "fill"):
+            original = getattr(owner, name)
+            if rank.index == 1:
+                setattr(owner, name, fail)
+            failures.append(attempt(save))
+            setattr(owner, name, original)
+            assert sorted(file.name for file in folder.iterdir()) == names
+        save()
+    return failures
+
+
+def test_a_rank_that_fails_keeps_nobody_waiting(tmp_path):
+    """All ranks have the cause within seconds, the old model stays, and nothing of the new one does."""
+    for failures in run_ranks(2, fail_on_one, tmp_path / "model"):
+        for failure in failures:
+            assert [(rank, str(error)) for rank, error in failure.causes.items()] == [(1, "rank 1: out of order")]
+            assert failure.seconds < 30
+    assert_is_whole(tmp_path / "model")
+
+
+def assert_is_whole(path):
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == {file.name for file in path.glob("*.safetensors")}
+    for name in set(index.values()):
+        assert {key for key, file in index.items() if file == name} == set(load_file(path / name))
+
+
+def die(rank, folder, victim):
+    """A rank is killed in the middle of its part."""
+    warnings.simplefilter("ignore")
+    state, _ = make_state(2)
+    with SafetensorsStorageWriter(folder, overwrite=True, max_shard_bytes=150_000) as writer:
+        dcp.save(state, storage_writer=writer, process_group=rank.saves)
+        if rank.index == victim:
+            LocalStorage.open_shared = lambda *arguments, **options: kill_self()
+        return attempt(lambda: dcp.save(state, storage_writer=writer, process_group=rank.saves))
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "other"])
+def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
+    """What the next save finds of a killed one it removes."""
+    run_ranks(2, die, tmp_path / "model", victim, killed=[victim])
+    left = sorted(file.name for file in (tmp_path / "model").iterdir())
+    assert any(name.endswith(".tmp") for name in left) == (victim == 0)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert all((tmp_path / "model" / name).exists() for name in index.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with SafetensorsStorageWriter(tmp_path / "model", overwrite=True) as writer:
+            dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    assert_is_whole(tmp_path / "model")
+    assert len(list((tmp_path / "model").iterdir())) == 2

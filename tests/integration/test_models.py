@@ -1,0 +1,295 @@
+"""Models as Hugging Face has them, saved by one process: what is written, what is refused, what a failure leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import SafetensorsStorageWriter, TensorizerStorageWriter, WriteError, WriterProcessDied, unwrap
+from dcp_tensorizer._format.safetensors import NAMES, PAIRS
+from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._writer_process.client import WriterProcess
+
+from ..support import dtype_name, filled, kill, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+INDEX = "model.safetensors.index.json"
+
+
+def save(path: Path | str, state: Mapping[str, Any], *, is_async: bool = True, **options: Any) -> None:
+    with SafetensorsStorageWriter(path, **options) as writer:
+        if is_async:
+            dcp.async_save(dict(state), storage_writer=writer).result()
+        else:
+            dcp.save(dict(state), storage_writer=writer)
+
+
+def refused(path: Path | str, state: Mapping[str, Any], **options: Any) -> str:
+    """The error of a save that fails."""
+    with pytest.raises(CheckpointException) as caught:
+        save(path, state, is_async=False, **options)
+    error = unwrap(caught.value)
+    assert isinstance(error, WriteError)
+    return str(error)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir())
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model, of the files that its index names."""
+    files = ["model.safetensors"]
+    if (path / INDEX).exists():
+        files = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+    return {key: tensor for file in files for key, tensor in load_file(path / file).items()}
+
+
+def state() -> dict[str, torch.Tensor]:
+    layers = {f"layers.{n}.w": torch.full((50, 20), float(n)) for n in range(4)}
+    embedding = torch.arange(3000.0).view(100, 30)
+    others = {"n": torch.tensor(7), "none": torch.empty(0, 3), "turned": torch.arange(12.0).view(3, 4).T}
+    return {"embed": embedding, **layers, **others, "head": embedding}
+
+
+def expected() -> dict[str, torch.Tensor]:
+    return {key: tensor.contiguous() for key, tensor in state().items() if key != "head"}
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_files_are_what_the_library_makes_of_the_whole_state(tmp_path: Path, is_async: bool) -> None:
+    """Byte for byte, in one file or in several, which the index names; tied tensors are there once."""
+    save(tmp_path / "one", state(), is_async=is_async)
+    save(tmp_path / "many", state(), is_async=is_async, max_shard_bytes=10_000)
+    count = len(names(tmp_path / "many")) - 1
+    assert names(tmp_path / "one") == ["model.safetensors"]
+    assert names(tmp_path / "many") == [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)] + [
+        INDEX
+    ]
+    index = json.loads((tmp_path / "many" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected().values())
+    assert set(index["weight_map"]) == set(expected())
+    for file in (tmp_path / "one").glob("*.safetensors"), (tmp_path / "many").glob("*.safetensors"):
+        for path in file:
+            with safe_open(path, "pt") as opened:
+                keys = list(opened.keys())
+                assert opened.metadata() == {"format": "pt"}
+            save_file({key: expected()[key] for key in keys}, tmp_path / "file", metadata={"format": "pt"})
+            assert path.read_bytes() == (tmp_path / "file").read_bytes()
+
+
+def specials(dtype: torch.dtype) -> torch.Tensor:
+    """NaNs of several kinds, infinities, zeros, the smallest and the largest numbers, and what lies between two."""
+    numbers = [
+        0.0,
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        -math.nan,
+        1e-45,
+        6e-8,
+        1e-40,
+        65504.0,
+        65520.0,
+        3.4e38,
+        1.00390625,
+    ]
+    numbers += [448.0, 464.0, 57344.0, 61440.0, 1.0009765625, 1.0029296875]
+    listed = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+    return torch.cat([listed, filled(dtype, (4099,))])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_name
+)
+def test_a_cast_is_that_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Bit for bit, in the writer process and in this one; tensors of integers stay as they are."""
+    sources = {dtype_name(d): specials(d) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+    sources["ints"] = torch.arange(9)
+    wanted = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in sources.items()}
+    save(tmp_path / "there", sources, dtype=dtype)
+    save(tmp_path / "here", sources, dtype=dtype, is_async=False)
+    for path in (tmp_path / "there", tmp_path / "here"):
+        found = load_file(path / "model.safetensors")
+        assert {key: same(found[key], tensor) for key, tensor in wanted.items()} == dict.fromkeys(wanted, True)
+
+
+def test_every_dtype_of_the_format_comes_through(tmp_path: Path) -> None:
+    """Without a cast, bit for bit; pairs of 4-bit floats, too."""
+    tensors = {dtype_name(dtype): filled(dtype, (5, 6)) for dtype in NAMES}
+    save(tmp_path / "model", tensors)
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    pairs = tensors.pop(dtype_name(PAIRS))
+    assert same(found.pop(dtype_name(PAIRS)).view(torch.uint8), pairs.view(torch.uint8))
+    assert {key: same(found[key], tensor) for key, tensor in tensors.items()} == dict.fromkeys(found, True)
+
+
+def test_names_are_changed_by_patterns_and_files_come_along(tmp_path: Path) -> None:
+    """Of a directory all files but those of weights."""
+    (tmp_path / "from").mkdir()
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin", INDEX):
+        (tmp_path / "from" / name).write_text(f'"{name}"')
+    (tmp_path / "extra.txt").write_text("extra")
+    rename = {"layers.*.w": "model.layers.*.weight", "embed": "model.embed"}
+    save(tmp_path / "to", state(), rename=rename, files=[tmp_path / "from", tmp_path / "extra.txt"])
+    assert names(tmp_path / "to") == ["config.json", "extra.txt", "model.safetensors", "tokenizer.json"]
+    assert (tmp_path / "to" / "config.json").read_text() == '"config.json"'
+    renamed = {f"model.layers.{n}.weight" for n in range(4)} | {"model.embed", "n", "none", "turned"}
+    assert set(loaded(tmp_path / "to")) == renamed
+
+
+def test_a_model_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    """The new files have names of their own, and the old ones go when the new index is in place."""
+    save(tmp_path / "model", state(), max_shard_bytes=10_000)
+    before = names(tmp_path / "model")
+    assert "holds a model already: save to another path, or pass overwrite=True" in refused(tmp_path / "model", state())
+    assert names(tmp_path / "model") == before
+    new = {key: tensor + 1 for key, tensor in expected().items()}
+    save(tmp_path / "model", new, max_shard_bytes=10_000, overwrite=True)
+    assert not set(before) & set(names(tmp_path / "model")) - {INDEX}
+    assert all(
+        re.fullmatch(r"model-[0-9a-f]{32}-\d{5}-of-\d{5}\.safetensors", n) for n in names(tmp_path / "model")[:-1]
+    )
+    assert {key: same(tensor, new[key]) for key, tensor in loaded(tmp_path / "model").items()} == dict.fromkeys(
+        new, True
+    )
+    save(tmp_path / "model", {"a": torch.ones(3)}, overwrite=True)  # of one file, but the index has to go on
+    assert loaded(tmp_path / "model")["a"].tolist() == [1.0] * 3
+    assert len(names(tmp_path / "model")) == 2
+
+
+def test_a_model_of_one_file_is_replaced_by_one_of_one_file(tmp_path: Path) -> None:
+    """At once; several files beside it would be hidden by it, and are refused."""
+    save(tmp_path / "model", {"a": torch.ones(3)})
+    save(tmp_path / "model", {"a": torch.zeros(3)}, overwrite=True)
+    assert loaded(tmp_path / "model")["a"].tolist() == [0.0] * 3
+    words = refused(tmp_path / "model", state(), max_shard_bytes=10_000, overwrite=True)
+    assert "holds model.safetensors, which readers prefer to the index of several files, and this model has" in words
+    assert names(tmp_path / "model") == ["model.safetensors"]
+
+
+def test_files_that_no_index_names_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    """Somebody may be copying a model in; with overwrite=True they stay, and the index names others."""
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"?")
+    words = refused(tmp_path, state(), max_shard_bytes=10_000)
+    assert "holds model-00001-of-00002.safetensors, of which no index tells" in words
+    save(tmp_path, state(), max_shard_bytes=10_000, overwrite=True)
+    assert (tmp_path / "model-00001-of-00002.safetensors").read_bytes() == b"?"
+    assert set(loaded(tmp_path)) == set(expected())
+
+
+def test_a_checkpoint_is_not_joined_by_a_model(tmp_path: Path) -> None:
+    """A reader would have to choose between them."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer)
+    assert "holds a checkpoint: save the model to another path" in refused(tmp_path, state(), overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "words"),
+    [
+        ({"w": torch.ones(2), "step": 7}, {}, "'step' is not of tensors, which safetensors cannot hold: leave it out"),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, {}, "'w' is of torch.complex128, which safetensors does not"),
+        ({"a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"*": "c*", "x": "y"}}, "no tensor matches 'x'"),
+        ({"m.a": torch.ones(2), "a": torch.ones(2)}, {"rename": {"m.*": "*"}}, "'m.a' and 'a' would both be 'a'"),
+        ({"m.a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"m.*": "*"}}, "would take that for 'm.b'"),
+        ({"__metadata__": torch.ones(2)}, {}, "'__metadata__' cannot be a key in safetensors"),
+    ],
+    ids=["object", "dtype", "unused rule", "collision", "no way back", "key"],
+)
+def test_what_cannot_be_saved_is_refused(
+    tmp_path: Path, state: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    """The error names the key, and says what to do; nothing is left."""
+    assert words in refused(tmp_path / "model", state, **options)
+    assert names(tmp_path / "model") == []
+
+
+def test_files_that_would_be_parts_of_the_model_are_refused(tmp_path: Path) -> None:
+    """And one that cannot be read."""
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    words = refused(tmp_path / "model", state(), files=[tmp_path / "x.safetensors"])
+    assert "which would be taken for a part of the model: leave it out" in words
+    assert f"{tmp_path / 'missing'}, which files= has, cannot be read" in refused(
+        tmp_path / "model", state(), files=[tmp_path / "missing"]
+    )
+    assert names(tmp_path / "model") == []
+
+
+def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
+    """It says where a model can be saved."""
+    words = refused("memory://models/a", state())
+    assert "A model can be saved to local directories and network mounts" in words
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be dtype, and is str"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8 is none of the floating-point dtypes of safetensors"),
+        ({"rename": {"a*": "b"}}, ValueError, "'b' cannot become 'a*'"),
+        ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0 must be an int of at least 1"),
+        ({"files": "config.json"}, TypeError, "files must be a list of paths, and is 'config.json'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """At once, with the argument and what is allowed."""
+    with pytest.raises(error, match=re.escape(message)):
+        SafetensorsStorageWriter("x", **options)
+
+
+def test_a_writer_process_that_dies_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bytes are written to their places once more; a second death fails the save, and leaves the old model."""
+    deaths = [1]
+    original: Callable[..., Any] = WriterProcess.write_shared
+
+    def write_shared(self: WriterProcess, *arguments: Any) -> Any:
+        if deaths[0]:
+            deaths[0] -= 1
+            kill(psutil.Process(self.pid))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(WriterProcess, "write_shared", write_shared)
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        save(tmp_path, state(), max_shard_bytes=10_000)
+    assert "writing once more with a fresh process" in caplog.text
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    assert set(loaded(tmp_path)) == set(expected())
+    deaths[0] = 2
+    with pytest.raises(CheckpointException) as caught:
+        save(tmp_path, state(), max_shard_bytes=10_000, overwrite=True)
+    assert isinstance(unwrap(caught.value), WriterProcessDied)
+    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+
+
+def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no file of the new one."""
+    save(tmp_path, state(), max_shard_bytes=10_000)
+    before = names(tmp_path)
+
+    def put(*arguments: Any, **options: Any) -> None:
+        raise Refused("the disk is full")
+
+    monkeypatch.setattr(LocalStorage, "put", put)
+    assert "the disk is full" in refused(tmp_path, state(), max_shard_bytes=10_000, overwrite=True)
+    assert names(tmp_path) == before
+    assert set(loaded(tmp_path)) == set(expected())
