@@ -75,7 +75,7 @@ class IndexFile(NamedTuple):
         return check_section(content, section, self.path)
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | None = None) -> bytes:
@@ -111,7 +111,7 @@ def _strong(*pieces: bytes | memoryview) -> bytes:
     return state.digest()
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def is_index(data: bytes) -> bool:

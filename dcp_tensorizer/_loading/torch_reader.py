@@ -1,7 +1,7 @@
-"""Loading what torch's own ``FileSystemWriter`` and ``FsspecWriter`` saved, without running code from it.
+"""Loads checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, without running code from them.
 
-torch's readers unpickle ``.metadata`` and every object, whatever they hold. This one makes DCP's own records of the
-first, and looks at the others as at this package's objects.
+torch's readers unpickle ``.metadata`` and every object, whatever they contain. This one builds only DCP's own records
+from ``.metadata``, and checks objects like those of this package.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ from .validate import not_committed, nothing_committed, unreadable, warn_of_empt
 class TorchReader(StorageReader):
     """Loads a checkpoint of torch's own format.
 
-    Args:
-        storage: Its directory.
-        allow_pickle: Unpickle ``.metadata`` and objects of any type.
-        extensions: Decode what torch's writer has encoded; None for those that torch has.
+    ``allow_pickle`` unpickles ``.metadata`` and objects of any type. ``extensions`` decode streams of torch's writer;
+    None: torch's.
     """
 
     def __init__(
@@ -49,15 +47,13 @@ class TorchReader(StorageReader):
         self._error: CheckpointError | None = None
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Nothing: each load has a reader of its own."""
+        """Does nothing: each load has its own reader."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
 
-        Errors are kept for `set_up_storage_reader`, as those of `TensorizerStorageReader` are.
-
-        Raises:
-            NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
+        Errors are kept for `set_up_storage_reader`, as in `TensorizerStorageReader`. Raises `NotCommitted` if there is
+        no metadata of all ranks, and ``rank`` was not given.
         """
         rank = kwargs.get("rank")
         self._error = None
@@ -77,17 +73,16 @@ class TorchReader(StorageReader):
         return unreadable(self._error, meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises what `read_metadata` could not, and keeps the metadata."""
+        """Raises the error of `read_metadata`, if there was one, and keeps the metadata."""
         if self._error is not None:
             raise self._error
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Checks, before any target changes, that the files hold as many bytes as the plan asks for.
+        """Checks, before any target changes, that the files have the bytes that the plan asks for.
 
-        Raises:
-            MetadataError: there is no place for an item; names the key.
-            ReadError: a file is missing or too short; names the key.
+        Raises `MetadataError` if an item has no place, and `ReadError` if a file is missing or too short; both name the
+        key.
         """
         sizes: dict[str, int | None] = {}
         for item in plan.items:
@@ -104,15 +99,14 @@ class TorchReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to agree on."""
+        """Does nothing: there is nothing to agree on."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything in the plan into the targets that the planner gives, in the order of files and places.
+        """Reads everything in the plan into the planner's targets, in the order of files and offsets.
 
-        Raises:
-            ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
-            UntrustedObject: objects could run code; names keys and types, before any target changes.
+        Raises `ReadError`, naming key and file, if bytes cannot be read or do not fit their target, and
+        `UntrustedObject`, before any target changes, if objects could run code.
         """
         warn_of_empty_dicts(self._storage.path, planner)
         items = sorted(plan.items, key=lambda item: (self._place(item).relative_path, self._place(item).offset))
@@ -132,7 +126,7 @@ class TorchReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Never: it has its storage when it is made."""
+        """Returns False: the storage is given at construction."""
         return False
 
     def _read_metadata(self, rank: int | None) -> Metadata:
@@ -166,10 +160,10 @@ class TorchReader(StorageReader):
         return info
 
     def _content(self, item: ReadItem) -> bytes:
-        """The bytes that were written for an item, decoded."""
+        """The stored bytes of an item, decoded."""
         info = self._place(item)
         content = self._storage.read_range(info.relative_path, info.offset, info.length)
-        # Before torch 2.7 there was no such field.
+        # torch before 2.7 does not have this field.
         if descriptors := getattr(info, "transform_descriptors", None):
             with self._naming(item):
                 return self._decode(content, descriptors)
@@ -184,7 +178,7 @@ class TorchReader(StorageReader):
 
     @contextmanager
     def _naming(self, item: ReadItem) -> Iterator[None]:
-        """Translates what is raised for an item, and names its key and file."""
+        """Translates errors for an item, and adds its key and file."""
         try:
             yield
         except CheckpointError:
@@ -195,11 +189,7 @@ class TorchReader(StorageReader):
 
 
 def _tensor(content: bytes) -> torch.Tensor:
-    """A tensor, of what ``torch.save`` made of it.
-
-    Raises:
-        Exception: it is damaged, or something else.
-    """
+    """A tensor from its ``torch.save`` bytes; raises any exception if they are damaged or something else."""
     check_saved(io.BytesIO(content), len(content))
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):

@@ -1,6 +1,5 @@
-"""The ranks of a job: what they decide together, and who of them keeps the others waiting.
-
-Each waits for the others by collectives on groups that nothing else uses, and no longer than their timeout.
+"""Agreements of a job's ranks by collectives, and waits for each other: no rank waits for one that shows no sign of
+life.
 """
 
 from __future__ import annotations
@@ -31,16 +30,11 @@ _T = TypeVar("_T")
 
 
 def make_groups(process_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Makes two gloo groups of the same ranks: for saves, whose collectives run on their thread, and for agreements.
+    """Makes two gloo groups of the same ranks: one for saves, whose collectives run on their thread, and one for
+    agreements.
 
-    Args:
-        process_group: The ranks; None for all.
-
-    Returns:
-        The groups; None and None where there are no ranks.
-
-    Raises:
-        ValueError: there is a group, and no process group was initialised.
+    Both are None if there is only one rank. Raises `ValueError` if there is a ``process_group`` (None: all ranks), but
+    none was initialised.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
@@ -50,7 +44,7 @@ def make_groups(process_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGr
 
 
 def make_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Makes a gloo group of the same ranks, with their timeout: gloo's own default is 30 minutes."""
+    """Makes a gloo group of the same ranks with their timeout; gloo's own default is 30 minutes."""
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     like = dist.group.WORLD if process_group is None else process_group
     assert like is not None
@@ -61,10 +55,8 @@ def make_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGr
 
 
 class Agreement:
-    """Decisions that are the same on every rank. Every rank must ask for each of them.
-
-    Args:
-        group: Of the ranks; None where there is only this one.
+    """Decisions that are the same on every rank of ``group`` (None: only this one). Every rank must ask for each of
+    them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -89,11 +81,7 @@ class Agreement:
         return self.rank == 0
 
     def largest(self, *numbers: int) -> list[int]:
-        """The largest that any rank has given, of each.
-
-        Raises:
-            WriteError: a rank is gone.
-        """
+        """The largest value that any rank has passed, for each number. Raises `WriteError` if a rank is gone."""
         if self._group is None or self._calls is None:
             return list(numbers)
         self._number += 1
@@ -106,18 +94,14 @@ class Agreement:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                self._calls.here(self._number)  # not before: this is asked for at each step of training
+                self._calls.here(self._number)  # only after a failure, because this runs at each step of training
                 work.wait()
         except RuntimeError as error:
             raise self._gone(error) from error
         return cast("list[int]", tensor.tolist())
 
     def gathered(self, own: _T) -> list[_T]:
-        """Gathers a value of each rank, in the order of the ranks.
-
-        Raises:
-            WriteError: a rank is gone.
-        """
+        """Gathers a value of each rank, in rank order. Raises `WriteError` if a rank is gone."""
         if self._group is None:
             return [own]
         self._come()
@@ -129,11 +113,9 @@ class Agreement:
         return box
 
     def decided(self, decide: Callable[[], _T]) -> _T:
-        """Gives all ranks the first rank's decision; the others do not call ``decide``. An error of it is raised on
-        every rank.
+        """Gives all ranks the first rank's decision; the others do not call ``decide``.
 
-        Raises:
-            WriteError: a rank is gone.
+        An error in it is raised on every rank. Raises `WriteError` if a rank is gone.
         """
         self._come()
         box: list[Any] = [None, None]
@@ -156,7 +138,7 @@ class Agreement:
         return cast("_T", result)
 
     def _come(self) -> None:
-        """Says that this rank has come to the next agreement."""
+        """Notes that this rank has come to the next agreement."""
         if self._calls is not None:
             self._number += 1
             self._calls.here(self._number)
@@ -167,12 +149,12 @@ class Agreement:
         return WriteError(f"the ranks could not agree: {self._calls.explain(self._number, error, what)}")
 
 
-# Finds out which ranks have not come to what all ranks of a group do, so that errors name them.
+# --- naming the ranks that a collective waits for in vain -------------------------------------------------------------
 
-_LOOK_SECONDS = 2.0  # those that have just come say so within that
-_STORE_SECONDS = 5.0  # a store on a host that is out of reach does not answer
+_LOOK_SECONDS = 2.0  # ranks that have just come report within that
+_STORE_SECONDS = 5.0  # a store on an unreachable host does not answer
 _SHOWN = 8
-_CLOSED = "pair closure"  # gloo's words for a group in which something has timed out before
+_CLOSED = "pair closure"  # gloo's words for a group in which a collective has timed out before
 
 
 def is_of_ranks(error: BaseException) -> bool:
@@ -181,18 +163,10 @@ def is_of_ranks(error: BaseException) -> bool:
 
 
 class RollCall:
-    """Finds out for whom the ranks of a group have waited in vain.
+    """Finds out for which ranks a group has waited in vain.
 
-    Each rank counts what all of them do together, and puts the number into the store of the group when it comes there.
-    Where that would cost training time, it does so only when it has waited for `patience`.
-
-    Args:
-        group: Of the ranks.
-        name: Of what is counted: there may be several counts.
-
-    Attributes:
-        timeout: Of the group's collectives, as it was made.
-        patience: A tenth of that.
+    Each rank counts the collective operations called ``name``, and puts the number into the group's store when it comes
+    to one. For frequent operations it does so only after waiting for ``patience``, a tenth of the group's ``timeout``.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -202,21 +176,17 @@ class RollCall:
         self.patience = self.timeout / 10
 
     def here(self, number: int) -> None:
-        """Says that this rank has come to what has this number."""
+        """Notes that this rank has come to the operation with this number."""
         self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: RuntimeError, what: str) -> str:
-        """Says for whom a collective has waited that has failed, and how long.
-
-        Args:
-            number: Of what the ranks did.
-            error: Of the collective.
-            what: The others were waited for "to do" that.
+        """Says for which ranks a failed collective has waited, and how long. ``what`` completes "waited for the others
+        to".
         """
         who = f"rank {dist.get_global_rank(self._group, self._rank)}"
         if _CLOSED in str(error):
             return f"{who}: the ranks have lost each other before. Start the job again"
-        words = str(error).partition(" This is typically caused")[0]  # torch says more, which helps nobody
+        words = str(error).partition(" This is typically caused")[0]  # the rest of torch's text does not help
         if "timed out" not in words.lower():
             return f"{who} waited for the others to {what}: another rank has ended, or made other calls. {words}"
         seconds = f"{self.timeout.total_seconds():g} s, the timeout of the job's process group,"
@@ -233,9 +203,9 @@ class RollCall:
         return f"{waited}. All of them have come: the network between them may be down. {words}"
 
     def _look(self, number: int) -> tuple[list[int], list[int]]:
-        """The ranks of the job that have not come, and those that have not given up either.
+        """The ranks that have not come, and those of them that have not given up either.
 
-        Those who are just about to do so are given some time.
+        Ranks that are about to report get some time.
         """
         self.here(number)
         self._store.set(f"{self._rank}-waits-no-more", str(number))
@@ -258,24 +228,18 @@ def _have(ranks: list[int]) -> str:
     return f"Rank {shown} has" if len(ranks) == 1 else f"Ranks {shown} have"
 
 
-# Keeps ranks together while each writes or reads its own part: none waits for one that gives no sign of life.
+# --- keeping ranks together while each writes or reads its own part ---------------------------------------------------
 
-_TO_SAY_SO = 30.0  # whoever gives a commit up when its time is over has to tell the others
+_TO_SAY_SO = 30.0  # seconds to tell the other ranks that the time for a commit is over
 
 
 class Together:
-    """Makes the saves and loads of a group wait no longer than its timeout for a rank that gives no sign of life.
+    """Makes the saves and loads of a group wait no longer than its timeout for a rank that shows no sign of life.
 
-    DCP gathers the ranks' results when each has them. A rank that has written its part within seconds waits there for
-    the one that takes minutes, and cannot tell it from one that is gone. So a rank that is at work says so now and
-    then, in a small collective of the same group, and those that are ready wait there for the next. Only when all are
-    ready do they go on to DCP's own.
-
-    Args:
-        group: Of the ranks. Nothing else uses it meanwhile.
-
-    Attributes:
-        group: Of the ranks.
+    DCP gathers the ranks' results when each has them. A rank that has written its part within seconds waits there for a
+    rank that takes minutes, and cannot tell it from a dead one. So a rank that is at work reports now and then, in a
+    small collective of the same group, in which the ready ranks wait. Only when all are ready do they go on to DCP's
+    collective. Nothing else uses ``group`` meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -285,7 +249,7 @@ class Together:
         self._failure: str | None = None
 
     def accompany_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
-        """Keeps a writer's saves together; the commit alone, of the coordinator, may take so many seconds."""
+        """Keeps a writer's saves together. Only the coordinator's commit may take ``commit_seconds``."""
         begin, write = writer.storage_meta, writer.write_data
         longer = max(self._calls.timeout, timedelta(seconds=commit_seconds + _TO_SAY_SO))
 
@@ -313,7 +277,7 @@ class Together:
         vars(reader).update(read_data=read_data)
 
     def error_of(self, error: RuntimeError, what: str) -> WriteError:
-        """The error of a save or a load, of which a collective has failed."""
+        """The error of a save or a load in which a collective has failed."""
         failure, self._failure = self._failure, None
         failure = failure or self._calls.explain(self._number, error, "take part in it")
         gone = WriteError(f"{what}: {failure}")
@@ -321,28 +285,24 @@ class Together:
         return gone
 
     def _begin(self) -> None:
-        """Says that this rank has begun a save or a load, which is planned together."""
-        set_group_timeout(self.group, self._calls.timeout)  # a commit has left another
+        """Notes that this rank has begun a save or a load, which all ranks plan together."""
+        set_group_timeout(self.group, self._calls.timeout)  # the last commit has set another
         self._number += 1
         self._calls.here(self._number)
 
     @contextmanager
     def _until_all_have(self, done: str, then: timedelta | None = None) -> Iterator[None]:
-        """Goes on when all ranks have come to the end of the block. A rank that fails inside has, too.
+        """Waits at the end of the block until all ranks have come there, or have failed inside.
 
-        Args:
-            done: What they do inside.
-            then: The timeout of what they do afterwards, where that is another one.
-
-        Raises:
-            WriteError: one of them gives no sign of life.
+        ``done`` names the work inside, and ``then`` is the timeout of what follows, if it differs. Raises `WriteError`
+        if a rank shows no sign of life.
         """
         is_done, self._failure = threading.Event(), None
         signs = threading.Thread(target=self._give_signs, args=[is_done, done], name="signs-of-life", daemon=True)
         try:
             signs.start()
             is_beside = True
-        except RuntimeError:  # the interpreter is ending, and starts no more
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
             is_beside = False
         try:
             yield

@@ -1,4 +1,4 @@
-"""Brings a checkpoint back into a state dict: all of it, or the keys that are chosen."""
+"""Loads a checkpoint into a state dict: all of it, or a selection of keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .step_folder import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOCK_SECONDS = 60.0  # a clean-up that holds the lock takes milliseconds
+_LOCK_SECONDS = 60.0  # to wait for the lock, which a clean-up holds for milliseconds
 _SHAPES_SHOWN = 20
 
 
@@ -50,19 +50,14 @@ _SHAPES_SHOWN = 20
 class Selection:
     """A selection of the keys of a flattened state dict.
 
-    A pattern is of a key, or of a list that the key is in: a save takes a list for one value.
-
-    Attributes:
-        include: Patterns, as `fnmatch` has them; empty for all keys.
-        exclude: Patterns of keys that stay as they are.
-        strict: A key that the checkpoint does not have is an error; otherwise it stays as it is.
-        allow_shape_mismatch: A tensor of another shape in the checkpoint stays as it is; otherwise it is an error.
+    Patterns, as in `fnmatch`, match a key, or a list that contains the key, because a save stores a list as one value.
+    Without ``include`` all keys are selected; those of ``exclude`` are left out.
     """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    strict: bool = True
-    allow_shape_mismatch: bool = False
+    strict: bool = True  # a key that the checkpoint lacks is an error; otherwise it stays as it is
+    allow_shape_mismatch: bool = False  # a tensor that is stored in another shape stays as it is; otherwise an error
 
     @property
     def is_all(self) -> bool:
@@ -75,16 +70,14 @@ class Selection:
         return not self.strict or self.allow_shape_mismatch
 
     def has(self, names: Iterable[str]) -> bool:
-        """Returns whether a key is loaded, by its name and those of the lists that it is in."""
+        """Returns whether a key is selected, by its name and the names of the lists that contain it."""
         return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
 
     def check(self, keys: Sequence[str], known: Set[str]) -> None:
-        """Raises `MetadataError` for a pattern that is of nothing: it is a slip of the pen.
+        """Raises `MetadataError` for a pattern that matches nothing, probably a slip.
 
-        Args:
-            keys: Of the state, for the message.
-            known: The names of all keys, and of the lists that they are in. What is of a key of the checkpoint alone
-                may be of another rank's state: each stage of a pipeline has its own.
+        ``keys`` are the state's, for the message. ``known`` are the names of all keys, also of those that only the
+        checkpoint has, and of the lists that contain them: each stage of a pipeline has its own keys.
         """
         for pattern in (*self.include, *self.exclude):
             if not _matches(known, [pattern]):
@@ -101,20 +94,11 @@ def load_first(
     *,
     is_alone: bool = False,
 ) -> int | None:
-    """Loads the first checkpoint that is not damaged; returns which one that is, or None if there are none.
+    """Loads the first checkpoint that is not damaged; returns its index, or None if there are none.
 
-    Args:
-        folder: Of the checkpoints.
-        steps: Those that may be loaded.
-        state: What to load it into.
-        selection: Which keys.
-        together: Of the ranks; None where there is only this one.
-        options: For the reader.
-        is_alone: Load on this process by itself, whatever ranks there are.
-
-    Raises:
-        CheckpointError: one of them is whole and cannot be loaded, or the last of them is damaged; on any rank, and
-            the same on all of them. Or a rank is gone.
+    ``together`` is None if there is only this rank; with ``is_alone`` this process loads by itself anyway. Raises
+    `CheckpointError`, the same on all ranks, if a whole checkpoint cannot be loaded, if the last one is damaged, or if
+    a rank is gone.
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
@@ -125,7 +109,7 @@ def load_first(
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
             logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
-            if planner.has_begun:  # the state may hold some of it: nothing may stay as it is now
+            if planner.has_begun:  # the state may be partly overwritten, so the next one must overwrite all of it
                 selection = dataclasses.replace(selection, strict=True, allow_shape_mismatch=False)
         else:
             return number
@@ -185,7 +169,7 @@ def _shared_lock(storage: Storage) -> Iterator[None]:
         yield
         return
     lock = None
-    with suppress(WriteError):  # it cannot be locked, and the load says whether it can be read
+    with suppress(WriteError):  # it cannot be locked; the load shows whether it can be read
         lock = storage.lock_directory()
         lock.share(_LOCK_SECONDS)
     try:
@@ -196,15 +180,10 @@ def _shared_lock(storage: Storage) -> Iterator[None]:
 
 
 class SelectivePlanner(LoadPlanner):
-    """Plans loads for the keys that are chosen, and makes the state of optimizers that have none yet.
+    """Plans loads of selected keys, and makes the state of optimizers that have none yet.
 
-    Args:
-        path: The checkpoint's, for messages.
-        selection: Which keys.
-        state: What is loaded into, with its ``Stateful`` values.
-
-    Attributes:
-        has_begun: All ranks have agreed on what to read: from here on the state changes.
+    ``path`` is the checkpoint's, for messages. When ``has_begun`` is true, all ranks have agreed on what to read, and
+    the state changes from then on.
     """
 
     def __init__(self, path: str, selection: Selection, state: Mapping[str, Any]) -> None:
@@ -216,17 +195,17 @@ class SelectivePlanner(LoadPlanner):
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Called by DCP with what this rank is to read."""
+        """Called by DCP with what this rank reads."""
         self.has_begun = True
         return super().finish_plan(new_plan)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state and what the checkpoint holds: what is not chosen is in neither from here on.
+        """Called by DCP with the state and the checkpoint's metadata. Keys that are not selected are removed from both.
 
         Raises:
-            StateMismatch: they do not go together; names the keys.
+            StateMismatch: they do not match; names the keys.
         """
         assert metadata is not None
         optimizers = [
@@ -245,15 +224,16 @@ class SelectivePlanner(LoadPlanner):
         self._report(misfits, left)
         self._drop(left)
         if more := self._more():
-            self._drop(self._report_lost(more, metadata, optimizers))  # or the reader would say it once more
+            self._drop(self._report_lost(more, metadata, optimizers))  # otherwise the reader would report it again
             asked = tuple(f"{key}." for key in state_dict)
             if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
                 logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
 
     def _parameters_of(self, keys: Set[str]) -> Callable[[torch.Tensor], bool]:
-        """Tells whether a parameter has one of these keys: by its name in a module, or its place in memory.
+        """Returns a function that tells whether a parameter has one of these keys, by its name in a module, or by its
+        address.
 
-        A rank may have no element of a parameter, and so no place. All ranks have to say the same.
+        A rank may have no element of a parameter, and so no address. All ranks must give the same answer.
         """
         numbers = {
             id(parameter)
@@ -265,7 +245,7 @@ class SelectivePlanner(LoadPlanner):
         return lambda parameter: id(parameter) in numbers or address_of(parameter) in places
 
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
-        """Flattens the state, and takes what is chosen of it and of the checkpoint."""
+        """Flattens the state, and selects keys of it and of the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata
         if self._selection.is_all:
@@ -276,7 +256,7 @@ class SelectivePlanner(LoadPlanner):
         self._drop({key for key in names if not self._selection.has(names[key])})
 
     def _drop(self, keys: Collection[str]) -> None:
-        """Keys that are not loaded: they are neither in the state nor in the checkpoint, for what comes after."""
+        """Removes keys that are not loaded from the state and from the metadata."""
         assert self.metadata is not None
         if keys:
             self.state_dict = {key: value for key, value in self.state_dict.items() if key not in keys}
@@ -285,19 +265,19 @@ class SelectivePlanner(LoadPlanner):
             self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=chosen)
 
     def _more(self) -> dict[str, Any]:
-        """The values that the checkpoint has, and the state has not."""
+        """The values that the checkpoint has and the state lacks."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         more = stored.keys() - self.state_dict.keys()
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
     def _has_older_keys(self) -> bool:
-        """A release of torch before 2.4 has saved it: torch looks for its keys, and names what is not there."""
+        """Returns whether a torch before 2.4 has saved it: then torch looks for its keys, and names missing ones."""
         assert self.metadata is not None
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 
     def _misfits(self) -> dict[str, str]:
-        """The tensors that the checkpoint has in another shape, with both shapes."""
+        """The tensors that are stored in another shape, with both shapes."""
         assert self.metadata is not None
         stored, misfits = self.metadata.state_dict_metadata, {}
         for key, value in self.state_dict.items():
@@ -309,7 +289,7 @@ class SelectivePlanner(LoadPlanner):
         return misfits
 
     def _report(self, misfits: Mapping[str, str], left: Set[str]) -> None:
-        """Says which keys stay as they are, or raises `StateMismatch` where they must not."""
+        """Warns about keys that stay as they are, or raises `StateMismatch` if they must not."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in stored]
@@ -337,7 +317,7 @@ class SelectivePlanner(LoadPlanner):
     def _report_lost(
         self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]
     ) -> list[str]:
-        """Says what the state asks for, and has no place for; raises `StateMismatch` if it is strict."""
+        """Reports stored values for which the state has no place; raises `StateMismatch` if it is strict."""
         if self._has_older_keys():
             return []
         paths = recorded_paths(metadata)
@@ -360,7 +340,7 @@ class SelectivePlanner(LoadPlanner):
 
 
 def _lists_around(path: Sequence[str | int]) -> Iterator[str]:
-    """The names of the lists that a value is in, by its path in the nested state dict."""
+    """The names of the lists that contain a value, by its path in the nested state dict."""
     return (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
 
 
@@ -368,20 +348,18 @@ def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-# Which part of a state is saved: all of it, or what is trained, or what no pattern leaves out.
+# --- the part of a state that is saved: all of it, trained parameters, or keys that no pattern excludes ---------------
 
-# Of activation checkpointing and of FSDP1: modules in between, which are in the names of parameters, but not in state
-# dicts.
+# Wrappers of activation checkpointing and of FSDP1, which are in the names of parameters, but not in state dicts.
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 class StatePart(NamedTuple):
-    """A part of a state.
+    """A part of a state. Patterns in ``exclude`` are those of `fnmatch`; keys are those of nested dicts, joined by
+    dots.
 
-    Attributes:
-        exclude: Patterns of keys that are left out, as `fnmatch` has them. Keys are those of nested dicts, joined by
-            dots. A list is one value.
-        trainable_only: Leave frozen parameters out: those of modules, and others that say themselves that they are.
+    A list counts as one value. ``trainable_only`` leaves out the frozen parameters of modules, and other frozen
+    tensors.
     """
 
     exclude: tuple[str, ...] = ()
@@ -389,14 +367,13 @@ class StatePart(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Nothing is left out."""
+        """Returns whether nothing is left out."""
         return not self.exclude and not self.trainable_only
 
     def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of a state, whose ``Stateful`` values are asked for theirs. The state is not changed.
+        """The part of a state, with the state of ``Stateful`` values. The state itself is not changed.
 
-        Raises:
-            StagingError: nothing in the state says what is trained.
+        Raises `StagingError` if nothing in the state says what is trained.
         """
         collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         if self.is_all:
@@ -428,7 +405,7 @@ class StatePart(NamedTuple):
 
 
 def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
-    """The keys of the frozen parameters of modules, under each of their names in what was collected of them."""
+    """The keys of the frozen parameters of modules, under each of their names in the collected state."""
     frozen = set()
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):

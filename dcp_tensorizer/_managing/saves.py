@@ -1,4 +1,4 @@
-"""Runs the saves of a job, one at a time, and after each what comes after it."""
+"""Runs the saves of a job one at a time, and the work after each commit."""
 
 from __future__ import annotations
 
@@ -40,28 +40,20 @@ _CLEAN_UP_SECONDS = 20.0
 
 @dataclass(slots=True)
 class _StepSave:
-    """One save.
-
-    Attributes:
-        began: A moment of the clock.
-        future: Done when it is committed; gives its path.
-        over: Done when what comes after it has been done, too.
-        saved: The checkpoint.
-        files: That this rank has written.
-    """
+    """One save."""
 
     step: int
     storage: Storage
     name: str
     record: SaveRecord
-    began: float
-    future: Future[str] = field(default_factory=Future)
-    over: Future[None] = field(default_factory=Future)
-    saved: Step | None = None
-    files: WrittenFiles = field(default_factory=WrittenFiles)
+    began: float  # by the clock
+    future: Future[str] = field(default_factory=Future)  # done when it is committed, with its path
+    over: Future[None] = field(default_factory=Future)  # done when the work after the commit is done
+    saved: Step | None = None  # the checkpoint
+    files: WrittenFiles = field(default_factory=WrittenFiles)  # written by this rank
 
     def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()  # nobody can cancel it: the other ranks save in any case
+        self.future.set_running_or_notify_cancel()  # cannot be cancelled, because the other ranks save in any case
 
     @property
     def has_failed(self) -> bool:
@@ -69,23 +61,14 @@ class _StepSave:
 
 
 class _Held(NamedTuple):
-    """A step that is in memory alone.
-
-    Attributes:
-        storage: The checkpoint's directory.
-        name: Of that directory.
-        staged: The staged copy; None if the state could not be collected.
-        refusal: Why there is none.
-        record: What the index would say of it.
-        is_due: A save of it was due.
-    """
+    """A step that is only in memory."""
 
     storage: Storage
     name: str
-    staged: StagedStateDict | None
-    refusal: StagingError | None
-    record: SaveRecord
-    is_due: bool
+    staged: StagedStateDict | None  # None if the state could not be collected
+    refusal: StagingError | None  # why it could not
+    record: SaveRecord  # for the index
+    is_due: bool  # a save of it was due
 
 
 class Saves:
@@ -94,18 +77,17 @@ class Saves:
     Args:
         writer: Writes all of them.
         agreement: Of all ranks.
-        together: Keeps them together, on a group for them alone; None without ranks.
-        clock: Takes their times.
-        must_change: Patterns of the keys of which some must differ from the save before.
-        max_failures: So many saves may fail in a row; None for any number.
-        after: Called with each checkpoint when it is committed, on a thread of its own.
-        omits_replicas: What other ranks write need not be staged.
+        together: Keeps the ranks together, on a group only for saves; None without ranks.
+        clock: Measures their times.
+        must_change: Patterns of keys, some of which must differ from the save before.
+        max_failures: How many saves may fail in a row; None for any number.
+        after: Called with each committed checkpoint, on a thread of its own.
+        omits_replicas: Tensors that other ranks write need not be staged.
 
     Attributes:
-        failures: Those of the last saves, one after the other.
-        error: Of the last save, if that has failed and nobody has been told.
-        part: What is saved of states, from now on.
-        together: Their ranks; None without ranks.
+        failures: The failures in a row.
+        error: Of the last save, if it has failed and no call has raised it yet.
+        part: The part of states that is saved from now on.
     """
 
     def __init__(
@@ -137,10 +119,10 @@ class Saves:
         self._following = threading.local()
 
     def warm_up(self, state: Mapping[str, Any]) -> None:
-        """Allocates the staging buffer, if this is asked before the first save. Optimizers must have their state."""
+        """Allocates the staging buffer before the first save. Optimizers must have their state."""
         if not self._is_warm:
             self._is_warm = True
-            with suppress(StagingError):  # the save will say it
+            with suppress(StagingError):  # the save will report it
                 self._writer.prewarm(self.part.of(state))
 
     def start(
@@ -151,17 +133,10 @@ class Saves:
         record: SaveRecord,
         on_staged: OnStaged | None = None,
     ) -> Future[str]:
-        """Stages the part of the state that is saved, and returns while it is.
+        """Stages the state and starts its save; returns before that is over.
 
-        Raises what a ``state_dict`` raises, when the save has begun: it fails on the other ranks, which would wait for
-        this one.
-
-        Args:
-            storage: Where to save.
-            name: Of that directory.
-            state: What to save.
-            record: What the index will say of it.
-            on_staged: See `SaveDescription`.
+        An error of a ``state_dict`` is raised after the save has begun, because the other ranks would wait for this
+        one: there the save fails. ``on_staged`` as in `SaveDescription`.
         """
         since = self._clock.now()
         collected, error = _collected(state, self.part)
@@ -180,7 +155,7 @@ class Saves:
         refusal: StagingError | None,
         on_staged: OnStaged | None = None,
     ) -> Future[str]:
-        """Saves what has been collected, or fails by ``refusal``, as the save does on the other ranks."""
+        """Saves the collected state, or fails with ``refusal``, like the save on the other ranks."""
         before, self._is_warm, self._held = self._last, True, None
         omitted = frozenset[str]()
         if self._replicas is not None:
@@ -211,21 +186,21 @@ class Saves:
         *,
         is_due: bool,
     ) -> None:
-        """Stages a state that is not written unless `write_held` is called; takes what `start` takes."""
+        """Stages a state that is only written if `write_held` is called; takes the arguments of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
             self._held = _Held(storage, name, staged, None, record, is_due)
             on_staged(staged)
 
-        is_due = is_due or (self._held is not None and self._held.is_due)  # it takes the place of that one
+        is_due = is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
         collected, error = _collected(state, self.part)
-        if error is not None:  # other ranks hold the step: if it is written, the save has to fail on all of them
+        if error is not None:  # other ranks hold the step; if it is written, the save must fail on all of them
             self._held = _Held(storage, name, None, _refusal(error), record, is_due)
             raise error
         self._writer.saver.hold(collected, keep)
 
     def write_held(self) -> None:
-        """Begins the save of the newest step, if that is in memory alone and a save of it was due."""
+        """Begins the save of the newest step, if it is only in memory and a save of it was due."""
         held = self._held
         if held is None or not held.is_due:
             return
@@ -233,27 +208,27 @@ class Saves:
         if held.staged is not None:
             try:
                 held.staged.staged_save.wait_copied()
-                state = dict(held.staged)  # not `items`, which ties it to a save
+                state = dict(held.staged)  # not by `items`, which ties it to a save
             except StagingError as error:
                 refusal = error
         self._start(held.storage, held.name, state, held.record, self._clock.now(), refusal)
 
     @property
     def held_step(self) -> int | None:
-        """The newest step, if that is in memory alone and a save of it was due."""
+        """The newest step, if it is only in memory and a save of it was due."""
         return None if self._held is None or not self._held.is_due else self._held.record.step
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether the last save still runs."""
+        """Returns whether the last save is still running."""
         return self._last is not None and not self._last.future.done()
 
     def check(self, failures: int) -> None:
-        """Raises `WriteError` if so many saves have failed in a row that training would go on without checkpoints."""
+        """Raises `WriteError` after too many failures in a row: training would go on without checkpoints."""
         self.failures.check(self._max_failures, failures)
 
     def is_last(self, step: int) -> bool:
-        """Returns whether the last save is of a step, and has not failed."""
+        """Returns whether the last save is of this step, and has not failed."""
         return self._last is not None and self._last.step == step and not self._last.has_failed
 
     @property
@@ -268,20 +243,20 @@ class Saves:
         return self._last is not None and self._last.saved is not None
 
     def settled(self) -> Step | None:
-        """The checkpoint of the last save, when that is over; None if it failed, or there was none."""
+        """The checkpoint of the last save when that is over; None if it failed, or there was none."""
         if self._last is None:
             return None
         self._last.future.exception()
         return self._last.saved
 
     def forget(self) -> None:
-        """The job stands elsewhere: the last save, which is over, is not what it goes on from."""
+        """Forgets the last save, which is over, because the job goes on from something else."""
         self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:
-        """Waits for the last save, and for what comes after it.
+        """Waits for the last save and the work after it.
 
-        A callback of a save's future waits for the save alone: what comes after it follows the callbacks.
+        A callback of a save's future only waits for the save, because the work after it follows the callbacks.
         """
         if self._last is not None:
             in_callback = getattr(self._following, "is_here", False)
@@ -289,7 +264,7 @@ class Saves:
             wait_for([waited_for], deadline.left)
 
     def tell(self) -> None:
-        """Raises the error of the last save, if it has failed and nobody has been told."""
+        """Raises the error of the last save, if no call has raised it yet."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -305,7 +280,7 @@ class Saves:
                 cause = self.together.error_of(cause, f"{save.storage.path} was not saved")
             self._fail(save, cause)
             if is_uncommitted(error):
-                with suppress(Hung):  # a disk that does not answer: the thread is left alone
+                with suppress(Hung):  # a disk does not answer: its thread is left alone
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)
         else:
             save_id = "" if meta is None else meta.save_id or ""
@@ -316,11 +291,11 @@ class Saves:
             self._clock.saved(save.began)
             try:
                 save.future.set_result(save.storage.location)
-            except BaseException:  # of a callback; whoever waits has been told before
+            except BaseException:  # raised by a callback; waiting threads have been told already
                 logger.exception("a callback of the save of %s failed; the save did not", save.storage.path)
             if before is not None:
                 before.over.result()
-            with suppress(Exception):  # it has said so itself
+            with suppress(Exception):  # it has logged it
                 self._after(save.saved)
         finally:
             self._following.is_here = False
@@ -342,25 +317,21 @@ def _refusal(error: BaseException | None) -> StagingError | None:
 
 
 def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
-    """Asks ``Stateful`` values for their state, as DCP does; returns also the error of one of them."""
+    """Collects the state of ``Stateful`` values, as DCP does; returns also the error of one of them."""
     try:
         return part.of(state), None
-    except (Exception, CheckpointException) as error:  # DCP's is no Exception: a load in it has failed
+    except (Exception, CheckpointException) as error:  # raised by a load inside; it does not derive from Exception
         return {}, error
 
 
-# What a rank need not stage, because other ranks hold the same and write it.
+# --- replicas: tensors that a rank need not stage, because other ranks write them -------------------------------------
 
 
 class Replicas:
-    """Knows of a rank's last save what other ranks wrote of it.
+    """Knows which tensors of a rank's last save other ranks have written.
 
-    The planner decides by keys, shapes and shardings on all ranks alone. So as long as these are the same on each rank
-    as in the last save, each writes what it wrote then.
-
-    Args:
-        planner: Of all saves.
-        agreement: Of all ranks.
+    The planner decides only by the keys, shapes and shardings of all ranks. So while these are the same on each rank as
+    in the last save, each rank writes the same items again.
     """
 
     def __init__(self, planner: SavePlanner, agreement: Agreement) -> None:
@@ -371,18 +342,14 @@ class Replicas:
     def omitted(self, state: Mapping[str, Any] | None, *, follows: bool) -> frozenset[str]:
         """The keys of the tensors that need not be staged. Every rank must ask before each save, after the last one.
 
-        Args:
-            state: What is saved; None if it could not be collected.
-            follows: The last save was committed.
-
-        Raises:
-            WriteError: a rank is gone.
+        ``state`` is None if it could not be collected; ``follows``: the last save was committed. Raises `WriteError` if
+        a rank is gone.
         """
         if self._agreement.is_alone:
             return frozenset()
         current = None
         if state is not None:
-            with suppress(Exception):  # of a tensor without a shape, say: staging will say so, and all ranks hear of it
+            with suppress(Exception):  # such as a tensor without a shape: staging reports it to all ranks
                 current = fingerprint(state)
         is_same = follows and current is not None and current == self._last
         self._last = current

@@ -1,4 +1,4 @@
-"""A rank's write items as columns: a few arrays in place of a dozen objects for each item."""
+"""A rank's write items as columns: a few arrays instead of a dozen objects per item."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .._runtime.torch_compat import layout_of, plain_local
 Integers: TypeAlias = NDArray[np.int64]
 
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
-"""What `Table.kinds` numbers."""
+"""The kinds that `Table.kinds` numbers."""
 
 _TENSOR, SHARD, _BYTE_IO = range(3)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -34,13 +34,13 @@ _FIELDS = {
     MetadataIndex: {"fqn", "offset", "index"},
     SavePlan: {"items", "storage_data", "planner_data", "usable"},
 }
-# A release of torch that knows more of items than columns hold plans in its own way.
+# If a release of torch has other fields, columns do not hold everything, and torch plans.
 _UNDERSTOOD = all({field.name for field in dataclasses.fields(cls)} == names for cls, names in _FIELDS.items())
 _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(TensorProperties)])
 
 
 class Unsupported(Exception):
-    """Raised for items that columns cannot hold: a planner of the user's made them."""
+    """Columns cannot hold an item, which a user's planner has made."""
 
 
 class Spec(NamedTuple):
@@ -51,11 +51,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
-    """The spec of a tensor.
-
-    Raises:
-        Unsupported: the properties are of a class of the user's.
-    """
+    """The spec of a tensor; raises `Unsupported` if the properties are of a user's class."""
     if type(properties) is not TensorProperties:
         raise Unsupported
     return Spec(tuple(size), _properties(properties))
@@ -63,49 +59,35 @@ def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """The part of a plan that is usually the same on all ranks.
+    """The part of a plan that is usually the same on all ranks."""
 
-    Attributes:
-        keys: All keys, in order.
-        key_numbers: Of each item.
-        kinds: Of each item, see `KINDS`.
-        spec_numbers: Of each item; -1: it is an object.
-        specs: All specs.
-        data: What the plan says beside its items, or that packed.
-    """
-
-    keys: list[str]
-    key_numbers: Integers
-    kinds: Integers
-    spec_numbers: Integers
+    keys: list[str]  # all of them, in order
+    key_numbers: Integers  # of each item
+    kinds: Integers  # of each item, see `KINDS`
+    spec_numbers: Integers  # of each item; -1 for an object
     specs: list[Spec]
-    data: Any
+    data: Any  # the planner's data, possibly packed
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The plan's data beside its items."""
+        """The planner's data."""
         return unpack_paths(self.data) if isinstance(self.data, (PackedPaths, Pickled)) else self.data
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Columns:
-    """The write items of a rank.
-
-    Attributes:
-        dims: How many dimensions the chunk of each item has; -1: it is an object.
-        starts, sizes: A row for each item, with zeros behind its dimensions.
-    """
+    """The write items of a rank."""
 
     table: Table
-    dims: Integers
-    starts: Integers
-    sizes: Integers
+    dims: Integers  # dimensions of each item's chunk; -1 for an object
+    starts: Integers  # a row per item, with zeros after its dimensions
+    sizes: Integers  # likewise
 
     def __len__(self) -> int:
         return len(self.dims)
 
     def with_data(self, planner_data: Any) -> Columns:
-        """The same items with something else beside them."""
+        """The same items with other planner's data."""
         return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
 
     def select(self, rows: Integers) -> Columns:
@@ -121,35 +103,23 @@ class Columns:
 
 
 class Row(NamedTuple):
-    """A write item.
-
-    Attributes:
-        key: The tensor's or object's.
-        kind: See `KINDS`.
-        spec: None for an object.
-        start, size: Where the chunk is.
-        hint: ``MetadataIndex.index``; -1: none.
-    """
+    """A write item."""
 
     key: str
-    kind: int
-    spec: Spec | None
-    start: tuple[int, ...]
+    kind: int  # see `KINDS`
+    spec: Spec | None  # None for an object
+    start: tuple[int, ...]  # of the chunk
     size: tuple[int, ...]
-    hint: int
+    hint: int  # ``MetadataIndex.index``; -1: none
 
 
 def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, Integers]:
-    """The columns of items, and their hints (``MetadataIndex.index``; -1: none).
-
-    Raises:
-        Unsupported: an item is more than columns can hold.
-    """
+    """The columns of items, and their hints (``MetadataIndex.index``; -1: none). Raises `Unsupported`."""
     return columns_of_rows(map(row_of, items), planner_data)
 
 
 def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
-    """Makes the columns as `columns_of` does. Each row may be dropped at once."""
+    """`columns_of` for rows, each of which may be dropped at once."""
     keys: dict[str, int] = {}
     specs: dict[Spec, int] = {}
     rows: list[tuple[int, int, int, int, int]] = []
@@ -171,7 +141,7 @@ def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, I
 
 
 def row_of_tensor(key: str, tensor: torch.Tensor) -> Row | None:
-    """The row of a plain tensor, without the seven objects that torch makes of it; None for any other value."""
+    """The row of a plain tensor, without the seven objects that torch makes of it; None for other values."""
     if type(tensor) not in _PLAIN or type(key) is not str or not _UNDERSTOOD:
         return None
     size = tuple(tensor.shape)
@@ -179,11 +149,7 @@ def row_of_tensor(key: str, tensor: torch.Tensor) -> Row | None:
 
 
 def row_of(item: WriteItem) -> Row:
-    """The row of an item.
-
-    Raises:
-        Unsupported: it is more than columns can hold.
-    """
+    """The row of an item; raises `Unsupported` if columns cannot hold it."""
     index, data = item.index, item.tensor_data
     if (
         not _UNDERSTOOD
@@ -209,12 +175,12 @@ def row_of(item: WriteItem) -> Row:
 
 
 def write_items(columns: Columns, hints: Integers) -> Iterator[WriteItem]:
-    """Makes DCP's items, one when it is asked for; a hint of -1 is none."""
+    """Makes DCP's items one by one, on demand; a hint of -1 is none."""
     table, width = columns.table, columns.starts.shape[1]
     starts, sizes = (
         columns.starts.ravel().tolist(),
         columns.sizes.ravel().tolist(),
-    )  # a list for each item would be many
+    )  # instead of a list per item
     per_item = (table.key_numbers, table.kinds, table.spec_numbers, columns.dims, hints)
     for row, (key, kind, number, dims, hint) in enumerate(zip(*[c.tolist() for c in per_item], strict=True)):
         if kind == _BYTE_IO:
@@ -237,27 +203,22 @@ _decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
 
 
 class PackedPaths(NamedTuple):
-    """Paths as flattening makes them, each encoded: so many tuples would keep the garbage collector busy.
+    """Paths of flattened keys, each encoded: so many tuples would keep the garbage collector busy."""
 
-    Attributes:
-        keys: Their keys; None: those of the plan's items.
-        paths: Of each key.
-    """
-
-    keys: list[str] | None
-    paths: list[bytes]
+    keys: list[str] | None  # None: those of the plan's items
+    paths: list[bytes]  # of each key
 
 
 class Pickled(NamedTuple):
-    """The data of a planner of the user's, instead of paths."""
+    """The data of a user's planner, instead of paths."""
 
     data: bytes
 
 
 def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
-    """Paths as they are sent; ``keys`` are those of the plan.
+    """Packs paths for sending; ``keys`` are the plan's.
 
-    Equal paths make equal bytes. Of pickles that is not so: they tell whether two strings are one object.
+    Equal paths give equal bytes. Pickles would not, because they show whether two strings are one object.
     """
     if type(planner_data) is dict and all(map(_is_path, planner_data.items())):
         try:
@@ -271,7 +232,7 @@ def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
 
 
 def with_keys(packed: PackedPaths | Pickled, keys: list[str]) -> PackedPaths | Pickled:
-    """Received paths, with their keys."""
+    """Received paths with their keys."""
     return packed._replace(keys=keys) if isinstance(packed, PackedPaths) and packed.keys is None else packed
 
 
@@ -284,7 +245,7 @@ def unpack_paths(packed: PackedPaths | Pickled) -> Any:
 
 
 def merge_paths(packed: Iterable[PackedPaths | Pickled]) -> dict[str, Any]:
-    """The paths of all ranks in the order that torch gives them: of a key that several have, the first rank's."""
+    """The paths of all ranks in torch's order. If several ranks have a key, the first rank's path is used."""
     merged: dict[str, Any] = {}
     last = None
     for paths in reversed(list(packed)):
@@ -310,19 +271,16 @@ def _is_path(entry: tuple[Any, Any]) -> bool:
 
 # --- write items of a state dict as rows ------------------------------------------------------------------------------
 #
-# They are those that torch's planner makes, with few of its objects.
+# The same items as those of torch's planner, with few of its objects.
 
 _Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
-    """The rows of a state dict; each may be dropped before the next one is made.
+    """The rows of a state dict; each may be dropped before the next one is made. Raises `Unsupported`.
 
-    Which part of a DTensor a rank has, torch works out anew for each, in as long as all the rest takes. Here it does so
-    once for all DTensors of one layout.
-
-    Raises:
-        Unsupported: an item is more than a row can hold.
+    torch computes for each DTensor which part a rank has, which takes as long as everything else. Here it is computed
+    once per layout.
     """
     parts: dict[Any, _Part] = {}
     for key, value in state_dict.items():
@@ -338,7 +296,7 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
 
 
 def _row_of_dtensor(key: str, value: Any, parts: Mapping[Any, _Part]) -> Row | None:
-    """The row of a DTensor of a layout that is known; None for any other value."""
+    """The row of a DTensor whose layout is known; None for other values."""
     local, part = plain_local(value), parts.get(layout_of(value))
     if local is None or part is None or type(key) is not str:
         return None

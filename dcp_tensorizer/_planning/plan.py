@@ -1,7 +1,7 @@
-"""A save plan whose items are made when they are asked for, and which is carried from rank to rank as few bytes.
+"""A save plan whose items are made on demand, and which travels between ranks in few bytes.
 
-A rank sends its plan as columns. If the coordinator knows them already, it sends their digest. The coordinator answers
-with the numbers of the items that the rank is to write.
+A rank sends its plan as columns, or only their digest if the coordinator knows them already. The coordinator answers
+with the numbers of the items that the rank writes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_in
 
 
 class Reference(NamedTuple):
-    """Stands for items that the coordinator knows: which coordinator, and their digest."""
+    """Stands for columns that a coordinator knows, by its id and their digest."""
 
     coordinator: str
     digest: bytes
 
 
 class WrittenItems(NamedTuple):
-    """The items of a plan that are to be written: how many, a bit for each of the plan, and their hints, packed."""
+    """The items of a plan that are written: their number, a bit for each item of the plan, and their hints, packed."""
 
     items: int
     kept: bytes
@@ -40,26 +40,26 @@ class WrittenItems(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The coordinator's plan instead of items that the rank knows: which of them it is to write."""
+    """The coordinator's answer if the rank knows the items: which of them it writes."""
 
     reference: Reference
     choice: WrittenItems
 
 
 def choose(kept: Any, hints: Integers) -> WrittenItems:
-    """The choice of the items for which ``kept`` is true; ``hints`` are theirs (-1: none)."""
+    """The choice of the items for which ``kept`` is true; ``hints`` are those of the chosen (-1: none)."""
     return WrittenItems(len(hints), np.packbits(kept).tobytes(), pack(pack_integers(hints)))
 
 
 class Items(MutableSequence[WriteItem]):
-    """The items of a plan. Each is made anew whenever it is asked for, unless they have been changed.
+    """The items of a plan. Each is made anew on each access, unless they were changed.
 
     Args:
         source: The columns.
         choice: Which of them; None: all, without hints.
-        history: Of the planner whose local plan this is, if others may answer by referring to it.
-        coordinator: The coordinator's planner, if this is an answer to a rank that understands a reference.
-        tables: What has been decoded of other ranks' plans.
+        history: That of the planner that made this local plan, if the answer may refer to it.
+        coordinator: The id of the coordinator's planner, if this answers a rank that understands references.
+        tables: The decoded tables of other ranks' plans.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -82,17 +82,17 @@ class Items(MutableSequence[WriteItem]):
 
     @property
     def is_changed(self) -> bool:
-        """Returns whether columns no longer say what they are."""
+        """Returns whether the items were changed, so that the columns no longer describe them."""
         return self._changed is not None
 
     @property
     def table(self) -> Table:
-        """The part of the plan that other ranks' plans share."""
+        """The part of the plan that it shares with other ranks' plans."""
         return self.source.table if isinstance(self.source, Columns) else self.source.decode_table(self.tables)
 
     @functools.cached_property
     def columns(self) -> Columns:
-        """All columns, also of items that are not chosen."""
+        """All columns, including those of items that are not chosen."""
         return self.source if isinstance(self.source, Columns) else self.source.decode(self.tables)
 
     @functools.cached_property
@@ -104,12 +104,12 @@ class Items(MutableSequence[WriteItem]):
         return self.columns.select(np.flatnonzero(kept)), unpack_integers(unpack(self.choice.hints))
 
     def not_chosen(self) -> frozenset[str]:
-        """The keys of tensors of which no item is chosen, where that is known."""
+        """The keys of tensors none of whose items is chosen, if that is known."""
         if self.choice is None or self.is_changed:
             return frozenset()
         table = self.columns.table
         kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns)).astype(bool)
-        # `np.setdiff1d` imports modules. A child that is forked meanwhile could import none of them any more.
+        # Not `np.setdiff1d`, which imports modules: a child that is forked meanwhile could never import them.
         tensors = set(table.key_numbers[table.spec_numbers >= 0].tolist())
         return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[kept].tolist()))
 
@@ -135,15 +135,15 @@ class Items(MutableSequence[WriteItem]):
         del self._change()[at]
 
     def insert(self, at: int, item: WriteItem) -> None:
-        """Does as a list does."""
+        """Inserts an item, as into a list."""
         self._change().insert(at, item)
 
     def sort(self, **arguments: Any) -> None:
-        """Does as a list does."""
+        """Sorts the items, as a list."""
         self._change().sort(**arguments)
 
     def copy(self) -> list[WriteItem]:
-        """Does as a list does."""
+        """The items as a list."""
         return list(self)
 
     def __eq__(self, other: object) -> bool:
@@ -171,14 +171,14 @@ class Items(MutableSequence[WriteItem]):
 class CompactPlan(SavePlan):
     """torch's ``SavePlan`` with `Items`, and sent as columns, or as a reference to them.
 
-    What is pickled is for the ranks of one save alone.
+    Its pickle is only for the ranks of one save.
     """
 
     __hash__ = None  # type: ignore[assignment]
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data as in torch's plan; of a plan that was received it is decoded when it is asked for."""
+        """The planner's data as in torch's plan; decoded on demand, if the plan was received."""
         return self.items.table.planner_data if isinstance(self.items, Items) else None
 
     @classmethod
@@ -217,7 +217,7 @@ class CompactPlan(SavePlan):
             return SavePlan, (list(items), self.storage_data, self.planner_data, self.usable)
 
     def _report(self, items: Items) -> tuple[Any, ...]:
-        """A rank's plan for the coordinator; what is in ``planner_data`` by now belongs to it."""
+        """A rank's plan for the coordinator, with the current ``planner_data``."""
         columns = items.columns.with_data(self.planner_data)
         encoded = encode(columns, may_refer=items.history is not None)
         reference = None if items.history is None else items.history.sending(columns, encoded.digest)
@@ -226,7 +226,7 @@ class CompactPlan(SavePlan):
         return _received, (encoded, None, self.storage_data)
 
     def _answer(self, items: Items, choice: WrittenItems) -> tuple[Any, ...]:
-        """The coordinator's plan for a rank; most ranks know everything but their choice."""
+        """The coordinator's plan for a rank. Most ranks know everything except their choice."""
         source = items.source
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
         if items.coordinator is not None and isinstance(source, EncodedColumns) and source.may_refer and is_theirs:
@@ -248,21 +248,19 @@ _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 
 # --- the memory of a planner ------------------------------------------------------------------------------------------
 #
-# Plans that repeat need neither be sent nor planned again.
+# Repeated plans are neither sent nor made again.
 
-# A job that saves model and optimizer apart, each with something beside it, alternates between four plans. The
-# coordinator remembers more saves than the ranks, as some may have failed after it had planned them.
+# A job that saves its model and its optimizer in turn, and other states between them, alternates between four plans.
+# The coordinator remembers more saves than the ranks, because some may have failed after it planned them.
 _SAVES = 4
 _SAVES_OF_COORDINATOR = 4 * _SAVES
 
 
 class History:
-    """A planner's memory of what it has sent as a rank, and received and planned as the coordinator.
+    """A planner's memory of plans that it has sent as a rank, and received and made as the coordinator.
 
-    Plans are known by their contents. So it does not matter in what order different state dicts are saved.
-
-    Attributes:
-        id: Identifies the planner as a coordinator.
+    Plans are identified by their contents, so that different state dicts may be saved in any order. ``id`` identifies
+    the planner as a coordinator.
     """
 
     def __init__(self) -> None:
@@ -275,7 +273,7 @@ class History:
         self._planned: deque[tuple[object, Any]] = deque(maxlen=_SAVES_OF_COORDINATOR)
 
     def begin(self) -> None:
-        """A save begins: after one that was not planned, and in another process group, plans are sent whole again."""
+        """Begins a save. After a save that was not planned, or in another process group, whole plans are sent again."""
         if not self._is_answered or not self._is_same_world():
             self._known.clear()
         self._is_answered = True
@@ -289,28 +287,24 @@ class History:
     # --- as a rank ----------------------------------------------------------------------------------------------
 
     def sending(self, columns: Columns, digest: bytes) -> Reference | None:
-        """The reference to send instead of these columns; None: send the columns."""
+        """The reference to send instead of columns; None if the columns must be sent."""
         self._sent, self._is_answered = (columns, digest), False
         return next((reference for reference in self._known if reference.digest == digest), None)
 
     def answered(self, answer: Answer) -> Columns:
-        """The columns that an answer refers to; the coordinator knows them from now on."""
+        """The columns that an answer refers to. From now on the coordinator knows them."""
         assert self._sent is not None and self._sent[1] == answer.reference.digest
         self._known.append(answer.reference)
         return self._sent[0]
 
     def end(self) -> None:
-        """The save is planned, also where the answer refers to nothing."""
+        """Ends the planning of a save, even if the answer refers to nothing."""
         self._is_answered = True
 
     # --- as the coordinator -------------------------------------------------------------------------------------
 
     def received(self, rank: int, reference: Reference) -> EncodedColumns:
-        """The columns that a rank refers to.
-
-        Raises:
-            WriteError: they are not known.
-        """
+        """The columns that a rank refers to; raises `WriteError` if they are unknown."""
         for plans in reversed(self._received):
             if reference.coordinator == self.id and reference.digest in plans:
                 return plans[reference.digest]
@@ -320,12 +314,12 @@ class History:
         )
 
     def find(self, key: object) -> Any:
-        """The plan that has been made for these contents; None if there is none."""
+        """The plan that was made for these contents; None if there is none."""
         return next((result for known, result in reversed(self._planned) if known == key), None)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
-        """Remembers what ranks have sent, and what has come of it."""
+        """Remembers the ranks' plans, and the result."""
         referable = {plan.digest: plan for plan in plans if plan.may_refer}
-        if referable:  # saves of this rank alone must not push others out
+        if referable:  # saves of a single rank must not displace others
             self._received.append(referable)
         self._planned.append((key, result))

@@ -1,4 +1,4 @@
-"""Makes a rank's read items: torch's, of which torch makes one for each layout."""
+"""Makes a rank's read items: the same as torch's planner, but by torch only once per layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _Layout = tuple[Any, ...]
 
 
 def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has a dict or a list as one object, of which the flattened state dict has the
-    members.
+    """Returns whether a checkpoint has a dict or a list as one object, whose members the flattened state dict has.
 
-    Before torch 2.4, those without tensors were saved so, and torch's planner looks for them.
+    torch before 2.4 saved those without tensors so, and its planner looks for them.
     """
     more = metadata.state_dict_metadata.keys() - state_dict.keys()
     return bool(more) and any(key in more for key in _containers(nested, ""))
@@ -40,18 +39,11 @@ def _containers(container: Any, path: str) -> Iterator[str]:
 
 
 def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool) -> list[ReadItem]:
-    """The items that torch's planner makes of a state dict, in its order.
+    """The items that torch's planner makes of a flattened state dict, in its order.
 
-    It intersects chunks for each value anew, in as long as most of a load of many small tensors takes. What comes of it
-    is the same for all values of one layout that are stored whole, but for the key.
-
-    Args:
-        state_dict: Flattened.
-        metadata: The checkpoint's.
-        strict: A key that the checkpoint does not have is an error.
-
-    Raises:
-        RuntimeError, ValueError: a key is missing, or does not fit; as from torch.
+    It intersects chunks for each value, which takes most of the time of loading many small tensors. The result is the
+    same, except for the key, for all values of one layout that are stored whole. ``strict``: a key that the checkpoint
+    lacks is an error. Raises `RuntimeError` or `ValueError`, as torch does.
     """
     known: dict[_Layout, list[ReadItem]] = {}
     items: list[ReadItem] = []
@@ -68,7 +60,7 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
 
 
 def _layout(value: Any, stored: Any) -> _Layout | None:
-    """The properties that the items of a value depend on; None if there are others."""
+    """The properties on which the items of a value depend; None if it also depends on others."""
     if type(stored) is BytesStorageMetadata:
         return None if isinstance(value, torch.Tensor) else ()
     if type(stored) is not TensorStorageMetadata or len(stored.chunks) != 1:
@@ -83,7 +75,7 @@ def _layout(value: Any, stored: Any) -> _Layout | None:
 
 
 def _renamed(item: ReadItem, key: str) -> ReadItem:
-    """The same of another key."""
+    """The same item for another key."""
     dest, storage = item.dest_index, item.storage_index
     renamed = MetadataIndex(key, dest.offset, dest.index)
     is_same = dest == storage and dest.index == storage.index

@@ -1,4 +1,4 @@
-"""Columns as bytes, as DCP carries them from rank to rank."""
+"""Columns as bytes, which DCP carries from rank to rank."""
 
 from __future__ import annotations
 
@@ -13,28 +13,23 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from .columns import Columns, Integers, Table, pack_paths, spec_of, with_keys
 
-_LEVEL = 1  # most of it is the same number again and again
+_LEVEL = 1  # enough, because most numbers repeat
 _DTYPES = ("<i1", "<i2", "<i4", "<i8")
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedColumns:
-    """A rank's columns as bytes.
+    """A rank's columns as bytes."""
 
-    Attributes:
-        digest: Of the contents.
-        table: The `Table`; the same bytes on ranks that have the same.
-        places: The rest.
-        may_refer: The rank remembers these columns by their digest, and understands an answer that refers to them.
-    """
-
-    digest: bytes
-    table: bytes
-    places: bytes
-    may_refer: bool = False
+    digest: bytes  # of the contents
+    table: bytes  # the `Table`; equal bytes on ranks with equal tables
+    places: bytes  # the other columns
+    may_refer: bool = False  # the rank remembers the columns, and understands an answer that refers to them
 
     def decode_table(self, tables: dict[bytes, Table]) -> Table:
-        """Decodes the part that ranks usually share; ``tables`` are those that have been decoded, which grow."""
+        """Decodes the part that ranks usually share; ``tables`` are those that were decoded already, to which it is
+        added.
+        """
         table = tables.get(self.table)
         if table is None:
             table = tables[self.table] = _unpack_table(self.table)
@@ -57,7 +52,7 @@ def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
 
 
 def pack(content: object) -> bytes:
-    """Any contents that can be pickled, compressed."""
+    """Pickles and compresses."""
     return zlib.compress(pickle.dumps(content, pickle.HIGHEST_PROTOCOL), _LEVEL)
 
 
@@ -67,7 +62,7 @@ def unpack(data: bytes) -> Any:
 
 
 def pack_integers(numbers: Integers) -> tuple[str, bytes]:
-    """Integers as bytes, no more of each than they need."""
+    """Integers as bytes, each in as few as needed."""
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
     dtype = next(name for name in _DTYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     return dtype, numbers.astype(dtype).tobytes()
@@ -80,7 +75,7 @@ def unpack_integers(packed: tuple[str, bytes]) -> Integers:
 
 def _pack_table(table: Table) -> bytes:
     numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
-    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # memory formats need its help
+    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # which pickles memory formats
     return pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
 
 

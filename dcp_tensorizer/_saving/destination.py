@@ -1,4 +1,4 @@
-"""Where a save goes: the directory that a rank writes to, and in which the whole becomes a checkpoint."""
+"""The destination of a save: the directory that a rank writes to, and that becomes a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ from .writer_client import Written
 
 _T = TypeVar("_T")
 
-_CLEAN_UP_SECONDS = 20.0  # the other ranks wait for what follows a commit
+_CLEAN_UP_SECONDS = 20.0  # the other ranks wait for the clean-up after a commit
 
 logger = logging.getLogger("dcp_tensorizer")
 
 
 class Destination:
-    """The directory of one save, as one rank uses it, from the first look at it to the commit.
+    """The directory of one save, as one rank uses it, from opening it to the commit.
 
-    All calls come from the save's thread. Where the storage has no timeouts of its own and the save has a thread of its
-    own, nothing waits for a call that hangs in the kernel: training waits for the save's thread.
+    All calls come from the save's thread. If the storage has no timeouts of its own and the save has its own thread,
+    nothing waits for a call that hangs in the kernel, because training waits for the save's thread.
 
     Args:
-        context: Of the writer.
+        context: The writer's.
         storage: The directory.
-        staged_save: What was staged for the save, if anything was.
+        staged_save: The staged state, if the save has one.
 
     Attributes:
         storage: The directory that this rank writes to.
         path: The checkpoint's path for messages and reports, without credentials.
-        is_given_up: It has hung for too long.
-        commits: This rank commits, for all or for itself.
-        rank: This one.
-        metadata_rank: The rank in the name of the metadata file; None where one file is for all.
+        is_given_up: The storage has hung for too long.
+        commits: This rank commits, for all ranks or for itself.
+        rank: This rank.
+        metadata_rank: The rank in the metadata file's name; None if one file is for all.
     """
 
     meta = StorageMeta
-    """DCP sends one to all ranks when the save is committed."""
+    """The class of the storage's metadata that DCP sends to all ranks when the save is committed."""
     has_one_id = False
-    """The files of all ranks have the coordinator's id of the save in their names."""
+    """Whether the file names of all ranks contain the coordinator's id of the save."""
 
     def __init__(self, context: SaveContext, storage: Storage, staged_save: StagedSave | None) -> None:
         self.storage = storage
@@ -86,10 +86,9 @@ class Destination:
         self.metadata_rank = None if use_collectives else rank
 
     def open(self) -> None:
-        """Creates the directory; who commits locks it, and removes what dead saves left there.
+        """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
 
-        Raises:
-            WriteError: it cannot be created, or holds a checkpoint that must not be replaced.
+        Raises `WriteError` if it cannot be created, or holds a checkpoint that must not be replaced.
         """
         self._in_time(self._open)
 
@@ -100,7 +99,7 @@ class Destination:
             self._lock = begin(self.storage, self._context.options.limits.timeout)
 
     def _check_free(self, storage: Storage) -> None:
-        """Raises `WriteError` where there is a checkpoint that must not be replaced."""
+        """Raises `WriteError` if there is a checkpoint that must not be replaced."""
         refuses = self.commits and not self._context.options.overwrite
         if refuses and storage.head(metadata_file_name(self.metadata_rank)) is not None:
             raise WriteError(
@@ -114,10 +113,8 @@ class Destination:
             )
 
     def write(self, save_id: str, items: Sequence[Item]) -> Written:
-        """Writes this rank's items, and makes them durable.
-
-        Raises:
-            WriteError: nothing of them is left.
+        """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
+        left.
         """
         if self.commits:
             ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
@@ -140,23 +137,16 @@ class Destination:
         )
 
     def wrote(self, written: Written) -> None:
-        """This rank's part is ready. The save may still fail on another rank."""
+        """Notes that this rank's part is ready. The save may still fail on another rank."""
         save = self._staged_save
         if save is not None and save.files is not None:
             save.files.note(self.storage, [file.name for file in written.done.files])
 
     def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
-        """Makes the save the checkpoint at its path.
+        """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
+        removed.
 
-        Args:
-            metadata: DCP's, with the save's id.
-            parts: What each rank has written.
-
-        Returns:
-            The files of the checkpoint that it replaces: they can be removed.
-
-        Raises:
-            WriteError: see `commit.commit`.
+        ``parts`` are the ranks' reports. Raises `WriteError`; see `commit.commit`.
         """
         return self._in_time(lambda: self._commit(metadata, parts))
 
@@ -164,7 +154,7 @@ class Destination:
         agree_on_key(self._context.options.write.cipher, parts, self.storage)
         assert self._replaced is not None
         context, options, replaced = self._context, self._context.options, self._replaced.result()
-        if self.storage.locks_are_visible:  # where it costs nothing to ask again: others may have saved here meanwhile
+        if self.storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
             replaced |= replaced_files(self.storage, self.metadata_rank)
         put_records(self.storage, map(save_id_in, replaced))
         try:
@@ -174,12 +164,12 @@ class Destination:
                 parts,
                 sync=options.write.sync_files,
                 overwrite=options.overwrite,
-                check=self._check_commit,  # at the last moment: the look at all ranks' data may have taken seconds
+                check=self._check_commit,  # at the last moment, because checking all ranks' data may have taken seconds
                 is_owned=context.owner is not None,
                 **self._index_options(),
             )
-        except Exception:  # after a Ctrl-C nobody knows: it may be committed
-            remove_records(self.storage, map(save_id_in, replaced))  # they are not replaced
+        except Exception:  # not KeyboardInterrupt, after which it may be committed
+            remove_records(self.storage, map(save_id_in, replaced))  # the checkpoint before stays
             raise
         return replaced
 
@@ -201,29 +191,32 @@ class Destination:
             raise Refused(f"the writer was closed before the save to {self.path} was over")
 
     def _check_commit(self) -> None:
-        """Raises `Refused` if the save must not be committed: it has been abandoned, or another run has the folder."""
+        """Raises `Refused` if the save must not be committed: it was abandoned, or another run has claimed the
+        folder.
+        """
         self.check_wanted()
         if self._context.owner is not None:
             self._context.owner.check()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files that no checkpoint names, and the records of their saves. It waits for no storage that hangs.
+        """Removes files that no checkpoint names, and the records of their saves. It does not wait for a storage that
+        hangs.
 
-        For two GB it takes a quarter of a second, and not on another thread: who has waited for the save may copy the
-        directory.
+        It takes a quarter of a second for 2 GB. It is not done on another thread, because a caller that waited for the
+        save may copy the directory.
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 
     def follow(self, report: SaveReport) -> None:
-        """Has the report come once more, where the checkpoint is not yet where it is to stay."""
+        """Reports again when the checkpoint is at its final place, if it is not there yet."""
 
     def give_up(self) -> None:
-        """Waits for the storage no more: it hangs."""
+        """Stops waiting for the storage, which hangs."""
         self.is_given_up = True
         self.storage.give_up()
 
     def drop_record(self, save_id: str, after: concurrent.futures.Future[None] | None) -> None:
-        """Removes the record of a save that has failed here, when the files that it tells of are removed."""
+        """Removes the record of a save that failed on this rank, after the files that it tells of are removed."""
 
         def drop() -> None:
             if after is not None:
@@ -233,21 +226,17 @@ class Destination:
         self._clean_up(drop)
 
     def end(self) -> None:
-        """Lets others clean up there. Idempotent."""
+        """Releases the directory, so that others may clean up there. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
-        if not self.is_given_up and self.storage.locks_are_visible:  # then it is the kernel's affair alone
+        if not self.is_given_up and self.storage.locks_are_visible:  # then only the kernel is involved
             lock.release()
         else:
             self._clean_up(lock.release)
 
     def _in_time(self, operation: Callable[[], _T], most: float = math.inf) -> _T:
-        """Does something with the storage, and gives that up if it hangs.
-
-        Raises:
-            WriteError: it hangs.
-        """
+        """Runs an operation on the storage; gives it up, and raises `WriteError`, if it hangs."""
         timeout = min(most, self._context.options.limits.timeout)
         if not (self._is_on_own_thread and self.storage.may_hang):
             return operation()
@@ -261,7 +250,7 @@ class Destination:
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:
-        """Does what nobody need wait for, if the storage hangs."""
+        """Does something that nobody need wait for if the storage hangs."""
         if self.is_given_up:
             in_background(operation, name="clean-up", daemon=True)
             return

@@ -1,6 +1,6 @@
 """The engine: the staging buffers and the writer process, which the writers of a process share.
 
-Frameworks make a writer for every save. So a writer is a cheap handle, and what is worth keeping is here.
+Frameworks make a writer for every save. So a writer is a cheap handle, and the engine has what is worth keeping.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Engine:
         devices: The writer process sees the trainer's GPUs.
 
     Attributes:
-        saves: What was staged, and the buffers that it is in.
-        client: Writes them by the writer process.
-        failures: Knows how many saves in a row were not committed.
-        objects: Warns of objects that will not load.
-        entries: Writes what the checkpoints are said to hold.
-        tables: What the coordinator knows of where ranks' data is.
-        files: What is in the files of the last saves.
-        keeping: What of the saves under way is kept in memory, for when this process dies.
+        saves: The staged saves and their buffers.
+        client: Writes them through the writer process.
+        failures: Counts the saves in a row that were not committed.
+        objects: Warns about objects that will not load.
+        entries: Makes the entries of indexes.
+        tables: The coordinator's memory of the ranks' tables of places.
+        files: The contents of the files of the last saves.
+        keeping: States that are kept in memory during their save, in case this process dies.
         connection: To the storage of the last save, kept for the next one.
         warned_of_group: A warning has said that saves share their process group with training.
     """
@@ -71,19 +71,19 @@ class Engine:
         self._flushings: dict[tuple[str, str], Flushing] = {}
         self._all_flushings: list[weakref.ref[Flushing]] = []
         self._open: list[weakref.ref[object]] = []
-        # A signal's handler may interrupt its holder, and close a writer.
+        # Reentrant, because a signal handler that closes a writer may interrupt its holder.
         self._opening = free_in_child(threading.RLock())
-        # `atexit` is not called where multiprocessing ends a process. Before what is kept in memory ends: priority 0.
+        # Not `atexit`, which multiprocessing's processes do not call. Priority 1: before the keeper ends, which has 0.
         Finalize(None, _exit, (weakref.ref(self),), exitpriority=1)
 
     def open(self, user: object) -> None:
-        """Somebody uses it, until he calls `leave` or is gone. Idempotent."""
+        """Registers a user of the engine, until it calls `leave` or is freed. Idempotent."""
         with self._opening:
             self._open = [other for other in self._open if other() not in (None, user)]
             self._open.append(weakref.ref(user))
 
     def leave(self, user: object) -> bool:
-        """Somebody uses it no more. Whether he was the last one."""
+        """Removes a user; returns whether it was the last one."""
         with self._opening:
             self._open = [other for other in self._open if other() not in (None, user)]
             return not self._open
@@ -91,26 +91,25 @@ class Engine:
     def flushing(self, target: FlushTarget) -> Flushing:
         """The flush of a local folder."""
         known = self._flushings.get((target.local, target.name))
-        if known is None or known.target != target:  # others have given other credentials, say
+        if known is None or known.target != target:  # such as another writer's credentials
             known = self._flushings[target.local, target.name] = Flushing(self.client, target)
             alive = [other for other in self._all_flushings if other() is not None]
             self._all_flushings = [*alive, weakref.ref(known)]
         return known
 
     def end_process(self, deadline: Deadline) -> None:
-        """Ends the writer process, for good unless somebody uses it again."""
-        for reference in self._all_flushings:  # also those that another one has replaced
+        """Ends the writer process. It is started again if it is needed."""
+        for reference in self._all_flushings:  # also those that were replaced
             if (flushing := reference()) is not None:
                 flushing.stop()
         self.client.end_process(deadline)
 
     def free(self, deadline: Deadline, stager: object) -> None:
-        """Gives the memory and the connection back; what is still copied at the deadline keeps its buffer.
+        """Frees the memory and the connection. A buffer that is still being copied to at the deadline stays.
 
-        It keeps what others than the stager have staged since the last user has left, to begin anew; and what is in
-        the files of the last saves, for jobs that close a writer after each save.
-
-        Failures are counted anew: whoever closes all writers has seen them.
+        States that other stagers have staged since the last user left stay, too, and so do the contents of the last
+        files, for jobs that close a writer after each save. Failures are counted from 0 again: who closes all writers
+        has seen them.
         """
         self.client.free()
         self.saves.close(deadline, stager)
@@ -120,7 +119,7 @@ class Engine:
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
-    """Finishes a save under way at the end of the program, and says so if it was not committed."""
+    """Finishes a save under way at the end of the program, and logs if it was not committed."""
     engine = reference()
     if engine is not None:
         engine.saves.drain_at_exit()
@@ -128,28 +127,26 @@ def _exit(reference: weakref.ref[Engine]) -> None:
 
 
 class _Engines(dict[bool, Engine]):
-    """The engines of this process, by whether they see its GPUs."""
+    """The engines of this process, by whether their writer processes see its GPUs."""
 
 
 _engines = _Engines()
-# From the start, and so before any writer: what a writer asks for in a forked child is an engine of that child's.
+# Registered before those of any writer, so that a writer in a forked child gets an engine of the child's own.
 in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
-    """The engine of this process, made when it is first asked for.
-
-    Args:
-        devices: Its writer process sees the trainer's GPUs. There is one engine that does, and one that does not.
+    """The engine of this process, made on first use. There is one whose writer process sees the GPUs, and one for all
+    else.
     """
-    # Without a lock: a signal's handler may interrupt its holder, and make a writer.
+    # Without a lock: a signal handler that makes a writer could interrupt its holder.
     return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))
 
 
-# Counts the saves that were not committed, so that a failure is reported even if its future is dropped.
+# --- counting failed saves, so that a failure is reported even if its future is dropped -------------------------------
 
 logger = logging.getLogger("dcp_tensorizer")
-_UNTOLD = "it was interrupted, or another rank or a collective failed: whoever saved has got the error"
+_UNTOLD = "it was interrupted, or another rank or a collective failed: the caller of the save has got the error"
 _END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
 _DESTROYED = (
     "the process group was destroyed before it was over: close the writer or the manager, or leave its `with` block, "
@@ -160,10 +157,10 @@ _DESTROYED = (
 @dataclass(slots=True)
 class _Outcome:
     path: str
-    """Empty if nobody has given one."""
+    """Empty if there is none."""
     error: str = _UNTOLD
     is_coordinator: bool | None = None
-    """None before DCP has said so."""
+    """None before DCP has set it."""
     is_distributed: bool = field(default_factory=lambda: dist.is_available() and dist.is_initialized())
     """There was a process group when it began."""
 
@@ -218,10 +215,10 @@ class FailuresInARow:
 
 
 class FailureCounter:
-    """Counts failed saves in a row, of all writers of a process. Frameworks make a writer for every save.
+    """Counts failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
 
-    A save belongs to the thread that it runs on. It has failed when it is over and `committed` was not called. Only
-    the coordinator can know; on other ranks nothing is counted.
+    A save belongs to its thread. It has failed if it is over and `committed` was not called. Only the coordinator can
+    know; on other ranks nothing is counted.
     """
 
     def __init__(self) -> None:
@@ -230,31 +227,31 @@ class FailureCounter:
         self._in_a_row = FailuresInARow()
 
     def begin(self, path: str) -> None:
-        """A save begins on the calling thread, so the one before is over."""
+        """Begins a save on the calling thread, which ends the one before."""
         self.end()
         self._saves[threading.current_thread()] = _Outcome(path)
 
     def set_coordinator(self, is_coordinator: bool) -> None:
-        """Says whether this rank is the coordinator of the calling thread's save, and of later ones that fail early."""
+        """Sets whether this rank is the coordinator of the calling thread's save, and of later ones that fail early."""
         self._is_coordinator = is_coordinator
         save = self._saves.get(threading.current_thread())
         if save is not None:
             save.is_coordinator = is_coordinator
 
     def failed(self, error: BaseException) -> None:
-        """The calling thread's save fails on this rank."""
+        """Notes that the calling thread's save fails on this rank."""
         save = self._saves.get(threading.current_thread())
         if save is not None:
             save.error = describe(error)
             logger.error("%s failed: %s", save.name, save.error)
 
     def committed(self) -> None:
-        """The calling thread's save is the checkpoint at its path now."""
+        """Notes that the calling thread's save is committed."""
         save = self._saves.pop(threading.current_thread(), None)
         self._in_a_row.committed(self._in_a_row.last_committed if save is None else save.path)
 
     def end(self) -> None:
-        """Saves of the calling thread, and of threads that have ended, are over: unless committed, they failed."""
+        """Ends the saves of the calling thread and of ended threads: unless committed, they have failed."""
         for thread in list(self._saves):
             if thread is threading.current_thread() or not is_running(thread):
                 save = self._saves.pop(thread, None)
@@ -263,7 +260,9 @@ class FailureCounter:
                     logger.error("%s was not committed: %s", save.name, save.cause)
 
     def end_at_exit(self) -> None:
-        """Says at the end of the program which saves in the background were not committed, if nothing has said why."""
+        """Logs, at the end of the program, which background saves were not committed, unless their errors are logged
+        already.
+        """
         for thread, save in list(self._saves.items()):
             if thread is threading.current_thread():
                 continue
@@ -272,25 +271,25 @@ class FailureCounter:
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
     def check(self, limit: int | None) -> None:
-        """Raises `WriteError` when that many saves in a row have failed; None is no limit."""
+        """Raises `WriteError` when ``limit`` saves in a row have failed; None is no limit."""
         self._in_a_row.check(limit)
 
     def _coordinates(self, save: _Outcome) -> bool:
         is_coordinator = self._is_coordinator if save.is_coordinator is None else save.is_coordinator
         if is_coordinator is not None:
             return is_coordinator
-        # A save that failed before DCP named its coordinator: that is rank 0.
+        # If a save failed before DCP named its coordinator, that is rank 0.
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-# Tables of places that the coordinator knows from saves before: a rank need not send its own again.
+# --- tables of places that the coordinator knows from earlier saves, so that ranks need not send them again -----------
 #
-# A rank offers the digests of its last tables beside its plan. The coordinator answers, beside the plan that it sends
-# back, with those that it knows. It keeps them until the save is over. The answer names the rank's save. So one that a
-# planner has kept from another save, or one of another coordinator, counts for nothing: then the rank sends its table.
+# A rank offers the digests of its last tables together with its plan. The coordinator answers, together with the plan
+# that it sends back, which of them it knows, and keeps these until the save is over. The answer names the rank's save.
+# So an answer that a planner has kept from another save is ignored, and the rank sends its table.
 
-_OFFERED = 4  # a job may save its model and its optimizer in turn, each with something beside it
-_MAX_BYTES = 256 << 20  # 34 bytes an item: 7 million items of all ranks
+_OFFERED = 4  # a job may save its model and its optimizer in turn, and other states between them
+_MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 
 
 class Offer(NamedTuple):
@@ -308,18 +307,14 @@ class Offer(NamedTuple):
 
 
 class KnownTables:
-    """A rank's memory of its tables, and a coordinator's of those of all ranks. Tables are known by contents.
-
-    Args:
-        max_bytes: The most that a coordinator keeps.
-    """
+    """A rank's memory of its own tables' digests, and a coordinator's of all ranks' tables, up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._own: deque[bytes] = deque(maxlen=_OFFERED)
         self._tables: OrderedDict[bytes, bytes] = OrderedDict()
         self._nbytes = 0
-        self._lock = free_in_child(threading.Lock())  # saves may be side by side
+        self._lock = free_in_child(threading.Lock())  # saves may run side by side
 
     @property
     def own(self) -> tuple[bytes, ...]:
@@ -327,16 +322,16 @@ class KnownTables:
         return tuple(self._own)
 
     def find(self, digest: bytes) -> bytes | None:
-        """A table; None if it is not known."""
+        """A table by its digest; None if it is unknown."""
         return self._tables.get(digest)
 
     def add_own(self, digest: bytes) -> None:
-        """Remembers a table of this rank's."""
+        """Remembers a table of this rank."""
         if digest not in self._own:
             self._own.append(digest)
 
     def keep(self, parts: Iterable[RankPlaces]) -> None:
-        """Keeps the tables of a save, in place of the oldest ones."""
+        """Keeps the tables of a save, and drops the oldest ones."""
         with self._lock:
             for part in parts:
                 if part.table_digest in self._tables:
@@ -349,11 +344,7 @@ class KnownTables:
 
 
 class SaveTables:
-    """The tables of one save.
-
-    Args:
-        save_id: The rank's.
-    """
+    """The tables of one save; ``save_id`` is the rank's."""
 
     def __init__(self, known: KnownTables, save_id: str) -> None:
         self._known = known
@@ -361,11 +352,13 @@ class SaveTables:
         self._promised: dict[bytes, bytes] = {}
 
     def offer(self, plan: SavePlan) -> SavePlan:
-        """On a rank: its plan, with what it could leave out."""
+        """On a rank: adds to its plan the digests of its tables."""
         return _with(plan, Offer(self._save_id, self._known.own))
 
     def answer(self, plan: SavePlan, state: KeptState | None = None) -> SavePlan:
-        """On the coordinator: a rank's plan, with what that may leave out, and what all ranks keep in memory."""
+        """On the coordinator: adds to a rank's plan the digests that it knows, and the state that all ranks keep in
+        memory.
+        """
         offer = plan.storage_data
         if not isinstance(offer, Offer):
             return plan
@@ -374,27 +367,25 @@ class SaveTables:
         return _with(plan, Offer(offer.save_id, tuple(found), state, self._save_id))
 
     def told(self, plan: SavePlan) -> KeptState | None:
-        """On a rank: what the coordinator has said of the state that all ranks keep in memory."""
+        """On a rank: the coordinator's message about the state that all ranks keep in memory."""
         answer = plan.storage_data
         return answer.state if isinstance(answer, Offer) and answer.save_id == self._save_id else None
 
     def save_of(self, plan: SavePlan) -> str:
-        """On a rank: the id of the coordinator's save; empty if that is not known."""
+        """On a rank: the id of the coordinator's save; empty if unknown."""
         answer = plan.storage_data
         return answer.save if isinstance(answer, Offer) and answer.save_id == self._save_id else ""
 
     def shortened(self, part: RankPlaces, plan: SavePlan) -> RankPlaces:
-        """On a rank: what to send of what it has written."""
+        """On a rank: its report, without the table if the coordinator knows it."""
         self._known.add_own(part.table_digest)
         answer = plan.storage_data
         is_known = isinstance(answer, Offer) and answer.save_id == self._save_id and part.table_digest in answer.digests
         return part._replace(table=b"") if is_known else part
 
     def completed(self, parts: Sequence[RankPlaces]) -> list[RankPlaces]:
-        """On the coordinator: what ranks have written, with what they have left out.
-
-        Raises:
-            WriteError: it has not promised to know that; names the rank.
+        """On the coordinator: the ranks' reports with their tables. Raises `WriteError`, naming the rank, if one is
+        unknown.
         """
         whole = [part if part.table else part._replace(table=self._promised_to(part)) for part in parts]
         self._known.keep(whole)
@@ -414,5 +405,5 @@ def _with(plan: SavePlan, offer: Offer) -> SavePlan:
     plan = copy.copy(plan)
     object.__setattr__(
         plan, "storage_data", offer
-    )  # `dataclasses.replace` would ask for what is decoded when asked for
+    )  # `dataclasses.replace` would decode items that are decoded on demand
     return plan

@@ -1,6 +1,6 @@
-"""The flush of a local folder as this process sees it: who is told of what arrives, and who waits for it.
+"""The flush of a local folder as this process sees it: reports saves that have arrived, and waits for them.
 
-The writer process flushes. What becomes of it stands in the folder's records, and is read there: so nobody depends on a
+The writer process flushes. The state of each save is read from the folder's records, so that nobody depends on a
 process that may have died.
 """
 
@@ -48,8 +48,8 @@ class _Followed:
 class CommittedMeta(StorageMeta):
     """Tells other ranks that a save is committed.
 
-    No hook of DCP's does. But when it is committed, DCP sends them what the coordinator has put into the metadata: it
-    is told where that is unpickled, and is an ordinary ``StorageMeta`` there.
+    No hook of DCP's does. But after the commit DCP sends them this object in the metadata: unpickling it notes the
+    commit, and gives an ordinary ``StorageMeta``.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,16 +66,9 @@ def _received(*fields: Any) -> StorageMeta:
 
 
 class Flushing:
-    """The flush of one local folder. The writers of a process that save there share it.
+    """The flush of one local folder, shared by all writers of a process that save there.
 
-    Args:
-        client: Has the writer process.
-        target: What is flushed, and where to.
-
-    Attributes:
-        target: What is flushed, and where to.
-        queue: The records of the folder.
-        is_readable: Whether the folder could be read when it was last looked at.
+    ``queue`` has the records of the folder. ``is_readable`` says whether the folder could be read last time.
     """
 
     def __init__(self, client: WriterClient, target: FlushTarget) -> None:
@@ -87,14 +80,15 @@ class Flushing:
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
         self._troubles: dict[str, str] = {}
-        self._environment: dict[str, str] = {}  # that the flush was asked for in
-        self._lock = free_in_child(threading.RLock())  # on_report, a signal's handler: they may wait for the remote
+        self._environment: dict[str, str] = {}  # in which the flush was requested
+        # reentrant, because on_report and signal handlers may wait for the remote
+        self._lock = free_in_child(threading.RLock())
         self._is_watching = False
         self._has_ended = False
         self.is_readable = True
 
     def resume(self) -> None:
-        """Lets the writer process flush what is in the folder: also what a dead job has left there."""
+        """Lets the writer process flush everything in the folder, also saves of a dead job."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
@@ -103,12 +97,10 @@ class Flushing:
             self._watch()
 
     def follow(self, entry: FlushEntry, report: SaveReport, tell: Callable[[SaveReport, float], object]) -> None:
-        """Reports a save of this rank when it is on the remote.
+        """Reports a save of this rank when it is on the remote: ``tell`` gets the report, and when it arrived
+        (``time.time()``).
 
-        Args:
-            entry: Of the rank's part.
-            report: Of the save.
-            tell: Called with the report, and the moment when the remote had it (``time.time()``).
+        ``entry`` is the record of the rank's part.
         """
         future: Future[float] = Future()
         self._followed[entry.stem] = _Followed(report, tell, future)
@@ -117,43 +109,46 @@ class Flushing:
         _following[report.save_id] = self
 
     def confirm(self, save_id: str) -> None:
-        """Notes that a save was committed by another rank, of which this one has a part."""
+        """Notes that another rank has committed a save of which this rank has a part."""
         for stem, followed in list(self._followed.items()):
             if followed.report.save_id == save_id:
                 self.queue.confirm(next(entry for entry in self.queue.entries() if entry.stem == stem))
 
     def lose(self, words: str) -> None:
-        """Says that a checkpoint is lost, to the log and to whoever waits for the remote."""
+        """Logs that a checkpoint is lost, and tells callers that wait for the remote."""
         logger.error("%s", words)
         self._given_up.append(words)
 
     def future(self, save_id: str) -> Future[float] | None:
-        """Done when the remote has a save; None if it has it, or if this rank has no part in its flush."""
+        """A future that is done when the remote has a save; None if it has it, or if this rank has no part in its
+        flush.
+        """
         return self._futures.get(save_id)
 
     def admit(self, name: str, run: str) -> None:
-        """A run of this name of claims is about to claim the remote folder, and saves to this local one.
+        """Notes that a run, which saves to this local folder, is about to claim the remote folder; ``name`` is its
+        claim's file.
 
-        What lies here is flushed as long as the remote folder is one of its runs' (`Queue.runs`).
+        The local folder is flushed as long as the remote one belongs to one of its runs (`Queue.runs`).
         """
         with suppress(ReadError):  # then nothing is saved there
             self.queue.admit(name, run)
 
     def entries(self) -> list[FlushEntry]:
-        """All records. None, with a warning, if the folder cannot be read.
+        """All records; none, with a warning, if the folder cannot be read.
 
-        A rank that failed alone because of that would have the others wait for it.
+        If a rank raised alone because of that, the others would wait for it.
         """
         return self._read(self.queue.entries)
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records of saves that are not on the remote yet: none, with a warning, if the folder cannot be read."""
+        """The records of saves that are not on the remote yet; none, with a warning, if the folder cannot be read."""
         return self._read(self._open)
 
     def unflushed(self) -> int:
-        """The number of checkpoints that lie in the local folder, and are not on the remote.
+        """The number of checkpoints that are in the local folder and not on the remote.
 
-        Of ranks that do not commit, how many they have not sent: who commits has to wait for the others.
+        For ranks that do not commit, those whose files are not sent yet: the rank that commits waits for them.
         """
         counts: Counter[int] = Counter()
         for entry, record in self.open_records():
@@ -161,11 +156,11 @@ class Flushing:
         return max(counts.values(), default=0)
 
     def commits_before(self, save_id: str) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records of saves before one that are still to be committed on the remote."""
+        """The records of earlier saves that are not committed on the remote yet."""
         return [(e, record) for e, record in self.open_records() if e.id != save_id and record.commit is not None]
 
     def progress(self) -> list[tuple[str, float]]:
-        """A value that changes as long as the flush goes on."""
+        """A value that changes while the flush makes progress."""
         return [(entry.name, entry.changed) for entry, _ in self.open_records()]
 
     def wait(
@@ -177,19 +172,19 @@ class Flushing:
         patience: Patience | None = None,
         every: float = _LOOK_SECONDS / 4,
     ) -> bool:
-        """Waits until the remote has everything, or something else is so; whether it is.
+        """Waits until the remote has everything, or until ``until`` returns true; returns whether that is so.
 
-        It gives up when nothing has gone on for too long.
+        It gives up at the deadline, or when nothing has made progress for too long.
 
         Args:
             deadline: When to give up in any case.
-            until: What to wait for instead.
-            progress: Gives a value that changes as long as anything goes on, beside the flush.
-            patience: How long to wait without progress; by default the target's.
-            every: Seconds from one look to the next.
+            until: Another condition to wait for.
+            progress: Returns a value that changes while anything besides the flush makes progress.
+            patience: The time without progress; by default the target's.
+            every: Seconds between two checks.
 
         Raises:
-            ReadError: nobody can tell whether the remote has everything: the folder cannot be read.
+            ReadError: the folder cannot be read, so that it is unknown whether the remote has everything.
         """
         is_over = until or (lambda: not self._open())
         before: object = None
@@ -202,7 +197,7 @@ class Flushing:
             if deadline.left == 0 or patience.is_over():
                 return False
             time.sleep(deadline.within(every))
-        self._look_now()  # others are told before whoever waited
+        self._look_now()  # others are told before the caller goes on
         return True
 
     def _look_now(self) -> None:
@@ -220,9 +215,9 @@ class Flushing:
             raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
 
     def end(self, deadline: Deadline) -> None:
-        """Waits until this rank has nothing more to do for the flush, or says what is left."""
+        """Waits until this rank has nothing more to do for the flush, or logs what is left."""
         if not self.unflushed():
-            self._look_now()  # it may have arrived just now
+            self._look_now()  # it may just have arrived
             return
         logger.info("%s: waiting until %d checkpoint(s) are there", self.target.name, self.unflushed())
         if not self.wait(deadline, until=lambda: not self.unflushed()):
@@ -233,17 +228,17 @@ class Flushing:
             )
 
     def stop(self) -> None:
-        """The writer process is about to end, and is not started again for the flush alone."""
+        """Notes that the writer process is ending, and must not be started again only for the flush."""
         self._has_ended = True
-        if self._lock.acquire(timeout=1.0):  # so that nobody is just about to
+        if self._lock.acquire(timeout=1.0):  # so that nobody is just starting it
             self._lock.release()
 
     def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
-        """Reads the folder by a function; nothing if it cannot be read."""
+        """Reads the folder with ``read``; empty if it cannot be read."""
         try:
             found, self.is_readable = read(), True
         except ReadError as error:
-            if self.is_readable:  # once, and not at each look
+            if self.is_readable:  # logged once, not at each check
                 logger.error("%s: what lies there is not waited for", str(error))
             found, self.is_readable = [], False
         return found
@@ -269,10 +264,10 @@ class Flushing:
                 in_background(self._run, name="flush-watch", daemon=True)
 
     def _run(self) -> None:
-        """Looks what has become of the flush, until there is nothing to look for."""
+        """Checks the state of the flush, until there is nothing to check."""
         while True:
             time.sleep(_LOOK_SECONDS)
-            # The folder cannot be read, perhaps for now; or a callback has raised, perhaps a SystemExit.
+            # The folder may be unreadable for a while, or a callback may raise, even SystemExit.
             with suppress(BaseException), self._lock:
                 if not self._look():
                     self._is_watching = False
@@ -281,7 +276,7 @@ class Flushing:
                     self._request()
 
     def _look(self) -> bool:
-        """Tells what is new. Whether there may be more."""
+        """Reports news; returns whether there may be more."""
         entries = {entry.stem: entry for entry in self.queue.entries()}
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
@@ -301,15 +296,15 @@ class Flushing:
 
     @property
     def _is_outdated(self) -> bool:
-        """Returns whether a flush fails, perhaps because it has the keys of an environment that has changed since."""
+        """Returns whether a flush fails, and its environment, such as its keys, has changed since it began."""
         if environment() == self._environment:
             return False
         return any(self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN)
 
     def _miss(self, followed: _Followed) -> None:
-        """The record of a save is gone, and nobody here has seen the save on the remote.
+        """Handles a save whose record was removed before this process saw it on the remote.
 
-        On a rank that does not commit that may be because the save has been replaced or deleted since.
+        On a rank that does not commit, the save may have been replaced or deleted since.
         """
         report = followed.report
         words = (
@@ -323,7 +318,7 @@ class Flushing:
         followed.future.set_exception(WriteError(words))
 
     def _lament(self, entry: FlushEntry) -> None:
-        """A save was given up."""
+        """Reports a save that was given up."""
         record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
         reason = "it was removed" if record is None else record.reason
         place = "" if record is None else record.place
@@ -333,13 +328,13 @@ class Flushing:
             followed.future.set_exception(WriteError(words))
         if entry.state == LOST:
             with suppress(OSError):
-                self.queue.move(entry, TOLD)  # by one process of those that see it
+                self.queue.move(entry, TOLD)  # so that only one process reports it
                 logger.error("%s", words)
                 if followed is None:
                     self._given_up.append(words)
 
     def _complain(self, entry: FlushEntry) -> None:
-        """Says what goes wrong, once."""
+        """Logs a problem, once."""
         trouble = self.queue.trouble(entry)
         if trouble and self._troubles.get(entry.stem) != trouble:
             self._troubles = {entry.stem: trouble}

@@ -1,4 +1,4 @@
-"""A save that is durable in a local folder first, and flushed to the remote when it is."""
+"""A destination that is durable in a local folder first, and is flushed to the remote later."""
 
 from __future__ import annotations
 
@@ -31,23 +31,18 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.5
 _MAX_FILE_BYTES = 1 << 30
-"""Of a file that is flushed. Other nodes see only whole files arrive: where none does for long, a node looks lost."""
+"""The size of a file to flush. Other nodes see only whole files arrive: if none does, they take the node for lost."""
 
 
 class TieredDestination(Destination):
-    """A place in the local folder, or on the remote when this rank's disk does not take the save.
+    """A place in the local folder, or on the remote if this rank's disk does not take the save.
 
-    No rank looks at another's local folder: it may be on another node.
-
-    Args:
-        context: Of the writer.
-        flushing: Of the local folder.
-        place: Of the checkpoint in it.
-        staged_save: What was staged for the save, if anything was.
+    No rank looks at another's local folder, which may be on another node. ``place`` is the checkpoint's path in the
+    folder.
     """
 
     meta = CommittedMeta
-    has_one_id = True  # so it is known what a lost node has left
+    has_one_id = True  # so that the files of a lost node are recognised
 
     def __init__(self, context: SaveContext, flushing: Flushing, place: str, staged_save: StagedSave | None) -> None:
         storage = LocalStorage(flushing.target.folder(place))
@@ -56,13 +51,13 @@ class TieredDestination(Destination):
         self.path = f"{flushing.target.name}/{place}" if place else flushing.target.name
         self._flushing = flushing
         self._place = place
-        self._writing: Writing | None = None  # as long as this rank's files are in the local folder
-        self._files: dict[str, int] = {}  # that are there
+        self._writing: Writing | None = None  # while this rank's files are in the local folder
+        self._files: dict[str, int] = {}  # the files there, with their sizes
         self._id = ""
         self._is_published = False
 
     def open(self) -> None:
-        """Asks the remote, only where that is needed."""
+        """Opens the directory; asks the remote only if necessary."""
         if self.commits and not (self._context.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
             self._check_not_on_its_way()
@@ -82,7 +77,7 @@ class TieredDestination(Destination):
         self._id = save_id
         try:
             self._writing, self._lock = self._in_time(self._begin)
-            # If another rank fails, no hook says so. Not at exit: a save on a daemon thread may be under way then.
+            # DCP calls no hook if another rank fails. Not at exit, when a save on a daemon thread may be under way.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
             return self._write_locally(items)
         except WriterProcessHung as error:
@@ -98,13 +93,14 @@ class TieredDestination(Destination):
         return self._write(save_id, items)
 
     def _begin(self) -> tuple[Writing, DirectoryLock]:
-        """Records the save, and locks the local folder, so that nobody clears it away.
+        """Records the save, and locks the local folder, so that nobody removes it.
 
-        It sets nothing here: where the disk hangs, it may go on when the save has passed the disk by.
+        It sets no attributes, because on a disk that hangs it may go on after the save has given the disk up.
         """
         self._context.show_life()
         record = FlushRecord(self._flushing.target.name, self._place, self.rank, self._id, self._context.id)
-        writing = self._flushing.queue.begin(record)  # first: whoever comes after a death knows where to look
+        # first, so that after a death the next process knows where to look
+        writing = self._flushing.queue.begin(record)
         local = self.storage
         try:
             local.make_directory()
@@ -114,7 +110,7 @@ class TieredDestination(Destination):
             raise
 
     def _write_locally(self, items: Sequence[Item]) -> Written:
-        """Writes to the local folder. If that fails, room is made there, where there is something to remove."""
+        """Writes to the local folder. If that fails, copies of older saves are removed there, and it is tried again."""
         try:
             written = self._write(self._id, items)
         except WriterProcessDied:
@@ -125,14 +121,14 @@ class TieredDestination(Destination):
             self.storage.make_directory()
             written = self._write(self._id, items)
         self._files = {file.name: file.nbytes for file in written.done.files}
-        for name, nbytes in self._files.items():  # no other node can look
+        for name, nbytes in self._files.items():  # no other node can check
             found = self.storage.head(name)
             if found != nbytes:
                 raise WriteError(f"{self.storage.path}/{name} has {found} bytes after it was written, not {nbytes:,}")
         return written
 
     def wrote(self, written: Written) -> None:
-        """On a rank that does not commit, the flush has its files from now on."""
+        """Hands over this rank's files to the flush, on a rank that does not commit."""
         if self._writing is not None and not self.commits:
             try:
                 self._hand_over(None, b"")
@@ -144,10 +140,9 @@ class TieredDestination(Destination):
             self.end()
 
     def _hand_over(self, commit: Commit | None, index: bytes) -> None:
-        """This rank's local files are to be flushed. With a commit, the save is committed locally.
+        """Hands over this rank's local files to the flush; with a commit, commits the save locally.
 
-        Raises:
-            CheckpointError: it could not be written down.
+        Raises `CheckpointError` if that could not be recorded.
         """
         assert self._writing is not None
         if commit is None and not self._files:
@@ -166,7 +161,7 @@ class TieredDestination(Destination):
             raise WriteError(f"cannot write to {queue.folder}: {error}") from error
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes what is on the remote. What is in the local folder the flush has, or `end` removes it."""
+        """Removes files on the remote. Local files are the flush's, or `end` removes them."""
         if self._writing is None:
             super().remove(names)
 
@@ -178,7 +173,9 @@ class TieredDestination(Destination):
     # --- the commit -------------------------------------------------------------------------------------------------
 
     def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
-        """Makes the save the checkpoint in the local folder, where this rank's files are there; else on the remote."""
+        """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the
+        remote.
+        """
         agree_on_key(self._context.options.write.cipher, parts, self.storage)
         index = encoded(self.storage, metadata, parts, **self._index_options())
         files = dict(file for part in parts for file in part.files)
@@ -187,17 +184,16 @@ class TieredDestination(Destination):
         if self._writing is not None:
             try:
                 self._hand_over(commit, index)
-                return set()  # it is the flush that replaces
+                return set()  # the flush replaces it
             except CheckpointError as error:
                 self._bring(error)
         return self._publish(index, commit)
 
     def _publish(self, index: bytes, commit: Commit) -> set[str]:
-        """Commits the save on the remote: when what was saved before is there, and the files of all ranks are.
+        """Commits the save on the remote, when earlier saves and the files of all ranks are there.
 
-        Raises:
-            WriteError: they have not come in time, or it cannot be committed. Of its files none is left there, unless
-                nobody knows what has become of the commit.
+        Raises `WriteError` if they have not come in time, or it cannot be committed. Then its files are removed, unless
+        the outcome of the commit is unknown.
         """
         is_known = True
         try:
@@ -213,11 +209,10 @@ class TieredDestination(Destination):
         return replaced or set()
 
     def _wait_for_turn(self, commit: Commit) -> None:
-        """Waits until the remote has what was saved before, and the files of all ranks.
+        """Waits until the remote has the earlier saves, and the files of all ranks.
 
-        Raises:
-            Refused: nothing of that has come for the timeout, or nobody wants the save any more.
-            ReadError: the remote cannot be looked at.
+        Raises `Refused` if none has come for the timeout, or the save was abandoned, and `ReadError` if the remote
+        cannot be read.
         """
         missing, ahead = set(commit.files), list[tuple[FlushEntry, FlushRecord]]()
 
@@ -225,7 +220,7 @@ class TieredDestination(Destination):
             nonlocal missing, ahead
             missing = missing_files(self.storage, missing, commit.files)
             ahead = self._flushing.commits_before(self._id)
-            self.check_wanted()  # it may have waited for long
+            self.check_wanted()  # this may have waited for long
             return not missing and not ahead
 
         self._flushing.resume()
@@ -237,7 +232,7 @@ class TieredDestination(Destination):
             raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not come for {own.timeout:g} s")
 
     def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
-        """Says what a commit waits for."""
+        """Describes what a commit waits for."""
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})
             return f"data of rank {', '.join(map(str, ranks[:8]))} ({min(missing)})"
@@ -247,7 +242,7 @@ class TieredDestination(Destination):
         return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
 
     def follow(self, report: SaveReport) -> None:
-        """Reports when the remote has the save."""
+        """Reports again when the remote has the save."""
         arrived = self._context.reports.arrived
         if self._is_published:
             arrived(report, report.durable_at)
@@ -255,10 +250,10 @@ class TieredDestination(Destination):
             self._flushing.follow(self._writing.entry, report, arrived)
             self._flushing.resume()
 
-    # --- past the local folder --------------------------------------------------------------------------------------
+    # --- without the local folder -----------------------------------------------------------------------------------
 
     def _pass_by(self, error: Exception) -> None:
-        """Puts this rank's files on the remote from now on."""
+        """Writes this rank's files to the remote from now on."""
         logger.warning(
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self.rank, self.storage.path, self.path, describe(error)),
@@ -268,10 +263,9 @@ class TieredDestination(Destination):
         self._lock = self._shared(self.storage)
 
     def _bring(self, error: Exception) -> None:
-        """Brings this rank's files to the remote itself: they are in the local folder, which takes no record of them.
+        """Sends this rank's files to the remote itself, because the local folder takes no record of them.
 
-        Raises:
-            WriteError: they cannot be read there any more, or not be written.
+        Raises `WriteError` if they can no longer be read there, or not be written.
         """
         local, before = self.storage, self._lock
         self._lock = None  # until they are there
@@ -294,12 +288,12 @@ class TieredDestination(Destination):
         return self._flushing.target.open(self._place)
 
     def _shared(self, storage: Storage) -> DirectoryLock:
-        """Locks a directory that this rank writes to, so that nobody clears it away."""
+        """Locks a directory that this rank writes to, so that nobody removes it."""
         lock = storage.lock_directory()
         lock.share(self._context.options.limits.timeout)
         return lock
 
 
 def _end(writing: Writing, lock: DirectoryLock) -> None:
-    lock.release()  # or else the folder would be in use, and stay
+    lock.release()  # first, because the folder is not removed while it is locked
     undo(writing)

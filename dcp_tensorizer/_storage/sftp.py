@@ -24,19 +24,12 @@ from .remote import Ranges, RemoteStorage, Retries, is_transient, patience_of
 
 
 class SftpStorage(RemoteStorage):
-    """Files below a directory of an SFTP server.
+    """Files below a directory of an SFTP server, by its URL: ``sftp://user:password@host:port/path``, taken literally.
 
-    Args:
-        url: The directory, as the user named it: ``sftp://user:password@host:port/path``, the path taken literally.
-        options: For the connection; see `SftpClient`.
-        scrub: Removes credentials from a text.
-        timeout: Seconds after which a request is given up.
-
-    Raises:
-        OSError: there is no connection, or the server refuses the user.
+    ``options`` are those of `SftpClient`. Raises `OSError` if there is no connection, or the server refuses the user.
     """
 
-    reads = dataclasses.replace(RemoteStorage.reads, max_threads=4)  # one cipher's stream carries a connection
+    reads = dataclasses.replace(RemoteStorage.reads, max_threads=4)  # a connection is one encrypted stream
 
     def __init__(self, url: str, options: Mapping[str, Any], scrub: Callable[[str], str], timeout: float) -> None:
         address, slash, path = url.partition("://")[2].partition("/")
@@ -46,11 +39,11 @@ class SftpStorage(RemoteStorage):
     def _list(self) -> tuple[list[FileInfo], list[str]]:
         entries = self.client.call(self._entries)
         regular = [(name, e.st_size, float(e.st_mtime)) for name, e in entries if stat.S_ISREG(e.st_mode)]
-        files = [FileInfo(name, nbytes, mtime, mtime) for name, nbytes, mtime in regular]  # it tells no other time
+        files = [FileInfo(name, nbytes, mtime, mtime) for name, nbytes, mtime in regular]  # there is no other time
         return files, [name for name, entry in entries if stat.S_ISDIR(entry.st_mode)]
 
     def _entries(self, channel: Any) -> list[tuple[str, Any]]:
-        """The names and attributes of what is in the directory; a link to a file has the file's attributes."""
+        """The names and attributes of the directory's entries; a link to a file has the file's attributes."""
         entries = [(entry.filename, entry) for entry in channel.listdir_attr(self._root or "/")]
         for number, (name, entry) in enumerate(entries):
             if stat.S_ISLNK(entry.st_mode):
@@ -145,7 +138,7 @@ class SftpStorage(RemoteStorage):
 
 
 def _make_directory(channel: Any, path: str) -> None:
-    """Makes a directory unless it exists; servers only say that it failed."""
+    """Makes a directory unless it exists. Servers only report that it failed."""
     try:
         channel.mkdir(path)
     except OSError:
@@ -161,7 +154,7 @@ def _is_directory(channel: Any, path: str) -> bool:
 
 
 def _rename_to_new(channel: Any, source: str, target: str) -> None:
-    """Renames a file to a name that must be free; servers only say that it failed."""
+    """Renames a file to a name that must be free. Servers only report that it failed."""
     try:
         channel.rename(source, target)
     except OSError:
@@ -234,7 +227,7 @@ _inherited: list[object] = []
 
 
 class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
-    """Remembers the extensions that its server offers, which paramiko does not."""
+    """Remembers the extensions that its server offers. paramiko does not."""
 
     extensions: frozenset[str] = frozenset()
 
@@ -246,18 +239,15 @@ class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
 
 
 class SftpClient:
-    """One SSH connection, with a channel for each thread at work: a channel of paramiko's serves one thread at a time.
+    """One SSH connection, with a channel for each active thread, because a channel of paramiko's serves one thread at a
+    time.
 
-    All waits end. A connection that is silent for a tenth of ``timeout`` is closed, and the threads that use it try
-    again over the next one, until ``timeout`` is over. The connection ends with this object.
+    All waits end. A connection that is silent for a tenth of ``timeout`` is closed, and its threads try again over the
+    next one, until ``timeout`` is over. The connection ends with this object.
 
-    Args:
-        address: Of the server, as in a URL: ``user:password@host:port``, of which only the host must be there.
-        options: ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own for connecting.
-        timeout: Seconds after which a request is given up.
-
-    Raises:
-        OSError: there is no connection, or the server refuses the user.
+    ``address`` is the server's, as in a URL: ``user:password@host:port``, of which only the host is required.
+    ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own for connecting. Raises
+    `OSError` if there is no connection, or the server refuses the user.
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
@@ -279,11 +269,11 @@ class SftpClient:
         self._failure: OSError | None = None
 
     def _let_go(self) -> None:
-        """Lets go in a forked child: the connection is its parent's, and the next call makes one of its own."""
+        """Drops the parent's connection in a forked child. The next call makes a new one."""
         connection, idle = self._connection, self._idle
         self._begin()
         if connection is not None:
-            # A channel that is freed says so to the server: in the middle of what the parent says.
+            # A channel that is freed tells the server, in the middle of the parent's messages.
             _inherited.append((connection, idle))
             transport = connection.get_transport()
             if transport is not None:
@@ -292,11 +282,9 @@ class SftpClient:
                     transport.sock.close()
 
     def call(self, use: Callable[[Any], _T]) -> _T:
-        """The result of a function of a channel (paramiko's ``SFTPClient``); repeated if the connection is lost.
+        """The result of a function of a channel (paramiko's ``SFTPClient``), repeated if the connection is lost.
 
-        Raises:
-            EOFError: a file ends.
-            OSError: anything else that the server answers, or that happens on the way to it.
+        Raises `EOFError` at the end of a file, and `OSError` for all other errors.
         """
         return self.retries.call(lambda: self.attempt(use), _is_transient)
 
@@ -309,8 +297,8 @@ class SftpClient:
     def _connected(self, known: OSError | None) -> Any:
         """The connection, made again if it is lost.
 
-        A thread whose attempt began before another thread failed to connect gets that failure. If each thread connected
-        for itself, threads would wait long for one another at a server that hangs.
+        If another thread fails to connect while an attempt of this thread is under way, this thread gets that error. If
+        each thread connected by itself, threads would wait long for one another at a server that hangs.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
@@ -319,7 +307,7 @@ class SftpClient:
             try:
                 self._connection = self._connect()
             except OSError as error:
-                self._failure = type(error)(*error.args)  # without the frames that it has been through
+                self._failure = type(error)(*error.args)  # without its traceback
                 raise
         return self._connection
 
@@ -360,7 +348,7 @@ class SftpClient:
             connection.connect(**self._options)
             transport = connection.get_transport()
             transport.set_keepalive(_KEEPALIVE)
-            # paramiko waits without a timeout until the server takes what is sent. Some systems can set one.
+            # paramiko waits without a timeout until the server takes sent data. Some systems can set one.
             if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
                 milliseconds = max(1, int(1000 * self._patience))
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -369,7 +357,7 @@ class SftpClient:
             was_answered = _is_active(connection) and transport.initial_kex_done
             connection.close()
             refused = isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException)
-            if refused or (was_answered and isinstance(error, paramiko.SSHException)):  # also: no key to offer
+            if refused or (was_answered and isinstance(error, paramiko.SSHException)):  # also without a key to offer
                 raise PermissionError(f"{type(error).__name__}: {error}") from None
             if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
                 raise ConnectionRefusedError(str(error)) from None
@@ -407,15 +395,15 @@ def write_all(file: Any, data: memoryview) -> None:
     """Writes at a file's position and waits for the server's answers only at the end; raises `OSError`."""
     file.set_pipelined(True)
     file.write(data[:-1])
-    file.set_pipelined(False)  # this write waits for its answer, and for those to all before it
+    file.set_pipelined(False)  # this write waits for its answer, and for all earlier ones
     file.write(data[-1:])
 
 
 def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
-    """A range of an open file, less where the file ends.
+    """A range of an open file, shorter if the file ends.
 
-    paramiko's own ``prefetch`` asks in a thread. When all answers are there before that thread's next request, it takes
-    the rest for done, and asks again for one piece after the other.
+    paramiko's own ``prefetch`` requests in a thread. If all answers arrive before that thread's next request, it takes
+    the rest for done, and then requests one piece after the other.
     """
     pieces: deque[_Piece] = deque()
     data = bytearray()
@@ -429,7 +417,7 @@ def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
 
 
 class _Piece:
-    """A request to read, under way; paramiko hands over its answer."""
+    """A request to read that is under way. paramiko passes its answer on."""
 
     def __init__(self, channel: Any, handle: bytes, offset: int, nbytes: int) -> None:
         self._channel, self._handle, self._offset, self._nbytes = channel, handle, offset, nbytes
@@ -441,11 +429,11 @@ class _Piece:
         if kind != CMD_STATUS:
             self._data = message.get_string()
             return
-        with suppress(EOFError):  # of the file
+        with suppress(EOFError):  # the end of the file
             self._channel._convert_status(message)
 
     def whole(self) -> bytes:
-        """Waits for the answer, and asks for the rest where the server gave less."""
+        """Waits for the answer, and requests the rest if it is short."""
         while self._data is None:
             self._channel._read_response()
         rest = self._nbytes - len(self._data)
@@ -455,7 +443,7 @@ class _Piece:
 
 
 def sync_file(channel: Any, file: Any) -> None:
-    """Makes an open file's contents durable, where the server offers that."""
+    """Makes an open file's contents durable, if the server can."""
     if _FSYNC in channel.extensions:
         channel._request(CMD_EXTENDED, _FSYNC, file.handle)
 
@@ -468,7 +456,7 @@ def _extensions(message: paramiko.Message) -> Iterator[str]:
 
 
 def _of_address(address: str) -> dict[str, Any]:
-    """Options for connecting. Raises `ValueError` without the address, because it may show the password."""
+    """Options for connecting. A `ValueError` does not show the address, which may contain the password."""
     parts = urlsplit(f"//{address}")
     try:
         port = parts.port

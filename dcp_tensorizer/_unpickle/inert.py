@@ -1,12 +1,13 @@
-"""Follows a pickle without a class or a function of this process: all that it names, calls and changes are stand-ins.
+"""Follows a pickle without any class or function of this process: stand-ins replace all that it names, calls and
+changes.
 
-`Inert` takes time and memory in proportion to the pickle's bytes. Python's own unpickler does not: it hashes a tuple
-that holds the same tuple twice, which costs two bytes and doubles the time. And it may change every class that it may
-look up (BUILD).
+`Inert` takes time and memory in proportion to the pickle's size. Python's own unpickler does not: a tuple that holds
+the same tuple twice takes two bytes, and doubles the time of hashing. It also lets a pickle change every class that it
+may look up (BUILD).
 
-What a pickle may do is decided by subclasses. That of `objects` judges what ``torch.save`` wrote before it is loaded.
-That of `torch_archive` bounds what torch's weights-only rules read. That of `_index.torch_metadata` lets through what
-DCP's records are made of.
+Subclasses decide what a pickle may do. That of `objects` judges ``torch.save`` pickles before they are loaded. That of
+`torch_archive` bounds pickles for torch's weights-only rules. That of `_index.torch_metadata` accepts only the parts of
+DCP's records.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-_WORK_PER_BYTE = 16  # members that are hashed or copied; what no pickle shares needs less than 2
-_MAX_DEPTH = 64  # of tuples in a key: Python hashes them by recursion, which no limit of its own stops
+_WORK_PER_BYTE = 16  # members that are hashed or copied; without shared values it is less than 2
+_MAX_DEPTH = 64  # of tuples in a key, which Python hashes by unlimited recursion
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
@@ -30,15 +31,13 @@ class Malformed(ValueError):
 
 
 class Unexpected(Exception):
-    """A pickle makes a value in a way in which the value's own type would not have written it."""
+    """A pickle makes a value in another way than the value's own type would."""
 
 
 class Named:
-    """A class or a function, by its module and name; nothing is looked up or imported. A pickle has one for each name.
+    """A class or a function, by its ``module.name``. Nothing is looked up or imported. A pickle has one for each name.
 
-    Attributes:
-        name: ``module.name``.
-        trusted: The user allows it, with any arguments.
+    ``trusted``: the user allows it with any arguments.
     """
 
     __slots__ = ("name", "trusted")
@@ -49,11 +48,9 @@ class Named:
 
 
 class Value:
-    """Stands for what a call makes; takes no state and no members. It is equal to itself alone.
+    """Stands for the result of a call; takes no state and no members, and only equals itself.
 
-    Attributes:
-        what: The name of what was called.
-        cost: The cost of hashing it once; None if it cannot be hashed.
+    ``what`` is the name of what was called. ``cost`` is the cost of hashing it once; None if it cannot be hashed.
     """
 
     __slots__ = ("cost", "what")
@@ -63,25 +60,23 @@ class Value:
         self.cost = cost
 
     def build(self, state: Any) -> None:
-        """Takes a state, as ``__setstate__`` would."""
+        """Takes a state, like ``__setstate__``."""
         raise Unexpected
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Takes further members."""
+        """Takes more members."""
         raise Unexpected
 
     def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Takes further keys and values."""
+        """Takes more keys and values."""
         raise Unexpected
 
 
 class Made(Value):
-    """Stands for what a call makes; records its arguments, its last state and its members, whatever they are.
+    """Stands for the result of a call, and records its arguments, last state and members, whatever they are.
 
-    Attributes:
-        arguments: What it was called with.
-        state: What ``__setstate__`` would be given; None: it would not be called.
-        members: What would be added to it afterwards, as to a list or a set; to a dict, pairs.
+    ``state`` is None if ``__setstate__`` would not be called. ``members`` would be added afterwards to a list or a set;
+    to a dict, as pairs.
     """
 
     __slots__ = ("arguments", "members", "state")
@@ -104,10 +99,9 @@ class Made(Value):
 
 
 def hash_cost(key: Any, most: int) -> int:
-    """The number of values and 64-bit words that are hashed to hash a key, each as often as the key holds it.
+    """The number of values and 64-bit words that are hashed to hash a key, counting shared ones each time.
 
-    Raises:
-        Malformed: more than ``most``, or one of them cannot be hashed.
+    Raises `Malformed` if it is more than ``most``, or if a value cannot be hashed.
     """
     cost = 0
     left: list[tuple[Any, int]] = [(key, 0)]
@@ -130,11 +124,9 @@ def hash_cost(key: Any, most: int) -> int:
 
 
 class Inert:
-    """Reads one pickle as values of builtin types, `Named`, and what `call` and `new` return.
+    """Reads one pickle as values of builtin types, `Named`, and the results of `call` and `new`.
 
-    Args:
-        pickled: The pickle.
-        protocol: The newest one that it may be of. Of opcodes before protocol 2, those that later ones use are known.
+    ``protocol`` is the newest allowed one. Opcodes from before protocol 2 are only known if later protocols use them.
     """
 
     def __init__(self, pickled: bytes, protocol: int = pickle.HIGHEST_PROTOCOL) -> None:
@@ -144,22 +136,21 @@ class Inert:
         self._work_left = 1000 + _WORK_PER_BYTE * len(pickled)
 
     def read(self, max_opcodes: int | None = None) -> Any:
-        """The value; None if there are more opcodes than a limit.
+        """The value; None if the pickle has more than ``max_opcodes`` opcodes.
 
-        Raises:
-            Malformed: no writer makes such a pickle, or it takes more time than its size explains.
+        Raises `Malformed` if no writer makes such a pickle, or if it takes more time than its size explains.
         """
         try:
             return self._follow(len(self._pickled) + 1 if max_opcodes is None else max_opcodes)
         except Malformed:
             raise
-        except (ValueError, IndexError, KeyError, struct.error) as error:  # it ends early; a stack or memo is too small
+        except (ValueError, IndexError, KeyError, struct.error) as error:  # at the end of the data, a stack or the memo
             raise Malformed(f"it cannot be parsed ({type(error).__name__}: {error})") from None
 
     # --- what subclasses decide ---------------------------------------------------------------------------------------
 
     def name(self, module: str, name: str) -> Named:
-        """Stands for a class or a function; asked once for each."""
+        """Stands for a class or a function; called once for each."""
         return Named(f"{module}.{name}")
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
@@ -171,15 +162,15 @@ class Inert:
         return self.call(what, arguments)
 
     def refer(self, place: Any) -> Any:
-        """Stands for what only the caller of ``pickle.load`` could resolve."""
+        """Stands for a value that only the caller of ``pickle.load`` could resolve."""
         return self.call(Named("persistent.id"), (place,))
 
     def build(self, target: Any, state: Any) -> None:
-        """Gives a state to what a call has made."""
+        """Gives a state to the result of a call."""
         self._change(target, "build", state)
 
     def update(self, target: Any, members: list[Any]) -> None:
-        """Sets keys and values, one after the other in a list, in a dict or in what a call has made."""
+        """Sets keys and values, which alternate in a list, in a dict or in the result of a call."""
         if len(members) % 2:
             raise Malformed("a key has no value")
         self._hash(keys := members[::2])
@@ -190,7 +181,7 @@ class Inert:
             self._change(target, "update", list(pairs))
 
     def refuse(self, what: str) -> None:
-        """Told of a value that takes no such state or members."""
+        """Called for a value that takes no such state or members."""
         raise Malformed(f"it changes a {what}")
 
     def spend(self, work: int) -> None:
@@ -204,7 +195,7 @@ class Inert:
     def _follow(self, max_opcodes: int) -> Any:
         pickled, known = self._pickled, _KNOWN[self._newest]
         stack: list[Any] = []
-        below: list[list[Any]] = []  # stacks that MARKs have set aside
+        below: list[list[Any]] = []  # stacks below each MARK
         memo: dict[int, Any] = {}
         protocol = position = 0
         for _ in repeat(None, max_opcodes):
@@ -260,7 +251,7 @@ class Inert:
                 position += nbytes
             elif code == _LONG_BINPUT:
                 (number,) = _UINT4.unpack_from(pickled, position)
-                if number > len(pickled):  # Python's unpickler makes room for all numbers before it
+                if number > len(pickled):  # Python's unpickler allocates memory for all smaller numbers
                     raise Malformed("it keeps a value under a number that is too large")
                 memo[number] = stack[-1]
                 position += 4
@@ -323,7 +314,7 @@ class Inert:
     def _named(self, module: Any, name: Any, protocol: int) -> Named:
         if type(module) is not str or type(name) is not str:
             raise Malformed("it has a name that is no text")
-        if protocol < 3:  # Python 2's names
+        if protocol < 3:  # such pickles have Python 2's names
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._names:
             self._names[module, name] = self.name(module, name)
@@ -397,7 +388,7 @@ def _text(content: bytes) -> str:
     return content.decode("utf-8", "surrogatepass")
 
 
-# Opcodes whose values follow them: how many bytes, and these.
+# Opcodes that are followed by their values: how to read their size, and the value.
 _CONTENTS: Mapping[int, tuple[Callable[[bytes, int], tuple[int]], int, Callable[[bytes], Any]]] = {
     code[0]: (struct.Struct(layout).unpack_from, struct.calcsize(layout), make)
     for code, layout, make in (
@@ -422,7 +413,7 @@ _EMPTY: Mapping[int, Callable[[], Any]] = {
     pickle.EMPTY_SET[0]: set,
 }
 _OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
-_KNOWN = {  # of each protocol, the opcodes; -1 in place of those of later ones
+_KNOWN = {  # the opcodes of each protocol; -1 for those of later ones
     protocol: [code if code in _OPCODES and _OPCODES[code].proto <= protocol else -1 for code in range(256)]
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
 }

@@ -1,8 +1,8 @@
-"""The standard library's types of data, and how they pickle themselves with ``torch.save``'s protocol 2.
+"""The standard library's data types, and how they pickle themselves with ``torch.save``'s protocol 2.
 
-A maker gets the arguments that a stream gives to a class or function. It returns a stand-in for the result, or raises
-`Unexpected` where the type would not have written those: then nothing is known of what they might do. None of these
-calls runs code that is not in the table, and none takes more time or memory than a multiple of its arguments.
+A maker gets the arguments that a pickle passes to a class or function. It returns a stand-in for the result, or raises
+`Unexpected` if the type itself would not have written them, because their effect is unknown. None of these calls runs
+code outside the table, and none takes more time or memory than a multiple of its arguments.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from .inert import Made, Named, Unexpected, Value, hash_cost
 
 Arguments = tuple[Any, ...]
 Maker = Callable[[str, Arguments], Any]
-"""Makes a stand-in for the result, of the name of what is called and the arguments."""
+"""Makes a stand-in for the result of a call, from the name of what is called and the arguments."""
 
-_MAX_DIGITS = 4300  # Python's own limit for decimal digits of an int: reducing a fraction takes their square
+# Python's own limit for decimal digits; reducing a fraction takes time in proportion to their square
+_MAX_DIGITS = 4300
 
 
 def need(condition: object) -> None:
@@ -31,13 +32,13 @@ def need(condition: object) -> None:
 
 
 def by_name(value: Any) -> dict[str, Any]:
-    """A dict whose keys are strings; raises `Unexpected` for all else."""
+    """Checks that a value is a dict whose keys are strings; otherwise raises `Unexpected`."""
     need(type(value) is dict and all(type(key) is str for key in value))
     return value  # type: ignore[no-any-return]
 
 
 class MappingValue(Value):
-    """An OrderedDict or the like: takes keys and values, and with ``attributes`` also those of the instance."""
+    """An OrderedDict or the like: takes keys and values, and with ``attributes`` also attributes of the instance."""
 
     def __init__(self, what: str, *, attributes: bool = False) -> None:
         super().__init__(what, cost=None)
@@ -70,7 +71,7 @@ def _is(value: Any, *types: type) -> bool:
 
 
 def takes(*kinds: type, cost: int | None = 1) -> Maker:
-    """Takes exactly these types, one after the other."""
+    """A maker for arguments of exactly these types."""
 
     def make(name: str, args: Arguments) -> Value:
         need(tuple(map(type, args)) == kinds)
@@ -80,7 +81,7 @@ def takes(*kinds: type, cost: int | None = 1) -> Maker:
 
 
 def _nothing(make: Callable[[str], Any]) -> Maker:
-    """Takes no arguments."""
+    """A maker without arguments."""
 
     def make_of_none(name: str, args: Arguments) -> Any:
         need(not args)
@@ -133,7 +134,7 @@ _FACTORIES = {
 
 def _defaultdict(name: str, args: Arguments) -> Value:
     need(len(args) <= 1)
-    for factory in args:  # it is called later, without arguments
+    for factory in args:  # called later, without arguments
         need(factory is None or (_is(factory, Named) and (factory.trusted or factory.name in _FACTORIES)))
     return MappingValue(name)
 
@@ -147,13 +148,13 @@ def _counter(name: str, args: Arguments) -> Value:
 
 
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
-    """A date or a time of packed bytes, which its own constructor believes."""
+    """A maker for a date or a time of packed bytes, which its own constructor does not check."""
 
     def make(name: str, args: Arguments) -> Value:
         need(1 <= len(args) <= 2 and _is(args[0], bytes) and len(args[0]) == nbytes)
         need(all((_is(zone, Value) and zone.what in _ZONES) or _is(zone, Made) for zone in args[1:]))
         try:
-            kind(args[0]).replace()  # which checks each field
+            kind(args[0]).replace()  # `replace` checks each field
         except (ValueError, TypeError):
             raise Unexpected from None
         return Value(name)
@@ -204,7 +205,7 @@ def _struct_time(name: str, args: Arguments) -> Value:
     return Value(name, cost=hash_cost(args[0], _MAX_DIGITS))
 
 
-# --- what takes a state -----------------------------------------------------------------------------------------------
+# --- types that take a state ------------------------------------------------------------------------------------------
 
 
 def _with_state(check: Callable[[Any], object], cost: int | None = None) -> Maker:
@@ -264,7 +265,7 @@ CALLED: Mapping[str, Maker] = {
     "types.SimpleNamespace": _with_state(by_name),
     "zoneinfo.ZoneInfo._unpickle": _zone_info,
 } | {f"{module}.{name}": _strings for module in ("pathlib", "pathlib._local") for name in _PATHS}
-"""By name, what a stream may call. Python 3.13 has paths in ``pathlib._local``."""
+"""What a pickle may call, by name. Python 3.13 has paths in ``pathlib._local``."""
 
 CREATED: Mapping[str, Maker] = {
     "_io.BytesIO": _with_state(_bytes_io_state),
@@ -275,7 +276,7 @@ CREATED: Mapping[str, Maker] = {
     "collections.UserList": _with_state(_only("data", list)),
     "uuid.UUID": _with_state(_uuid_state, cost=1),
 }
-"""By name, of what a stream may make an instance by ``__new__``, without arguments."""
+"""Classes of which a pickle may make an instance by ``__new__`` without arguments, by name."""
 
 PASSIVE = _FACTORIES | {"builtins.Ellipsis", "builtins.NotImplemented", "builtins.object", "zoneinfo.ZoneInfo"}
 """What a stream may name, and not call."""
@@ -283,22 +284,20 @@ PASSIVE = _FACTORIES | {"builtins.Ellipsis", "builtins.NotImplemented", "builtin
 
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
-# NumPy trusts what it unpickles: a dtype whose fields lie outside of its items reads foreign memory, and one with an
-# object where its flags deny that follows any pointer. So NumPy's constructor makes a dtype here, which checks its
-# arguments, and the result must be the dtype that the pickle describes. Arrays must have as many bytes as their shape
-# says.
+# NumPy trusts pickles: a dtype with fields outside of its items reads foreign memory, and one with objects that its
+# flags hide follows any pointer. So the dtype is made here by NumPy's constructor, which checks its arguments, and the
+# result must be the dtype that the pickle describes. Arrays must have the size of their shape.
 
-_MAX_NESTED = 32  # dtypes in dtypes; NumPy compares and shows them by recursion
+_MAX_NESTED = 32  # nested dtypes, which NumPy compares and shows by recursion
 _MAX_EMPTY = 1 << 20  # elements of an array whose items have no bytes
 _ALIGNED = 0x80  # NumPy's NPY_ALIGNED_STRUCT
 
 
 class DType(Value):
-    """A dtype; it is known when it has its state, and then it does not change any more.
+    """A dtype. It is known once it has its state, and does not change afterwards.
 
-    Attributes:
-        fields: The dict that describes its fields, if it has any: NumPy keeps this very dict.
-        depth: Dtypes in dtypes.
+    ``fields`` is the dict that describes its fields, if it has any: NumPy keeps this very dict. ``depth`` counts nested
+    dtypes.
     """
 
     def __init__(self, what: str, code: str) -> None:
@@ -382,7 +381,7 @@ class DType(Value):
 
 
 class _Array(Value):
-    """An array of which only the type is known; its state has the rest."""
+    """An array of which only the type is known. Its state has everything else."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, cost=None)
@@ -414,7 +413,7 @@ def _with_unit(code: str, metadata: Any, unit: Any) -> str:
 
 
 def _dtype(name: str, args: Arguments) -> Value:
-    need(len(args) == 3 and type(args[0]) is str and args[1:] == (False, True))  # no alignment, and a copy
+    need(len(args) == 3 and type(args[0]) is str and args[1:] == (False, True))  # not aligned, copied
     need(re.fullmatch(r"[MOSUVbcfimu]\d{1,10}", args[0], re.ASCII))
     return DType(name, args[0])
 

@@ -1,8 +1,8 @@
-"""Objects as ``torch.save`` stores them: which of their types could run code, and how they are loaded without that.
+"""Objects as ``torch.save`` stores them: which of their types could run code, and how to load them without running any.
 
-torch's own weights-only loader does not do for this. It knows few types of the standard library and none of NumPy. A
-class that is added to its list is added for the whole process, and takes any arguments and any state: a dtype that is
-made so reads foreign memory. And it calls what it trusts before it meets what it does not trust.
+torch's own weights-only loader is not enough. It knows few types of the standard library and none of NumPy. A class
+that is added to its list is added for the whole process, and takes any arguments and any state: a dtype made in that
+way reads foreign memory. And it calls trusted names before it meets an untrusted one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,11 @@ from .known_types import Arguments, DType, Maker, need, takes
 
 
 def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -> tuple[str, ...]:
-    """The ``module.name`` of everything in a saved object that could run code; none of it is run or imported.
+    """The ``module.name`` of everything in a saved object that could run code; nothing is run or imported.
 
-    Data of the standard library's, NumPy's and torch's types is safe, and so is what the user passed to
-    ``torch.serialization.add_safe_globals``.
-
-    Args:
-        content: What ``torch.save`` wrote; of a file, its pickle is read.
-        max_opcodes: Looks at no more of its pickle than this.
-
-    Raises:
-        UntrustedObject: ``torch.save`` writes nothing like that.
+    Data types of the standard library, NumPy and torch are safe, and so are those that the user passed to
+    ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. Pickles are read up to
+    ``max_opcodes``. Raises `UntrustedObject` if ``torch.save`` would not write it.
     """
     file = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
@@ -46,18 +40,16 @@ def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -
 
 
 def load_object(content: bytes) -> Any:
-    """Loads a saved object.
-
-    Raises:
-        UntrustedObject: it could run code.
-    """
+    """Loads a saved object; raises `UntrustedObject` if it could run code."""
     if names := unsafe_globals(content):
         raise UntrustedObject(f"it needs {', '.join(names)}")
     return torch.load(io.BytesIO(content), weights_only=False)
 
 
 def is_small(value: Any) -> bool:
-    """Returns whether it takes little time to show or compare a value. A list may hold another one twice, and so on."""
+    """Returns whether a value takes little time to show or compare. Lists that contain a list twice, and so on, take
+    long.
+    """
     pending, left = [value], 100_000
     while pending and left > 0:
         member = pending.pop()
@@ -70,7 +62,7 @@ def is_small(value: Any) -> bool:
 
 
 def advice(names: Sequence[str]) -> str:
-    """Advice for objects that need these."""
+    """Advice for objects that need these types."""
     return (
         f"If you trust these types, import their modules and call "
         f"torch.serialization.add_safe_globals([{', '.join(names)}]) before the load. If you trust the whole "
@@ -103,29 +95,26 @@ _KNOWN = {_GETATTR, *_CALLED, *_CREATED, *known_types.PASSIVE, *known_types.NUMP
 class _Judge(Inert):
     """Finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It knows for each what it would be called with, which state would be set on what, and what would be hashed.
-
-    Args:
-        pickled: The pickle. Only protocol 2 is known: others map Python 2's names in another way.
-        allowed: What the user trusts, with any arguments and any state, by name.
-        torch_names: What ``torch.load`` trusts by itself.
+    It knows for each with which arguments it would be called, which state would be set, and what would be hashed. Only
+    protocol 2 is accepted, because others map Python 2's names in another way. ``allowed`` are names that the user
+    trusts, with any arguments and any state; ``torch_names`` those that ``torch.load`` trusts by itself.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
         super().__init__(pickled, protocol=2)
         self._allowed = allowed
         self._torch = torch_names
-        self._refused: set[str] = set()  # that are called, or given what they would not have written
+        self._refused: set[str] = set()  # called, or used in a way in which they would not pickle themselves
         self._unknown: set[str] = set()
-        self._owners: set[str] = set()  # of which attributes are taken
-        self._members: dict[str, Named] = {}  # such attributes, and whose they are
-        self._frozen: dict[int, object] = {}  # dicts that are in use and may not change, by identity
+        self._owners: set[str] = set()  # whose attributes are used
+        self._members: dict[str, Named] = {}  # these attributes, with their owners
+        self._frozen: dict[int, object] = {}  # dicts that are in use and must not change, by id
 
     def refused(self) -> set[str]:
-        """The names that would be imported or called, and that nobody has allowed.
+        """The names that would be imported or called without permission.
 
-        Of an attribute that is called, a class in a class perhaps, that is the attribute. Of another, an Enum's member
-        perhaps, it is the class.
+        If an attribute is called, such as a nested class, it is the attribute's name. Otherwise, such as for an Enum's
+        member, it is the class's.
         """
         members = {name if owner.trusted else owner.name for name, owner in self._members.items()}
         return self._refused | (self._unknown - self._owners) | members
@@ -171,9 +160,7 @@ class _Judge(Inert):
         return Named(name, trusted=name in self._allowed and name != _GETATTR)
 
     def _attribute(self, args: Arguments) -> Any:
-        """Follows a reference of protocol 2 to a class in a class, to its methods, and in some releases to an Enum's
-        member.
-        """
+        """Follows protocol 2's reference to a nested class, a method, or in some releases an Enum's member."""
         if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
             raise Malformed("it takes an attribute of a value")
         owner, attribute = args
@@ -206,7 +193,7 @@ class _Judge(Inert):
             return Made(what.name, args)
 
     def _rebuilds(self, name: str) -> bool:
-        """torch's own functions that make tensors."""
+        """Returns whether a name is one of torch's own functions that make tensors."""
         return name.startswith(REBUILD_PREFIX) and name in self._torch
 
     def _rebuild_subclass(self, args: Arguments) -> Any:
@@ -217,5 +204,5 @@ class _Judge(Inert):
 
 
 def _size(value: Any) -> int:
-    """The cost of copying a value, not deeply."""
+    """The cost of a shallow copy of a value."""
     return 1 + len(value) if isinstance(value, list | tuple | str | bytes | dict) else 1

@@ -1,10 +1,10 @@
-"""Looks at a file of ``torch.save`` before torch's weights-only rules read it.
+"""Checks a ``torch.save`` file before torch's weights-only rules read it.
 
-An archive that is larger than it looks, or a pickle that takes very long, is refused in time and memory proportional
-to its own bytes.
+An archive that is larger than it looks, or a pickle that takes very long, is refused in time and memory proportional to
+its size.
 
-Python and torch each have a reader of zip archives. They agree on the contents only if the archive has the plain
-layout that torch writes, so nothing else is accepted.
+Python and torch each have a reader of zip archives. They agree on the contents only if the archive has the plain layout
+that torch writes, so nothing else is accepted.
 """
 
 from __future__ import annotations
@@ -19,24 +19,19 @@ from .inert import Inert, Made, Named
 _END = struct.Struct("<4s4HIIH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
-_LOCAL = struct.Struct("<26xHH")  # of a record's header: the lengths of its name and of what else is before its data
+# of a record's header: the lengths of its name, and of the extra field before its data
+_LOCAL = struct.Struct("<26xHH")
 _MAX_DIMENSIONS = 255
 _HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 
 def is_archive(data: bytes) -> bool:
-    """Returns whether some bytes begin as a zip archive does, and so as what ``torch.save`` has written since torch
-    1.6.
-    """
+    """Returns whether bytes begin like a zip archive, as ``torch.save`` writes since torch 1.6."""
     return data.startswith(b"PK\3\4")
 
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
-    """Opens an archive whose records lie in it as they are, each at a place of its own.
-
-    Raises:
-        ValueError: it is none, or has records that are compressed, or larger than the archive.
-    """
+    """Opens an archive whose records are stored uncompressed, and without overlaps; otherwise raises `ValueError`."""
     directory = _directory(file, nbytes)
     file.seek(0)
     try:
@@ -57,7 +52,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
 
 
 def _directory(file: IO[bytes], nbytes: int) -> int:
-    """The position of the list of records; it and its end are the last bytes of the file."""
+    """The position of the list of records. The list and its end are the last bytes of the file."""
     if nbytes < _END.size:
         raise ValueError("it is too short for an archive")
     signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
@@ -79,7 +74,7 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
 
 
 def record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """The bytes of a record; not compared with its CRC-32, which torch.save may leave out."""
+    """The bytes of a record. Its CRC-32 is not checked, because torch.save may leave it out."""
     assert archive.fp is not None
     names, more = _LOCAL.unpack(_read(archive.fp, info.header_offset, _LOCAL.size))
     return _read(archive.fp, info.header_offset + _LOCAL.size + names + more, info.file_size)
@@ -91,15 +86,11 @@ def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
 
 
 def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
-    """Looks at a file of ``torch.save`` before the weights-only rules of ``torch.load`` are applied to it.
+    """Checks a ``torch.save`` file before the weights-only rules of ``torch.load`` are applied.
 
-    The elements of tensors must lie in the file as they are, and where torch looks for them.
-
-    Returns:
-        Where the header of each record begins, and how many bytes the record has, in the file's order.
-
-    Raises:
-        ValueError: they do not, or the archive would take more time or memory than it has bytes.
+    The elements of tensors must be stored uncompressed, where torch looks for them. Returns the position of each
+    record's header and the record's size, in the file's order. Raises `ValueError` otherwise, or if the archive would
+    take more time or memory than its size.
     """
     is_zip = is_archive(file.read(4))
     file.seek(0)
@@ -108,12 +99,12 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     archive = check_archive(file, nbytes)
     infos = archive.infolist()
     for info in infos:
-        name = info.filename.lower()  # as torch looks names up
+        name = info.filename.lower()  # torch's lookup ignores case
         if name.endswith("/data.pkl"):
             check_pickle(record(archive, info))
         if name.endswith("/byteorder") and record(archive, info) == b"big":
             raise ValueError("it is of a big-endian machine: load and save it once more on this one")
-    # With this record, torch counts with a descriptor behind each record, and does not look where the next one is.
+    # With this record, torch computes positions with a descriptor behind each record, instead of looking them up.
     is_counted = any(info.filename.endswith("/.format_version") for info in infos)
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
         raise ValueError("it was repacked, and not as torch.save packs: load and save it once more")
@@ -121,10 +112,8 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
 
 
 def check_pickle(pickled: bytes) -> None:
-    """Looks at a pickle that the weights-only rules of ``torch.load`` are to be applied to.
-
-    Raises:
-        ValueError: it would take more time or memory than it has bytes.
+    """Checks a pickle for the weights-only rules of ``torch.load``; raises `ValueError` if it takes more time or memory
+    than its size.
     """
     try:
         _Bounded(pickled).read()
@@ -133,7 +122,7 @@ def check_pickle(pickled: bytes) -> None:
 
 
 class _Bounded(Inert):
-    """Refuses calls that torch's rules allow, and that take more than their arguments have bytes."""
+    """Refuses calls that torch's rules allow, but that take more time or memory than the size of their arguments."""
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Made:
         if what.name == "builtins.bytearray" and any(type(argument) is int for argument in arguments):

@@ -1,4 +1,4 @@
-"""Finds the checkpoints in a directory and below it, and what saves have left there."""
+"""Finds the checkpoints in and below a directory, and the leftovers of saves."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete",
 logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
-_TRAILER = 24  # bytes at the end that tell a pickle of ours from torch's
+_TRAILER = 24  # bytes at the end, which distinguish a pickle of this package from torch's
 _MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A directory with a checkpoint, or with what a save has left of one.
+    """A directory with a checkpoint, or with the leftovers of a save.
 
     Attributes:
         path: Without credentials.
         state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
             copy under way; ``unfinished``; ``unflushed``: in a local folder, and not on the remote yet; ``flushed``:
-            the local copy of what is there; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
+            the local copy of one on the remote; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
             damaged, or of another format.
-        step: That a manager has recorded, if the name has that number; otherwise see `step_of`.
+        step: The step that a manager has recorded, if the name has that number; otherwise see `step_of`.
         saved: When it was saved, in seconds since the epoch: by its own record, which copies keep; without one, when a
             file in it was last written.
         files: All files in it.
-        ranks, tensors, objects: What is in it; None if it is not committed.
-        parts: Ranks that have committed, where each saves for itself; 0 where all commit together.
-        leftovers: Files of saves that were not committed, as far as a listing shows, and that no flush knows of.
-        dead: Those of them that are of dead saves, unless a save is under way there.
-        unknown: Why there may be leftovers beyond those; empty if there are none.
-        contents: The same for checkpoints of the same keys; None if it is not committed.
+        ranks, tensors, objects: How many it has; None if it is not committed.
+        parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
+        leftovers: Files of uncommitted saves, as far as a listing shows, and unless a flush needs them.
+        dead: Those of them that belong to dead saves, unless a save is under way there.
+        unknown: Why there may be more leftovers; empty if there are none.
+        contents: Equal for checkpoints with the same keys; None if it is not committed.
         is_recorded: A manager has recorded it as this step.
     """
 
@@ -84,20 +84,13 @@ class Listed:
 
     @property
     def shared_nbytes(self) -> int:
-        """The bytes of files that have names elsewhere, too."""
+        """The bytes of files that also have names elsewhere."""
         return sum(file.nbytes for file in self.files if file.shared is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A directory, as it was when it was listed.
-
-    Attributes:
-        name: Its own.
-        files: In it.
-        folders: In it.
-        listed: The checkpoint in it, if there is one.
-    """
+    """A directory when it was listed, with its files and subdirectories, and its checkpoint, if there is one."""
 
     storage: Storage
     name: str
@@ -106,7 +99,7 @@ class Folder:
     listed: Listed | None
 
     def walk(self) -> Iterator[Folder]:
-        """Itself and all below it; who is in another comes after it."""
+        """The directory and all below it, parents first."""
         yield self
         for folder in self.folders:
             yield from folder.walk()
@@ -118,17 +111,15 @@ class Folder:
 
 
 def find(storage: Storage) -> list[Listed]:
-    """The checkpoints in a directory and in those below it: by directory, and there the highest step first.
+    """The checkpoints in and below a directory: by directory, and there the highest step first.
 
-    Raises:
-        NotCommitted: there is no such directory.
-        ReadError: it cannot be listed.
+    Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
     """
     return sorted(walk(storage).checkpoints, key=_order)
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint, by the name of its directory: the last number in that."""
+    """The step in the name of a checkpoint's directory: the last number."""
     numbers = _NUMBER.findall(name)
     return int(numbers[-1]) if numbers else None
 
@@ -144,7 +135,7 @@ def where_below(storage: Storage) -> str:
 
 
 def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
-    """The paths of checkpoints below a directory, without a look at what is in them."""
+    """The paths of checkpoints below a directory, without reading them."""
     for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
         child = storage.child(name)
         if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
@@ -154,11 +145,8 @@ def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
 
 
 def walk(storage: Storage) -> Folder:
-    """A directory and all below it.
-
-    Raises:
-        NotCommitted: there is no such directory.
-        ReadError: it cannot be listed.
+    """Lists a directory and all below it; raises `NotCommitted` if there is none, and `ReadError` if it cannot be
+    listed.
     """
     around: dict[str, str] = {}
     if isinstance(storage, LocalStorage):
@@ -168,17 +156,20 @@ def walk(storage: Storage) -> Folder:
 
 
 class _Begun(NamedTuple):
-    """Data files that have been begun in and below a directory and that no listing shows, by their names below it.
+    """Data files that are being uploaded in and below a directory, by their paths below it. No listing shows them.
 
-    A directory may hold nothing else, as when its first save was killed: no listing shows such a directory, either.
+    A directory may hold nothing else, for example if its first save was killed. No listing shows such a directory
+    either.
     """
 
     files: Sequence[FileInfo]
     unknown: str = ""
-    """Why there may be others."""
+    """Why there may be more."""
 
     def here(self, listed: Sequence[FileInfo]) -> list[FileInfo]:
-        """The uploads in the directory itself. Not those of its files, which may be committed: `discard` takes both."""
+        """The uploads in the directory itself, except those to listed files, which may be committed: `discard` removes
+        both.
+        """
         names = {file.name for file in listed}
         return [file for file in self.files if "/" not in file.name and file.name not in names]
 
@@ -200,7 +191,7 @@ def _begun(storage: Storage) -> _Begun:
 
 
 def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
-    """See `walk`; ``saves``: those in local folders around the directory, see `_local_saves`."""
+    """See `walk`; ``saves`` are those in local folders around the directory, see `_local_saves`."""
     files: list[FileInfo] = []
     names: list[str] = []
     try:
@@ -215,8 +206,8 @@ def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
         try:
             folders.append(_walk(storage.child(name), saves, below.get(name, _Begun((), begun.unknown))))
         except NotCommitted:
-            pass  # it went away
-        except CheckpointError as error:  # it is not ours to read, and others are
+            pass  # removed meanwhile
+        except CheckpointError as error:  # it may not be readable for us, but others are
             logger.warning("a directory is not listed: %s", error)
     here = begun.here(files)
     is_checkpoint = here or any(is_ours(file.name) for file in files)
@@ -225,11 +216,11 @@ def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
 
 
 def _local_saves(folder: Path) -> dict[str, str]:
-    """Reads how far each save has come that a local folder has a record of, by its id.
+    """The state of each save with a record in a local folder, by its id.
 
-    Their files are of no dead save, however old they are: the flush removes them when it may.
+    Their files never count as a dead save's, however old they are: the flush removes them when it may.
     """
-    entries = queue.Queue(folder).entries()  # of all ranks of the node, whose parts may have come less far
+    entries = queue.Queue(folder).entries()  # of all ranks of the node, whose parts may be behind
     return {entry.id: entry.state for entry in sorted(entries, key=lambda entry: entry.state in queue.OPEN)}
 
 
@@ -274,10 +265,7 @@ def _look_at(
 
 
 def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
-    """Returns whether ``.metadata`` is a pickle as torch's own writer leaves it.
-
-    Of a large one, only the ends are read.
-    """
+    """Returns whether ``.metadata`` is a pickle of torch's own writer. Of a large one only the ends are read."""
     name = metadata_file_name()
     for nbytes in (file.nbytes for file in files if file.name == name):
         with suppress(CheckpointError):
@@ -297,7 +285,9 @@ def _uncommitted(files: Sequence[FileInfo], saves: Mapping[str, str]) -> State:
 def _leftovers(
     storage: Storage, files: Sequence[FileInfo], saves: Mapping[str, str]
 ) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
-    """See `Listed`: its leftovers, in the order in which they can be removed, the dead ones, and what is unknown."""
+    """The leftovers of `Listed`, in an order in which they can be removed; the dead ones; and why others are
+    unknown.
+    """
     by_name = {file.name: file for file in files}
     left, dead = list[FileInfo](), list[FileInfo]()
     unknown = ""
@@ -323,14 +313,14 @@ def _order(listed: Listed) -> tuple[list[tuple[int, str]], float, str]:
 
 
 def _naturally(path: str) -> list[tuple[int, str]]:
-    """Sorts paths by their text, and by the numbers in them, the highest first."""
+    """A key that sorts paths by their text, and by the numbers in them, highest first."""
     return [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", path)]
 
 
 # --- telling steps from parts of one checkpoint -----------------------------------------------------------------------
 #
-# A manager records the step of each checkpoint. Without records the names decide. Ranks and models have numbers like
-# steps, often with the same keys. So a number alone is not a step: the name must look more like a step than the
+# A manager records the step of each checkpoint. Without records the names decide. But ranks and models have numbers,
+# too, often with the same keys. So a number alone is not a step: the name must look more like a step than that of the
 # directory around it. Otherwise it may be a part of that.
 
 _STEP = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*\d", re.IGNORECASE)
@@ -342,11 +332,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A directory that is one checkpoint: it holds one, or the parts of one.
-
-    Attributes:
-        step: Its own; None if its name has no number.
-    """
+    """A directory that is one checkpoint, or holds the parts of one. ``step`` is None if its name has no number."""
 
     folder: Folder
     step: int | None
@@ -373,7 +359,7 @@ class Unit:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that have committed, where each saves for itself."""
+        """The number of ranks that have committed, if each saves for itself."""
         return min(part.parts for part in self.parts)
 
 
@@ -391,16 +377,14 @@ def arrange(top: Folder) -> list[Group]:
 
 
 def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group]]:
-    """Tells what a directory is: one checkpoint; or checkpoints by directory.
+    """Decides what a directory is: one checkpoint, or groups of checkpoints.
 
-    Args:
-        folder: The directory.
-        outer: How strongly those around it say that they are steps; None for the one that was named.
+    ``outer`` rates how strongly the directories around it claim to be steps; None for the directory that was named.
     """
     if folder.listed is not None:
         return Unit(folder, folder.listed.step), []
     own = _claim(folder.name)
-    around = max(0, own - 1) if outer is None else max(own, outer)  # who names it says that it holds steps
+    around = max(0, own - 1) if outer is None else max(own, outer)  # naming it says that it holds steps
     units: list[Unit] = []
     groups: list[Group] = []
     for child in folder.folders:
@@ -419,10 +403,10 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
 
 
 def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:
-    """Tells the steps that managers have recorded, by job, from other checkpoints in a directory.
+    """Separates the steps that managers have recorded, by job, from other checkpoints in a directory.
 
-    The names of a job's steps differ by the step alone. What was saved under such a name without a manager is a step
-    of that job, too, as it is for the manager.
+    The names of a job's steps differ only by the step. A checkpoint with such a name that was saved without a manager
+    is a step of that job, too, as it is for the manager.
     """
     jobs: dict[str, list[Unit]] = defaultdict(list)  # by a pattern of their names
     unrecorded: list[Unit] = []
@@ -442,11 +426,10 @@ def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:
 
 
 def _arrangement(units: Sequence[Unit], around: int) -> Literal["steps", "parts", "unknown"]:
-    """Returns whether the checkpoints in a directory are ``steps`` of one job, or ``parts`` of one checkpoint; or
-    ``unknown``.
+    """Decides whether checkpoints in a directory are ``steps`` of one job, ``parts`` of one checkpoint, or ``unknown``.
 
-    Accelerate saves ``pytorch_model_fsdp_0`` and ``optimizer_0``: the same numbers under each name, each of other
-    contents. The names of steps differ by a number alone, and their contents are the same, but for a step or so.
+    Accelerate saves ``pytorch_model_fsdp_0`` and ``optimizer_0``: the same numbers under each name, with different
+    contents. The names of steps differ only by a number, and their contents are nearly the same.
     """
     by_name = defaultdict(list)
     for unit in units:
@@ -464,14 +447,14 @@ def _some_are_alike(units: Sequence[Unit]) -> bool:
 
 
 def _say_steps(units: Sequence[Unit], around: int) -> bool:
-    """Returns whether checkpoints of one name are steps, by that name."""
+    """Returns whether checkpoints of one name are steps, judged by that name."""
     claim = _claim(units[0].name)
-    # Runs are made of several checkpoints, too: ``run-1`` with a model and an optimizer in it.
+    # A run may hold several checkpoints, too: ``run-1`` with a model and an optimizer in it.
     return claim > around and (claim > 1 or all(unit.folder.listed is not None for unit in units))
 
 
 def _claim(name: str) -> int:
-    """Rates how strongly a name says that it is of a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
+    """Rates how strongly a name claims to be a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
     if _PART.search(name) or not _NUMBER.search(name):
         return 0
     if _STEP.search(name):

@@ -82,7 +82,7 @@ _decode_notes = Decoder(dict[str, Any]).decode
 _decode_saved = Decoder(dict[str, _Saved]).decode
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def is_directory(storage: Storage) -> bool:
@@ -216,7 +216,7 @@ def _damage_translated(path: str) -> Iterator[None]:
         raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def check(view: CheckpointView, options: Options) -> None:

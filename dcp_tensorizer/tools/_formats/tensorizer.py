@@ -36,7 +36,7 @@ from .common import FileRange, Options, by_key, check_no_objects, open_file, rea
 _MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64 KiB
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
@@ -154,7 +154,7 @@ def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
     return first if last - first + 1 == math.prod(region.size) else None
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def check(view: CheckpointView, options: Options) -> None:

@@ -52,7 +52,7 @@ _BEFORE_DATA = 30 + 4 + 20
 _PADDING_TAG = 0x4246
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
@@ -116,7 +116,7 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
     return replace(stored, read=read_resolved, chunks=())
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def check(view: CheckpointView, options: Options) -> None:
