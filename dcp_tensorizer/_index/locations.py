@@ -38,15 +38,11 @@ def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
 
 
 class InlineItem(NamedTuple):
-    """A small item with its bytes; of builtin types, so that DCP can carry it to the coordinator."""
+    """A small item with its bytes, as DCP carries it to the coordinator."""
 
     hash: int
-    name: str | None
-    """None if it equals the key."""
-    dtype: str
-    kind: str
-    digests: bytes
-    nonce_and_macs: bytes
+    item: StoredItem
+    """Its name is empty if it equals the key. It has no place yet."""
     content: bytes
 
 
@@ -84,12 +80,8 @@ class RankPlaces(NamedTuple):
         The keys of ``named`` items are stored in the index, because the state dict may not name them.
         """
         numbers = {name: number for number, name in enumerate(files)} | {"": -1}
-        rows = _table(
-            [checked_hash(*key) for key in items],
-            list(items.values()),
-            [numbers[item.file] for item in items.values()],
-            {n: item.name for n, ((key, _), item) in enumerate(items.items()) if item.file and item.name != key},
-        )
+        names = {n: item.name for n, ((key, _), item) in enumerate(items.items()) if item.file and item.name != key}
+        rows = _table([checked_hash(*key) for key in items], items.values(), numbers, names)
         if named:
             rows.keys = {n: (to_key(key[0]), key[1]) for n, key in enumerate(items) if key in named}
         digests, rows.digests, seals, rows.seals = rows.digests, b"", rows.seals, b""
@@ -107,37 +99,33 @@ def inline_rows(items: Iterable[InlineItem]) -> Inline:
     """The section of small items. If several have the same hash, the last one is used."""
     chosen = list({item.hash: item for item in items}.values())
     ends = list(itertools.accumulate((len(item.content) for item in chosen), initial=0))
-    stored = [
-        StoredItem("", "", offset, len(i.content), i.dtype, i.kind, i.digests, i.nonce_and_macs)
-        for offset, i in zip(ends, chosen, strict=False)
-    ]
-    names = {n: item.name for n, item in enumerate(chosen) if item.name is not None}
-    rows = _table([item.hash for item in chosen], stored, [0] * len(chosen), names)
-    return Inline(rows, b"".join(item.content for item in chosen))
+    stored = [inline.item._replace(offset=offset) for offset, inline in zip(ends, chosen, strict=False)]
+    names = {n: item.name for n, item in enumerate(stored) if item.name}
+    rows = _table([inline.hash for inline in chosen], stored, {"": 0}, names)
+    return Inline(rows, b"".join(inline.content for inline in chosen))
 
 
 def _table(
-    hashes: Sequence[int], stored: Sequence[StoredItem], file_numbers: Sequence[int], names: dict[int, str]
+    hashes: Sequence[int], stored: Collection[StoredItem], file_numbers: Mapping[str, int], names: dict[int, str]
 ) -> Places:
     if len(set(hashes)) < len(hashes):
         raise WriteError("two keys of the state dict have the same hash, by an unlikely accident: rename one of them")
-    dtypes: dict[str, int] = {}
-    numbers = [dtypes.setdefault(item.dtype, len(dtypes)) for item in stored]
-    is_encrypted = any(item.nonce_and_macs for item in stored)
+    files, _, offsets, sizes, dtypes, kinds, digests, seals = list(zip(*stored, strict=True)) or [()] * 8
+    dtype_numbers = {dtype: number for number, dtype in enumerate(dict.fromkeys(dtypes))}
     return Places(
-        dtypes=list(dtypes),
+        dtypes=list(dtype_numbers),
         hashes=_column(hashes, "<u8"),
-        files=_column(file_numbers, "<i4"),
-        offsets=_column([item.offset for item in stored], "<i8"),
-        sizes=_column([item.length for item in stored], "<i8"),
-        dtype_numbers=bytes(numbers),
-        kinds=bytes(_KIND_NUMBERS[item.kind] for item in stored),
-        digest_sizes=_column([len(item.digests) for item in stored], "<u4"),
-        seal_sizes=_column([len(item.nonce_and_macs) for item in stored], "<u4") if is_encrypted else b"",
+        files=_column([*map(file_numbers.__getitem__, files)], "<i4"),
+        offsets=_column(offsets, "<i8"),
+        sizes=_column(sizes, "<i8"),
+        dtype_numbers=bytes(map(dtype_numbers.__getitem__, dtypes)),
+        kinds=bytes(map(_KIND_NUMBERS.__getitem__, kinds)),
+        digest_sizes=_column([*map(len, digests)], "<u4"),
+        seal_sizes=_column([*map(len, seals)], "<u4") if any(seals) else b"",
         names=names,
         keys={},
-        digests=b"".join(item.digests for item in stored),
-        seals=b"".join(item.nonce_and_macs for item in stored),
+        digests=b"".join(digests),
+        seals=b"".join(seals),
     )
 
 
@@ -151,6 +139,9 @@ def checked_hash(key: Any, offset: Sequence[int] | None) -> int:
 
 def _column(numbers: Sequence[int], dtype: str) -> bytes:
     return np.array(numbers, dtype=dtype).tobytes()
+
+
+_NONE_BEFORE = (0,) * 7
 
 
 class PlaceTable:
@@ -187,8 +178,11 @@ class PlaceTable:
         name = self._rows.names.get(row, key)
         if type(name) is not str:
             raise ValueError(f"the data of {key!r} has no name")
-        digests = self._rows.digests[self._places[row - 1][5] if row else 0 : digest_end]
-        seal = self._rows.seals[self._places[row - 1][6] if row else 0 : seal_end]
+        before = self._places[row - 1] if row else _NONE_BEFORE
+        digests = self._rows.digests[before[5] : digest_end]
+        if not self._is_encrypted and not self._rows.seals:
+            return StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests)
+        seal = self._rows.seals[before[6] : seal_end]
         item = StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests, seal)
         sealed = NONCE_BYTES + -(-nbytes // item.block) * MAC_BYTES if nbytes and self._is_encrypted else 0
         if len(seal) != sealed:  # the file may come from an attacker

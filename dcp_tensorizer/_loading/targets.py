@@ -111,20 +111,17 @@ def targets_of(
     key = read_item.dest_index.fqn
     size = tuple(read_item.lengths)
     entry = metadata.state_dict_metadata.get(read_item.storage_index.fqn)
-    stored = {named_dtype(piece.item.dtype) for piece in pieces}
-    if not stored and isinstance(entry, TensorStorageMetadata):
-        stored = {entry.properties.dtype}
-    for dtype in stored:
-        _check_fit(key, size, dtype, tensor, casts)
-    whole = Region((0,) * len(size), size)
+    whole_size = entry.size if isinstance(entry, TensorStorageMetadata) else None
+    if not pieces and isinstance(entry, TensorStorageMetadata):
+        _check_fit(key, size, entry.properties.dtype, tensor, casts)
     targets = []
     for piece in pieces:
+        _check_fit(key, size, named_dtype(piece.item.dtype), tensor, casts)
         check_length(path, key, piece.item, piece.shape)
-        part = tensor if piece.part.size == size else part_of(tensor, piece.part, whole)
+        part = tensor if piece.part.size == size else part_of(tensor, piece.part, Region((0,) * len(size), size))
         target = ReadTarget.of(key, piece.item, piece.shape, piece.region, part)
         # Other ranks read the same bytes of a replicated tensor, or of one of which they want other columns.
-        is_replicated = isinstance(entry, TensorStorageMetadata) and size == entry.size
-        target.shared = world_size > 1 and (is_replicated or target.run is None)
+        target.shared = world_size > 1 and (size == whole_size or target.run is None)
         targets.append(target)
     return targets
 

@@ -31,6 +31,7 @@ from .columns import (
     Columns,
     Integers,
     Spec,
+    Table,
     Unsupported,
     columns_of,
     merge_paths,
@@ -98,18 +99,21 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
     properties: dict[tuple[Any, ...], int] = {}
     made: list[ChunkLayout] = []
     keys, numbers, problems = [], [], []
+    columns = merged.columns
+    table = columns.table
     for key, rows in merged.by_key():
-        keys.append(merged.keys[key])
-        if int(merged.spec[rows[0]]) < 0:
+        keys.append(table.keys[key])
+        spec = int(table.spec_numbers[rows[0]])
+        if spec < 0:
             numbers.append((-1, -1))
             continue
-        shape, fields = merged.specs[int(merged.spec[rows[0]])]
-        places = merged.dims[rows], merged.starts[rows], merged.sizes[rows]
+        shape, fields = table.specs[spec]
+        places = columns.dims[rows], columns.starts[rows], columns.sizes[rows]
         pattern = (shape, *[column.tobytes() for column in places])
         if pattern not in layouts:
             problem = _problem(shape, *places, is_complete=is_complete)
             if problem is not None:
-                problems.append((merged.keys[key], problem[0], merged.rank[rows[problem[1]]].tolist()))
+                problems.append((table.keys[key], problem[0], merged.rank[rows[problem[1]]].tolist()))
                 continue
             layouts[pattern] = len(made)
             made.append(ChunkLayout.of_rows(shape, *(column[:, : len(shape)] for column in places[1:])))
@@ -174,33 +178,24 @@ class Merged:
     """The items of all ranks, one after the other.
 
     Attributes:
-        keys: The names of keys.
-        specs: All specs.
-        key, kind, spec, dims, starts, sizes: Of each item, see `Columns`.
+        columns: The items; no data beside them.
         rank: Of each item.
         kept: Whether its rank writes it.
         hint: The number of its chunk among those of its tensor; -1 where there is none.
     """
 
-    keys: list[str]
-    specs: list[Spec]
-    key: Integers
-    kind: Integers
-    spec: Integers
-    dims: Integers
-    starts: Integers
-    sizes: Integers
+    columns: Columns
     rank: Integers
     kept: np.ndarray
     hint: Integers
 
     def by_key(self) -> Iterator[tuple[int, Integers]]:
         """The items that are written, key by key, in the order in which keys come first."""
-        rows = np.flatnonzero(self.kept)
-        rows = rows[np.argsort(self.key[rows], kind="stable")]
-        parts = np.split(rows, np.flatnonzero(np.diff(self.key[rows])) + 1) if len(rows) else []
+        keys, rows = self.columns.table.key_numbers, np.flatnonzero(self.kept)
+        rows = rows[np.argsort(keys[rows], kind="stable")]
+        parts = np.split(rows, np.flatnonzero(np.diff(keys[rows])) + 1) if len(rows) else []
         for part in sorted(parts, key=lambda part: int(part[0])):
-            yield int(self.key[part[0]]), part
+            yield int(keys[part[0]]), part
 
 
 def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
@@ -226,9 +221,9 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     rank = np.repeat(np.arange(len(plans)), [len(plan) for plan in plans])
     groups = _group([*starts.T[::-1], dims, key])
     kept = _writers(groups, rank, np.array([_weight(spec) for spec in specs] + [1])[spec], to_lowest_rank, len(plans))
-    names = list(keys)
-    hint = _hints(names, np.where(kept, key, -1), kind)
-    return Merged(names, list(specs), key, kind, spec, dims, starts, sizes, rank, kept, hint)
+    table = Table(list(keys), key, kind, spec, list(specs), None)
+    hint = _hints(table.keys, np.where(kept, key, -1), kind)
+    return Merged(Columns(table, dims, starts, sizes), rank, kept, hint)
 
 
 def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:

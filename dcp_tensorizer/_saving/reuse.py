@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from .._format.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._runtime.forks import free_in_child
@@ -35,20 +34,8 @@ _MAX_STEADY_BYTES = 1 << 30
 _MIN_STEADY_BYTES = INDEX_CAPACITY  # a smaller file would take more space than it saves
 
 
-class Subject(NamedTuple):
-    """A tensor, as a file describes it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    kind: str
-
-
-class TensorContent(NamedTuple):
-    """A tensor and the digest of its elements, which together determine a file's bytes."""
-
-    subject: Subject
-    digest: bytes
+TensorContent = tuple[TensorSource, bytes]
+"""A tensor as a file describes it, by `_described`, and the digest of its elements. They determine a file's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +77,14 @@ class KnownFiles:
 
     def __init__(self) -> None:
         self._files: tuple[_KnownFile, ...] = ()
-        self._histories: dict[Subject, _History] = {}
+        self._histories: dict[TensorSource, _History] = {}
         self._saves = 0
         # reentrant, because a signal handler that saves may interrupt its holder
         self._changing = free_in_child(threading.RLock())
 
-    def begin(self, contents: Mapping[Subject, bytes]) -> tuple[int, list[_KnownFile], dict[Subject, _History]]:
+    def begin(
+        self, contents: Mapping[TensorSource, bytes]
+    ) -> tuple[int, list[_KnownFile], dict[TensorSource, _History]]:
         """Begins a save of tensors with these digests; returns its number, the files that it may adopt, and the
         histories.
         """
@@ -103,19 +92,19 @@ class KnownFiles:
             self._saves += 1
             number, files, before = self._saves, self._files, self._histories
         histories = {
-            subject: before[subject].after(digest, number) if subject in before else _History(digest, seen=number)
-            for subject, digest in contents.items()
+            tensor: before[tensor].after(digest, number) if tensor in before else _History(digest, seen=number)
+            for tensor, digest in contents.items()
         }
-        found = [file for file in files if all(contents.get(c.subject) == c.digest for c in file.contents)]
+        found = [file for file in files if all(contents.get(tensor) == digest for tensor, digest in file.contents)]
         return number, found, histories
 
-    def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[Subject, _History]) -> None:
+    def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[TensorSource, _History]) -> None:
         """Remembers the files and histories of a save that has written, and forgets those that no later save can
         use.
         """
         with self._changing:
             known = {
-                subject: history for subject, history in self._histories.items() if number - history.seen < _KEPT
+                tensor: history for tensor, history in self._histories.items() if number - history.seen < _KEPT
             } | dict(histories)
             replaced = {(file.contents, file.sha256) for file in files}
             others = [
@@ -123,7 +112,9 @@ class KnownFiles:
                 for file in self._files
                 if (file.contents, file.sha256) not in replaced
                 and number - file.seen < _KEPT
-                and all((of := known.get(c.subject)) is not None and of.digest == c.digest for c in file.contents)
+                and all(
+                    (of := known.get(tensor)) is not None and of.digest == digest for tensor, digest in file.contents
+                )
             ]
             self._files, self._histories = (*files, *others), known
 
@@ -139,11 +130,11 @@ class ReusingSave:
         self._max_reuses = max_reuses
         self._sha256 = sha256
         self._number = 0
-        self._contents: dict[Subject, bytes] = {}
-        self._histories: dict[Subject, _History] = {}
+        self._contents: dict[TensorSource, bytes] = {}
+        self._histories: dict[TensorSource, _History] = {}
         self._candidates: list[_KnownFile] = []
         self._adopted: dict[str, _KnownFile] = {}
-        self._changed: set[Subject] = set()
+        self._changed: set[TensorSource] = set()
 
     @property
     def is_prepared(self) -> bool:
@@ -154,7 +145,7 @@ class ReusingSave:
         """Compares the tensors of a save with known files. Each source has its own name; ``digests`` are their
         XXH3-128.
         """
-        self._contents = dict(zip(map(_subject, sources), digests, strict=True))
+        self._contents = dict(zip(map(_described, sources), digests, strict=True))
         self._number, found, self._histories = self._known.begin(self._contents)
         # Only files with the same kinds of hashes, because others differ from what would be written instead.
         self._candidates = [file for file in found if file.uses < self._max_reuses and file.sha256 == self._sha256]
@@ -173,20 +164,20 @@ class ReusingSave:
         ``sources`` are those that were passed to `prepare`. Files of more than ``max_adopted_bytes`` are not adopted;
         ``first`` is the number of the first file, and ``max_file_bytes`` as in `plan_files`.
         """
-        left = {_subject(source): source for source in sources}
+        left = {_described(source): source for source in sources}
         self._adopted = {}
         requests: list[FileRequest] = []
         for file in self._candidates:
-            if file.nbytes <= max_adopted_bytes and all(content.subject in left for content in file.contents):
-                tensors = tuple(left.pop(content.subject) for content in file.contents)
+            if file.nbytes <= max_adopted_bytes and all(tensor in left for tensor, _ in file.contents):
+                tensors = tuple(left.pop(tensor) for tensor, _ in file.contents)
                 name = data_file_name(rank, first + len(requests), save_id)
                 requests.append(FileRequest(name, tensors, file.homes, file.nbytes))
                 self._adopted[name] = file
-        steady = [source for subject, source in left.items() if self._histories[subject].is_steady]
+        steady = [source for tensor, source in left.items() if self._histories[tensor].is_steady]
         if sum(source.nbytes for source in steady) < _MIN_STEADY_BYTES:
             steady = []
-        apart = set(map(_subject, steady))
-        changing = [source for subject, source in left.items() if subject not in apart]
+        apart = set(map(_described, steady))
+        changing = [source for tensor, source in left.items() if tensor not in apart]
         for group, most in ((steady, min(_MAX_STEADY_BYTES, max_file_bytes)), (changing, max_file_bytes)):
             requests += plan_files(group, rank, save_id, most, first=first + len(requests))
         return tuple(requests)
@@ -196,8 +187,8 @@ class ReusingSave:
 
         ``digests`` are taken again after the write.
         """
-        subjects = map(_subject, sources)
-        self._changed |= {s for s, digest in zip(subjects, digests, strict=True) if self._contents[s] != digest}
+        tensors = map(_described, sources)
+        self._changed |= {s for s, digest in zip(tensors, digests, strict=True) if self._contents[s] != digest}
 
     def finish(self, location: str, requests: Iterable[FileRequest], done: WriteDone) -> WriteDone:
         """Remembers the written files, and adds to the result the places of tensors in adopted files.
@@ -209,7 +200,9 @@ class ReusingSave:
             file = self._adopted[result.name] if result.adopted else self._written(request, result)
             items = tuple(item._replace(file=result.name) for item in file.items)
             results.append(replace(result, tensors=items))
-            if result.identity is not None and (result.adopted or self._changed.isdisjoint(_subjects(request))):
+            if result.identity is not None and (
+                result.adopted or self._changed.isdisjoint(map(_described, request.tensors))
+            ):
                 home = EarlierFile(location, result.name, result.identity)
                 homes = (home, *itertools.islice(file.homes, _HOMES - 1))
                 uses = file.uses + result.adopted
@@ -221,17 +214,14 @@ class ReusingSave:
         """A file that was written. If known files elsewhere are equal, as in a job that saves to two storages in turn,
         it takes over their count of uses, so that they are not adopted too often.
         """
-        contents = tuple(TensorContent(subject, self._contents[subject]) for subject in _subjects(request))
+        contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
         uses = self._adopted[request.name].uses if request.homes else 0
         return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self._sha256, uses)
 
 
-def _subjects(request: FileRequest) -> list[Subject]:
-    return [_subject(source) for source in request.tensors]
-
-
-def _subject(source: TensorSource) -> Subject:
-    return Subject(source.name, source.dtype, source.shape, source.kind)
+def _described(source: TensorSource) -> TensorSource:
+    """A tensor without its place in memory."""
+    return TensorSource(*source[:5])
 
 
 # --- the files of one rank in one save: which tensors each holds, and which need not be written again -----------------

@@ -183,8 +183,9 @@ def _small(item: Item, cipher: Cipher | None) -> InlineItem:
         nonce, encrypted = cipher.new_nonce(), memoryview(bytearray(len(content)))
         seal = nonce + cipher.encrypt(memoryview(content), encrypted, nonce, 0)
         content = bytes(encrypted)
-    name = None if item.name == key else item.name
-    return InlineItem(checked_hash(key, offset), name, item.dtype, item.kind, digests_of(content), seal, content)
+    name = "" if item.name == key else item.name
+    stored = StoredItem("", name, 0, len(content), item.dtype, item.kind, digests_of(content), seal)
+    return InlineItem(checked_hash(key, offset), stored, content)
 
 
 class ObjectCheck:

@@ -73,7 +73,7 @@ def test_a_key_that_cannot_be_stored_is_named() -> None:
 def test_small_values_lie_one_after_the_other() -> None:
     """Of two with one key the last one counts, as in the data files."""
     small = [
-        InlineItem(hash_of(key, None), None, "uint8", "object", bytes(8), b"", content)
+        InlineItem(hash_of(key, None), StoredItem("", "", 0, len(content), "uint8", "object", bytes(8)), content)
         for key, content in (("a", b"old"), ("b", b"bbbb"), ("a", b"new!!"))
     ]
     rows = inline_rows(small)

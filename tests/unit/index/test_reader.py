@@ -54,7 +54,7 @@ def index_of(world: int, *, keys: int = 1, rank: int | None = None, kind: str = 
         inline = []
         if owner == 0:
             items["o", None] = blob
-            inline = [InlineItem(hash_of("o", None), None, "uint8", "object", b"12345678", b"", b"blob")]
+            inline = [InlineItem(hash_of("o", None), blob._replace(file="", name="", offset=0), b"blob")]
         if owner != without:
             parts.append(RankPlaces.of(owner, items, {file_of(owner): 1 << 30}, inline=inline))
     return encode(Metadata(described), parts, rank=rank)
@@ -165,7 +165,7 @@ def test_small_values_beyond_the_room_for_them_are_read_from_their_files() -> No
     """The index holds a mebibyte of them."""
     blob = StoredItem(file_of(0), "x", 0, 4000, "uint8", "object", b"12345678")
     keys = [f"o{n}" for n in range(600)]
-    inline = [InlineItem(hash_of(k, None), None, "uint8", "object", b"12345678", b"", bytes(4000)) for k in keys]
+    inline = [InlineItem(hash_of(k, None), blob._replace(file="", name=""), bytes(4000)) for k in keys]
     part = RankPlaces.of(0, {(k, None): blob._replace(name=k) for k in keys}, {file_of(0): 1 << 30}, inline=inline)
     index = opened(encode(Metadata(dict.fromkeys(keys, BytesStorageMetadata())), [part]))
     files = [index.pieces(key, None, None)[0].item.file for key in keys]

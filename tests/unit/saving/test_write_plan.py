@@ -181,10 +181,11 @@ def test_the_coordinator_is_told_of_small_values_with_their_bytes() -> None:
     items = resolve(plan, planner)
     chunk = dataclasses.replace(items[0], index=MetadataIndex("chunk", torch.Size([2])), is_whole=False)
     (result,) = write_results([*items, chunk], WriteDone((), 0.0, 0.0, 0.0), 0)
-    small = {item.hash: item for item in result.storage_data.inline}
+    small = {inline.hash: inline for inline in result.storage_data.inline}
     assert set(small) == {hash_of("step", ()), hash_of("object", None)}
     step = small[hash_of("step", ())]
-    assert (step.dtype, step.kind, step.content, step.name) == ("float32", "tensor", struct.pack("<f", 5.0), None)
+    assert (step.item.dtype, step.item.kind, step.item.name) == ("float32", "tensor", "")
+    assert step.content == struct.pack("<f", 5.0)
     assert torch.load(io.BytesIO(small[hash_of("object", None)].content)) == 3
 
 
