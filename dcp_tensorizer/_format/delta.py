@@ -1,8 +1,8 @@
 """The delta of a tensor: the XOR of its bytes with those of the version before, compressed by zstd.
 
-After a training step most bytes of a weight are as they were, so most bytes of the XOR are 0. XOR needs no dtype, and
-loses nothing: applied to the version before it gives the new one, bit for bit. Applied twice it gives the old one
-back, so a delta is never applied in place to a file that must survive a crash.
+After a training step most bytes of a weight are unchanged, so most bytes of the XOR are 0. XOR needs no dtype, and is
+exact: applied to the version before, it gives the new one. Applied twice, it gives the old one again. So a delta is
+never applied in place to a file that must survive a crash.
 
 No module here reads or writes a file, and none needs torch: the writer process uses it, too.
 """
@@ -19,20 +19,19 @@ import xxhash
 from ..errors import CheckpointError
 
 LEVEL = 1
-"""Of zstd. Higher levels take several times as long and save little: what remains are random low bits."""
+"""The level of zstd. Higher ones take several times as long and save little, because the rest is random low bits."""
 
 PIECE = 1 << 20
-"""Bytes that are compared, hashed and compressed at once: they stay in the second-level cache meanwhile."""
+"""Bytes that are compared, hashed and compressed at once: they fit into the second-level cache."""
 
 _FRAME_OVERHEAD = 1 << 10
-_EXPANSION = 128  # zstd stores what it cannot compress in blocks of 128 KiB, with 3 bytes before each
+_EXPANSION = 128  # zstd stores incompressible data in blocks of 128 KiB, each after 3 bytes
 
 
 def zstd() -> Any:
-    """Returns the module that compresses: of Python itself from 3.14 on, its backport before.
+    """Returns the module that compresses: Python's own from 3.14 on, before that its backport.
 
-    Raises:
-        CheckpointError: the backport is not installed.
+    Raises `CheckpointError` if the backport is not installed.
     """
     try:
         if sys.version_info >= (3, 14):
@@ -52,7 +51,7 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 class DeltaEncoder:
-    """The delta of one tensor, of bytes that come in pieces of any size."""
+    """The delta of one tensor, whose bytes arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._compressor = zstd().ZstdCompressor(level=LEVEL)
@@ -69,7 +68,7 @@ class DeltaEncoder:
             self._frame.append(compressed)
 
     def finish(self) -> tuple[bytes, str] | None:
-        """Returns the delta, one frame of zstd, and the digest of the new bytes; None if they are the old ones."""
+        """Returns the delta, one frame of zstd, and the digest of the new bytes; None if nothing has changed."""
         if not self._is_changed:
             return None
         self._frame.append(self._compressor.flush())
@@ -77,13 +76,9 @@ class DeltaEncoder:
 
 
 class DeltaDecoder:
-    """The bytes that a delta changes, read in pieces.
+    """Applies a delta, one frame of zstd, to a tensor of ``nbytes`` bytes, piece by piece.
 
-    Never more of them come into memory than are asked for, whatever the delta claims.
-
-    Args:
-        frame: The delta, one frame of zstd, in pieces.
-        nbytes: Of the tensor.
+    No more of it is in memory than is asked for, whatever the delta claims.
     """
 
     def __init__(self, frame: Iterable[bytes], nbytes: int) -> None:
@@ -96,8 +91,7 @@ class DeltaDecoder:
     def xor_into(self, data: np.ndarray) -> None:
         """Changes the next bytes of the tensor, an array of ``uint8``.
 
-        Raises:
-            ValueError: the delta is damaged, or of a tensor of another size.
+        Raises `ValueError` if the delta is damaged, or of a tensor of another size.
         """
         position = 0
         while position < data.size:
@@ -134,22 +128,21 @@ class DeltaDecoder:
 
 
 def largest_delta(nbytes: int) -> int:
-    """Returns how long a delta of a tensor of ``nbytes`` bytes can be: one that is longer is none."""
+    """Returns the largest size of a delta of a tensor of ``nbytes`` bytes."""
     return nbytes + nbytes // _EXPANSION + _FRAME_OVERHEAD
 
 
 def pieces_of(data: memoryview) -> Iterator[np.ndarray]:
-    """Cuts bytes into pieces that stay in the processor's cache."""
+    """Cuts bytes into pieces that fit into the processor's cache."""
     array = np.frombuffer(data, dtype=np.uint8)
     for start in range(0, array.size, PIECE):
         yield array[start : start + PIECE]
 
 
 def delta_of(new: bytes | memoryview, old: bytes | memoryview) -> tuple[bytes, str] | None:
-    """Returns the delta of a tensor that is in memory, and the digest of its new bytes; None if nothing changed.
+    """Returns the delta of a tensor in memory, and the digest of its new bytes; None if nothing has changed.
 
-    Raises:
-        ValueError: the two have different sizes.
+    Raises `ValueError` if the two have different sizes.
     """
     new, old = memoryview(new).cast("B"), memoryview(old).cast("B")
     if new.nbytes != old.nbytes:

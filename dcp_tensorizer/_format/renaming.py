@@ -1,4 +1,4 @@
-"""New names of keys by patterns, and the way back."""
+"""New names of keys by patterns, and the reverse."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Renaming:
     """Gives keys new names.
 
     Args:
-        rules: New names by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new name is what the n-th
-            of its pattern stands for. The first pattern that matches a key counts. A key that none matches stays as it
-            is.
+        rules: New names by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new name stands for the
+            same
+            text as the n-th of its pattern. The first pattern that matches a key counts. Other keys stay as they are.
 
     Attributes:
-        unused: The patterns that have matched no key so far.
+        unused: The patterns that have not matched a key yet.
 
     Raises:
         TypeError: a rule is not of strings.
@@ -35,10 +35,8 @@ class Renaming:
         return key
 
     def inverse(self) -> Renaming:
-        """The way back, as far as there is one: see `not_inverted`.
-
-        Raises:
-            ValueError: a new name has fewer ``*`` than its pattern.
+        """The reverse rules, as far as they exist: see `not_inverted`. Raises `ValueError` if a new name has fewer
+        ``*`` than its pattern.
         """
         return Renaming({new: old for _, old, new in self._rules})
 
@@ -57,7 +55,7 @@ def _filled(name: str, parts: Iterable[str]) -> str:
 
 
 def collision(names: Mapping[str, str]) -> tuple[str, str] | None:
-    """Two keys that get the same new name; None if there are none."""
+    """Two keys that get the same new name; None if no two do."""
     first: dict[str, str] = {}
     for old, new in names.items():
         if first.setdefault(new, old) != old:
@@ -66,6 +64,6 @@ def collision(names: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def not_inverted(renaming: Renaming, names: Mapping[str, str]) -> tuple[str, str] | None:
-    """A key whose new name leads back to another one, and that one; None if there are none."""
+    """A key whose new name leads back to another key, and that key; None if there is none."""
     inverse = renaming.inverse()
     return next(((old, back) for old, new in names.items() if (back := inverse.new_name(new)) != old), None)

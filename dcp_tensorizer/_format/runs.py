@@ -15,21 +15,16 @@ Integers: TypeAlias = NDArray[np.int64]
 def runs_of_region(
     shape: Sequence[int], start: Sequence[int], size: Sequence[int], itemsize: int
 ) -> tuple[Integers, int]:
-    """The first byte of each run of a region in its tensor, and the bytes of each run.
+    """The offset of each run of a region in its tensor, and the size of a run.
 
-    The region's own bytes, in C order, are its runs one after the other.
-
-    Args:
-        shape: The tensor's.
-        start, size: The region.
-        itemsize: Of an element.
+    The region's bytes in C order are its runs, one after the other. ``itemsize`` is that of an element.
     """
     if not math.prod(size):
         return np.zeros(0, dtype=np.int64), 0
-    inner = len(shape)  # the dimensions from here on are whole
+    inner = len(shape)  # dimensions from here on are whole
     while inner and size[inner - 1] == shape[inner - 1]:
         inner -= 1
-    outer = max(0, inner - 1)  # those before this one are counted through
+    outer = max(0, inner - 1)  # dimensions before this one are iterated over
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     firsts = np.zeros(1, dtype=np.int64)
     for dim in range(outer):

@@ -1,10 +1,10 @@
-"""The layout of safetensors files, and of directories of them as Hugging Face has them.
+"""The layout of safetensors files, and of directories of them in Hugging Face's style.
 
     8 bytes   length of the header
     header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
     data      the tensors' elements, without gaps
 
-Files are laid out as ``safetensors.torch.save_file`` does it, byte for byte.
+Files are laid out like those of ``safetensors.torch.save_file``, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 SINGLE = "model.safetensors"
-"""The one file of a model that fits into one."""
+"""The file of a model that fits into one file."""
 INDEX = "model.safetensors.index.json"
-"""Says in which file each tensor is."""
+"""The index, which names the file of each tensor."""
 MAX_SHARD_BYTES = 5_000_000_000
-"""The most in a file, as Hugging Face has it."""
+"""The largest size of a file, as in Hugging Face's libraries."""
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 100_000_000
-"""The library's own limit."""
+"""The library's own limit of a header."""
 
-# In the library's order: the tensors of the first dtype come first in a file. So each begins at a multiple of its
-# element.
+# In the library's order: tensors of the first dtype come first in a file, so that each begins at a multiple of its
+# element size.
 DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -55,14 +55,14 @@ DTYPES = {
 """The dtypes of the format."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAIRS = torch.float4_e2m1fn_x2
-"""Two elements in a byte: torch counts them as one in its shapes, and the format as two, in the last dimension."""
+"""Two elements in a byte, which count as one in torch's shapes, and as two in the format's last dimension."""
 
 _ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
 _NOTES = {"format": "pt"}
 
 
 class Described(Protocol):
-    """A tensor that is to be in a file."""
+    """A tensor to be stored in a file."""
 
     @property
     def key(self) -> str: ...
@@ -77,18 +77,11 @@ T = TypeVar("T", bound=Described)
 
 @dataclass(frozen=True, slots=True)
 class FileLayout(Generic[T]):
-    """A file.
+    """A file."""
 
-    Attributes:
-        tensors: In the order of the file.
-        starts: The first byte of each.
-        header: The file up to the first tensor.
-        nbytes: Of the file.
-    """
-
-    tensors: tuple[T, ...]
-    starts: tuple[int, ...]
-    header: bytes
+    tensors: tuple[T, ...]  # in file order
+    starts: tuple[int, ...]  # the offset of each
+    header: bytes  # the file up to the first tensor
     nbytes: int
 
 
@@ -115,7 +108,7 @@ def nbytes_of(tensor: Described) -> int:
 
 
 def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
-    """Distributes tensors over files of no more than ``max_bytes``; a tensor that is larger gets a file of its own."""
+    """Distributes tensors over files of at most ``max_bytes``; a larger tensor gets a file of its own."""
     files: list[list[T]] = [[]]
     room = max_bytes
     for tensor in tensors:
@@ -146,18 +139,13 @@ def lay_out(tensors: Iterable[T]) -> FileLayout[T]:
 
 
 def file_names(count: int, of_save: str = "") -> list[str]:
-    """The names of the files of a model, if an index tells of them.
-
-    Args:
-        count: How many there are.
-        of_save: The id of a save whose files must not have the names of others.
-    """
+    """The names of the ``count`` files of a model with an index; unique to a save, if its id is given."""
     stem = f"model-{of_save}" if of_save else "model"
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def index_of(files: Mapping[str, Sequence[Described]]) -> bytes:
-    """The contents of the index of a model, from the tensors in each file."""
+    """The contents of a model's index, from the tensors in each file."""
     tensors = [tensor for of_file in files.values() for tensor in of_file]
     content = {
         "metadata": {

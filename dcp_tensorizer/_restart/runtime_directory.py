@@ -1,7 +1,7 @@
-"""The sockets by which the keepers of a job are found, in a directory that belongs to the user alone.
+"""The sockets through which the keepers of a job are found, in a directory that belongs only to the user.
 
-They are named by the job's folder and a random part, and not by rank: a launcher numbers ranks anew. Whoever is at the
-other end of a socket is asked for his user by the kernel, before anything of his is looked at.
+Their names contain the job's folder and a random part, but no rank, because a launcher numbers ranks anew. The kernel
+says which user the other end of a socket belongs to, before any data from it is read.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from .._storage.redact import redact
 from ..errors import WriteError
 
 SAVES = "saves"
-"""In the place of a job's location, for keepers that have the states of saves, which have paths of their own."""
+"""Used instead of a job's location by keepers of states of saves, which have paths of their own."""
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
-_ATTEMPTS = 20  # to make a socket while the keeper that was the last one removes the directory
+_ATTEMPTS = 20  # to make a socket while the last keeper removes the directory
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def runtime_directory() -> Path:
-    """The directory: below ``XDG_RUNTIME_DIR``, or else below that of temporary files.
-
-    Raises:
-        OSError: there is not even a directory for temporary files.
-    """
+    """The directory, below ``XDG_RUNTIME_DIR`` or that of temporary files; raises `OSError` if there is neither."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.access(base, os.W_OK):
         return Path(base, "dcp_tensorizer")
@@ -42,27 +38,19 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """The name of a job in the names of its sockets.
-
-    Args:
-        location: Of its folder: an absolute path, or a URL.
-    """
-    # The directory may be on a disk that machines share, and a socket is of one.
+    """The name of a job in the names of its sockets; ``location`` is that of its folder, an absolute path or a URL."""
+    # With the boot's id, because the directory may be on a disk that machines share, and a socket works on one only.
     named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(named, digest_size=8).hexdigest()
 
 
 def location_of(path: str | Path) -> str:
-    """The name by which keepers know a checkpoint, without secrets.
-
-    Args:
-        path: A URL, or an absolute local path.
-    """
+    """The name under which keepers know a checkpoint, without secrets; ``path`` is a URL, or an absolute local path."""
     return redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """The identity of a local folder, if there is one."""
+    """Device and inode of a local folder; None if there is none."""
     with suppress(OSError, ValueError):
         if os.path.isabs(folder):
             status = os.stat(folder)
@@ -84,9 +72,8 @@ def socket_path(directory: Path, job: str) -> Path:
 def listen(path: Path) -> socket.socket:
     """A new socket at a path.
 
-    Raises:
-        WriteError: the directory cannot be made, or others may write there.
-        OSError: there are no sockets here.
+    Raises `WriteError` if the directory cannot be made, or others may write there, and `OSError` if sockets are not
+    supported.
     """
     for attempt in range(_ATTEMPTS):
         _make(path.parent)
@@ -97,7 +84,7 @@ def listen(path: Path) -> socket.socket:
                 listener.listen(_BACKLOG)
                 os.rename(
                     f"{folder}/.{path.name}", f"{folder}/{path.name}"
-                )  # so it cannot be found before it is listened on
+                )  # so that it cannot be found before it listens
         except FileNotFoundError:
             listener.close()
             if attempt + 1 == _ATTEMPTS:
@@ -118,14 +105,14 @@ def remove(path: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    """Says of a socket and its directory that they are in use, to those who remove old temporary files."""
+    """Marks a socket and its directory as in use, for programs that remove old temporary files."""
     with suppress(OSError):
         os.utime(path)
         os.utime(path.parent)
 
 
 def sockets_of(directory: Path, job: str) -> list[Path]:
-    """The sockets of a job; none if the directory is not there, or not the user's own."""
+    """The sockets of a job; none if the directory does not exist, or is not the user's own."""
     with suppress(OSError, WriteError):
         _check(directory)
         return sorted(path for path in directory.iterdir() if path.name.startswith(f"{job}-"))
@@ -135,8 +122,7 @@ def sockets_of(directory: Path, job: str) -> list[Path]:
 def connect(path: Path) -> socket.socket | None:
     """A connection to a keeper; None if its process is gone, or belongs to another user.
 
-    Raises:
-        TimeoutError: it is there, and takes no more connections: it is stopped.
+    Raises `TimeoutError` if it takes no more connections, because it is stopped.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -146,7 +132,7 @@ def connect(path: Path) -> socket.socket | None:
         connection.settimeout(None)
         if is_own_peer(connection):
             return connection
-    except ConnectionRefusedError:  # it was killed, and could not remove it
+    except ConnectionRefusedError:  # its process was killed, and could not remove it
         with suppress(OSError):
             path.unlink()
     except (BlockingIOError, TimeoutError) as error:
@@ -159,7 +145,7 @@ def connect(path: Path) -> socket.socket | None:
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Returns whether the process at the other end is of this user, by the kernel's word."""
+    """Returns whether the process at the other end belongs to this user, according to the kernel."""
     with suppress(OSError):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
@@ -167,7 +153,7 @@ def is_own_peer(connection: socket.socket) -> bool:
 
 
 class _reached:  # noqa: N801 - used as a function
-    """A name for a directory that is short enough for the address of a socket, however long its path is."""
+    """A short name for a directory, because the address of a socket is limited in length."""
 
     def __init__(self, directory: Path) -> None:
         self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -180,18 +166,18 @@ class _reached:  # noqa: N801 - used as a function
 
 
 def _make(directory: Path) -> None:
-    """Makes the directory, unless it is there; raises `WriteError`."""
+    """Makes the directory if it is missing; raises `WriteError`."""
     try:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # the last keeper has just removed it
+        with suppress(FileNotFoundError):  # just removed by the last keeper
             _check(directory)
     except OSError as error:
         raise WriteError(f"{directory} cannot be made, where a restarted job looks for its memory: {error}") from error
 
 
 def _check(directory: Path) -> None:
-    """Raises `WriteError` where others could put sockets; `OSError` if it is not there."""
+    """Raises `WriteError` if others could put sockets there, and `OSError` if it does not exist."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise WriteError(

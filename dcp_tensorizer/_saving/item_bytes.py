@@ -1,4 +1,4 @@
-"""The bytes of a rank's tensors as they are written: of another dtype, if that is asked for."""
+"""The bytes of a rank's tensors as they are written, in another dtype if that is asked for."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ import torch
 from .._format.tensor_bytes import host_bytes
 from .._runtime.forks import free_in_child
 
-_CONVERTED = 4  # tensors: threads go through them in the order of the files
+_CONVERTED = 4  # tensors to keep: threads go through them in the order of the files
 
 
 class ItemBytes:
-    """Gives the bytes of tensors, by their numbers. Several threads may ask.
+    """Returns the bytes of tensors by their numbers, converted to ``dtypes``. Several threads may ask.
 
-    What has to be converted, or copied from a GPU, is so for a moment: not all of it is in memory at once.
-
-    Args:
-        tensors: The tensors.
-        dtypes: The dtype that each is written as.
+    Converted tensors, and copies from a GPU, are only kept for a moment, so that they are never all in memory.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:

@@ -1,4 +1,4 @@
-"""The layout of a model's files: which tensor is where, and which rank writes which block of a file.
+"""The layout of a model's files: the place of each tensor, and the rank that writes each block of a file.
 
 Coordinator: the plans of all ranks -> `plan_model` -> `ModelPlan`, of which each rank gets a `RankLayout`.
 """
@@ -28,12 +28,7 @@ from ..errors import WriteError, listed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What a model is written as: see `SafetensorsStorageWriter`.
-
-    Raises:
-        TypeError: an option is of a wrong type.
-        ValueError: an option has a value that is not allowed.
-    """
+    """How a model is written: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError`."""
 
     dtype: torch.dtype | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
@@ -59,11 +54,7 @@ class ModelOptions:
         files: Sequence[str | os.PathLike[str]],
         overwrite: bool,
     ) -> ModelOptions:
-        """The options as a user gives them: paths are made absolute now.
-
-        Raises:
-            TypeError, ValueError: see the class.
-        """
+        """The options of a user's arguments, with absolute paths; raises `TypeError` or `ValueError`."""
         check_type("rename", rename or {}, Mapping)
         if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
             raise TypeError(f"files must be a list of paths, and is {files!r}")
@@ -77,45 +68,32 @@ class ModelOptions:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments as they were given."""
+        """The user's arguments."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that tensors of a dtype are written as."""
+        """The dtype as which tensors of a dtype are written."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model.
+    """A tensor of the model."""
 
-    Attributes:
-        key: Its name in the files.
-        fqn: Its name in the state dict.
-        dtype: That it is written as.
-        chunks: Offset, size and rank of each of its parts.
-    """
-
-    key: str
-    fqn: str
-    dtype: torch.dtype
+    key: str  # in the files
+    fqn: str  # in the state dict
+    dtype: torch.dtype  # as written
     shape: tuple[int, ...]
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # offset, size and rank of each
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The files of a model.
-
-    Attributes:
-        files: In their order.
-        dropped: The names, in the state dict, of tensors that are others under another name.
-        ranks: How many ranks write.
-    """
+    """The files of a model, in order."""
 
     files: tuple[FileLayout[ModelTensor], ...]
-    dropped: frozenset[str]
-    ranks: int
+    dropped: frozenset[str]  # names, in the state dict, of tensors that are tied to others
+    ranks: int  # how many write
 
 
 def plan_model(
@@ -126,17 +104,11 @@ def plan_model(
     order: Mapping[str, int],
     ties: Sequence[Mapping[str, str]],
 ) -> ModelPlan:
-    """The layout of the model that some plans are of.
+    """Lays out the model of the ranks' plans.
 
-    Args:
-        plans: What each rank writes.
-        options: Of the writer.
-        path: Of the model, for messages.
-        order: The number of each name in the coordinator's state dict.
-        ties: The tensors of each rank that are another one: the name of that by their own.
-
-    Raises:
-        WriteError: the format cannot hold it, or two tensors would have one name; names the keys.
+    ``order`` has the number of each name in the coordinator's state dict. ``ties`` has, for each rank, the tensors that
+    are tied to others: the other's name by their own. Raises `WriteError`, naming keys, if the format cannot hold the
+    model, or two tensors would have the same name.
     """
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], int]]]] = {}
     objects: dict[str, None] = {}
@@ -168,16 +140,14 @@ def plan_model(
 
 
 def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
-    """The tensors that are another one. Whoever has elements of one looks once more that it is so there."""
+    """The tensors that are tied to others. Ranks that have elements of one check again that it is tied there."""
     found = {fqn: first for of_rank in ties for fqn, first in of_rank.items()}
     return frozenset(fqn for fqn, first in found.items() if fqn in tensors and first in tensors)
 
 
 def _names(fqns: Sequence[str], rules: Mapping[str, str], path: str) -> dict[str, str]:
-    """The new names of tensors.
-
-    Raises:
-        WriteError: two would have the same one, a rule is of none, or a load could not find the way back.
+    """The new names of tensors; raises `WriteError` if two are equal, a rule matches nothing, or a load could not find
+    the way back.
     """
     renaming = Renaming(rules)
     names = {fqn: renaming.new_name(fqn) for fqn in fqns}
@@ -193,9 +163,9 @@ def _names(fqns: Sequence[str], rules: Mapping[str, str], path: str) -> dict[str
     return names
 
 
-# --- the layout as a rank needs it ------------------------------------------------------------------------------------
+# --- the layout for the ranks -----------------------------------------------------------------------------------------
 #
-# Names are sent as hashes, and shardings as rules: what a rank gets is small, however many ranks there are.
+# Names are sent as hashes, and shardings as rules, so that it is small for any number of ranks.
 
 
 class ChunkOwners(NamedTuple):
@@ -207,45 +177,32 @@ class ChunkOwners(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLayout:
-    """The layout of all files, for all ranks alike.
+    """The layout of all files, the same for all ranks. Columns are in the order of ``hashes``, which are ascending."""
 
-    Attributes:
-        save_id: Of the coordinator's save.
-        ranks: How many ranks write.
-        files: The files.
-        headers: The bytes of the header of each.
-        hashes: Of the names of all tensors, in ascending order. The other columns are in this order, too.
-        file, start: Where each tensor is; the file is -1 for one that is not written.
-        dtype: The number of its dtype.
-        dtypes: The dtypes.
-        owner: The number of its sharding; -1 if it has no elements, or is not written.
-        owners: The shardings; empty if no block of a file is anybody's alone.
-    """
-
-    save_id: str
-    ranks: int
+    save_id: str  # the coordinator's
+    ranks: int  # how many write
     files: tuple[SharedFilePart, ...]
-    headers: tuple[int, ...]
-    hashes: np.ndarray
-    file: Integers
-    start: Integers
-    dtype: Integers
+    headers: tuple[int, ...]  # the size of each file's header
+    hashes: np.ndarray  # of the names of all tensors
+    file: Integers  # of each tensor; -1 if it is not written
+    start: Integers  # its offset there
+    dtype: Integers  # the number of its dtype
     dtypes: tuple[torch.dtype, ...]
-    owner: Integers
-    owners: tuple[ChunkOwners, ...]
+    owner: Integers  # the number of its sharding; -1 if it has no elements, or is not written
+    owners: tuple[ChunkOwners, ...]  # the shardings; empty if no block of a file has a single writer
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(part.file.nbytes for part in self.files)
 
     @property
     def has_granules(self) -> bool:
-        """Returns whether blocks of a file have one writer each."""
+        """Returns whether each block of a file has one writer."""
         return self.ranks > 1 and any(part.granule > 1 for part in self.files)
 
     def find(self, fqns: Sequence[str]) -> Integers:
-        """The numbers of tensors; raises `KeyError` for one that the layout does not have."""
+        """The numbers of tensors; raises `KeyError` for unknown ones."""
         wanted = np.array([_hash(fqn) for fqn in fqns], dtype=np.uint64)
         found = np.searchsorted(self.hashes, wanted)
         known = found < len(self.hashes)
@@ -300,10 +257,10 @@ def _hash(fqn: str) -> int:
 
 
 class GranuleOwners:
-    """Knows which rank writes a block of a file that has bytes of several.
+    """Knows which rank writes a block of a file that has bytes of several ranks.
 
-    Every rank finds the same, without a word to the others: of the ranks that have bytes of the block's first tensor in
-    it, they take turns from block to block. Blocks that begin in the header are the coordinator's.
+    Every rank computes the same without communication: the ranks that have bytes of the block's first tensor in it take
+    turns from block to block. Blocks that begin in the header are the coordinator's.
     """
 
     def __init__(self, layout: RankLayout) -> None:
@@ -331,7 +288,7 @@ class GranuleOwners:
             return 0
         rows, starts = self._of_file[file]
         place = int(np.searchsorted(starts, begin, side="right")) - 1
-        row = int(rows[place])  # of those that begin there it is the only one with elements
+        row = int(rows[place])  # the only one with elements that begins there
         chunks, ranks = self._sharding(int(layout.owner[row]))
         itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
         count: int = math.prod(chunks.shape)

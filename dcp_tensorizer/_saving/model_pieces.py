@@ -1,4 +1,6 @@
-"""What a rank writes of a model's files by itself, and what it sends to the rank that writes the block it is in."""
+"""The pieces of a model's files that a rank writes by itself, and those that it sends to the rank that writes their
+block.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from .._writer_process.shared_job import Fill, Pieces
 from .model_layout import GranuleOwners, RankLayout
 from .rank_group import RankGroup
 
-_WINDOW = 64 << 20  # bytes of the files for each rank, that are exchanged at once
-_FIELDS = 3  # of what is sent with each piece: file, offset, bytes
+_WINDOW = 64 << 20  # bytes of the files per rank in one exchange
+_FIELDS = 3  # sent with each piece: file, offset, bytes
 
 
 class Part(NamedTuple):
-    """A part of a tensor of the model, and which source has its bytes."""
+    """A part of a tensor of the model, and the source that has its bytes."""
 
     file: int
     start: int
-    """The first byte of the whole tensor in the file."""
+    """The offset of the whole tensor in the file."""
     itemsize: int
     shape: tuple[int, ...]
     """The whole tensor's."""
@@ -31,7 +33,7 @@ class Part(NamedTuple):
 
 
 def pieces_of(parts: Sequence[Part]) -> Pieces:
-    """The pieces of the files that some parts of tensors make up."""
+    """The pieces of the files that hold parts of tensors."""
     found = []
     for part in parts:
         firsts, nbytes = runs_of_region(part.shape, part.offsets, part.sizes, part.itemsize)
@@ -49,9 +51,9 @@ def pieces_of(parts: Sequence[Part]) -> Pieces:
 
 
 def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:
-    """Divides a rank's pieces into those of blocks that are its alone, and those of blocks that others share.
+    """Divides a rank's pieces into those in blocks that it writes alone, and those in blocks that ranks share.
 
-    Pieces of the latter lie within one block each.
+    Each of the latter lies within one block.
     """
     pieces = pieces.select(pieces.nbytes > 0).sorted()
     if not layout.has_granules or not len(pieces):
@@ -83,32 +85,22 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """The number of exchanges: each is of a window of the files, so that it takes little memory."""
+    """The number of exchanges. Each covers a window of the files, so that it takes little memory."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
 class Received(NamedTuple):
-    """What a rank writes of shared blocks after an exchange.
+    """The pieces of shared blocks that a rank writes after an exchange."""
 
-    Attributes:
-        own: Pieces of its own sources.
-        others: Pieces of what has come from others, whose source is ``content``.
-        content: What has come.
-    """
-
-    own: Pieces
-    others: Pieces
+    own: Pieces  # of its own sources
+    others: Pieces  # received from others; their source is ``content``
     content: np.ndarray
 
 
 class PieceExchange:
     """Sends the pieces of shared blocks to the ranks that write these, window by window.
 
-    Args:
-        shared: This rank's, see `split`.
-        layout: Of the files.
-        group: The ranks.
-        fill: Gives the bytes of the sources.
+    ``shared`` are this rank's pieces (see `split`), and ``fill`` returns the bytes of the sources.
     """
 
     def __init__(self, shared: Pieces, layout: RankLayout, group: RankGroup, fill: Fill) -> None:
@@ -120,13 +112,13 @@ class PieceExchange:
         granule = shared.offset // sizes[shared.file] if len(shared) else shared.offset
         pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
         self._owner = np.array([owners.owner(*pair) for pair in pairs], dtype=np.int64)
-        # By the block's beginning: all of a block is in one window.
+        # By the block's beginning, so that all of a block is in one window.
         place = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
         self._window = place // (_WINDOW * layout.ranks)
         self._shared = shared
 
     def counts(self, number: int) -> list[int]:
-        """How many pieces, and how many bytes, this rank sends each rank in a window: first all of the former."""
+        """How many pieces this rank sends each rank in a window, followed by how many bytes."""
         chosen = self._of_window(number)
         owner, nbytes = self._owner[chosen], self._shared.nbytes[chosen]
         is_sent = owner != self._group.rank
@@ -135,11 +127,9 @@ class PieceExchange:
         return [*pieces.tolist(), *sums.astype(np.int64).tolist()]
 
     def swap(self, number: int, counts: Integers) -> Received:
-        """Sends what is for others, and receives what is for this rank.
+        """Sends the pieces for other ranks, and receives those for this rank.
 
-        Args:
-            number: Of the window.
-            counts: What `counts` gave, a row for each rank.
+        ``counts`` has a row for each rank: the result of its `counts`.
         """
         chosen = self._of_window(number)
         pieces, owner = self._shared.select(chosen), self._owner[chosen]

@@ -1,4 +1,4 @@
-"""The session of a save of a model: what one rank does in each of DCP's hooks, from the first to the last."""
+"""The session of a save of a model: the work of one rank in each of DCP's hooks, from the first to the last."""
 
 from __future__ import annotations
 
@@ -38,21 +38,14 @@ from .writer_client import Written
 
 
 class RankParts(NamedTuple):
-    """What a rank has written of the files: by the number of the file, what completing it needs to know."""
+    """What completing the files needs to know of a rank's parts, by the number of the file."""
 
     rank: int
     parts: Mapping[int, Mapping[int, Mapping[str, str]]]
 
 
 class ModelSession(SaveSession):
-    """One save of a model, as one rank sees it; all runs on the save's thread.
-
-    Args:
-        context: Of the writer.
-        save_id: Identifies the save.
-        destination: Where it goes.
-        staged_save: What was staged for it, if anything was.
-    """
+    """One save of a model, as one rank sees it; all runs on the save's thread."""
 
     _destination: ModelDestination
 
@@ -65,13 +58,10 @@ class ModelSession(SaveSession):
         self._model: ModelPlan | None = None
 
     def prepare(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory; the coordinator looks whether the model may be saved there.
+        """Creates the directory. The coordinator checks whether the model may be saved there.
 
-        Returns:
-            The plan, with the tied tensors of this rank.
-
-        Raises:
-            WriteError: it cannot be created, or holds a model that must not be replaced.
+        Returns the plan, with the tied tensors of this rank. Raises `WriteError` if the directory cannot be created, or
+        holds a model that must not be replaced.
         """
         with self._or_fail():
             self._destination.open()
@@ -82,13 +72,9 @@ class ModelSession(SaveSession):
             return _with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: lays the files out, and begins them.
+        """Lays the files out, on the coordinator, and begins them; returns the plans with the layout.
 
-        Returns:
-            The plans, with the layout.
-
-        Raises:
-            WriteError: the format cannot hold it, or the files cannot be begun.
+        Raises `WriteError` if the format cannot hold the model, or the files cannot be begun.
         """
         with self._or_fail():
             ties = [plan.storage_data if isinstance(plan.storage_data, dict) else {} for plan in plans]
@@ -101,8 +87,7 @@ class ModelSession(SaveSession):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator.
 
-        Raises:
-            WriteError: it is not committed, and what was there before is untouched.
+        Raises `WriteError` if it is not committed, and then the model before is untouched.
         """
         destination = self._destination
         assert self._report is not None and self._model is not None, "write comes first"
@@ -125,7 +110,7 @@ class ModelSession(SaveSession):
         self._publish(report)
 
     def end(self) -> None:
-        """Drops the files if they are not a model by now, and lets others clean up where it was saved. Idempotent."""
+        """Drops the files unless they are a model by now, and releases the directory. Idempotent."""
         if self._model is not None:
             self._destination.drop_files(self.id)
         super().end()
@@ -154,11 +139,7 @@ class ModelSession(SaveSession):
         return job.items, written, [WriteResult(MetadataIndex(f"rank {part.rank}"), done.nbytes, part)]
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
-        """This rank's items that are written.
-
-        Raises:
-            WriteError: one of them cannot be; names its key.
-        """
+        """The items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         try:
@@ -207,14 +188,7 @@ class ModelSession(SaveSession):
 
 
 class ModelSaver(Saver):
-    """Begins the saves of a writer of models.
-
-    Args:
-        options: Of the writer.
-        model: What a model is written as.
-        on_report: Called with the report of each save.
-        closed: The writer has been closed, and stages nothing.
-    """
+    """Begins the saves of a writer of models."""
 
     def __init__(
         self,
@@ -228,16 +202,16 @@ class ModelSaver(Saver):
         self.model = model
 
     def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:
-        """Copies a state dict into the staging buffer, and notes which of its tensors are one: see `Saver.stage`."""
+        """Copies a state dict into the staging buffer, and notes its tied tensors; see `Saver.stage`."""
         ties: Mapping[str, str] = {}
-        with suppress(Exception):  # of a value that no save can hold: staging, or the planner, says more
+        with suppress(Exception):  # for a value that cannot be saved, staging or the planner reports more
             ties = ties_of(state_dict)
         staged = super().stage(state_dict, save)
         staged.staged_save.ties = ties
         return staged
 
     def renewed(self) -> ModelSaver:
-        """One of the same options, which shares nothing with this one."""
+        """A new saver with the same options, which shares nothing with this one."""
         return ModelSaver(self.options, self.model, self.reports.on_report, closed=self.closed)
 
     def _destination(self, where: str | Path, staged_save: StagedSave | None) -> ModelDestination:
@@ -250,19 +224,15 @@ class ModelSaver(Saver):
 
 
 class _RankJob:
-    """The part of a rank in the writing of a model: what is its alone, then round by round what it shares with others.
+    """The part of a rank in writing a model: first its own blocks, then in rounds those that it shares with others.
 
-    A rank that fails takes part in the next collective nevertheless, to tell the others. So none waits for it in vain.
-
-    Args:
-        session: Of the save.
-        layout: Of the files.
+    A rank that fails still takes part in the next collective, to tell the others. So no rank waits for it in vain.
 
     Attributes:
         error: Why this rank has failed, if it has.
         done: What it has written.
         attempts: How many times.
-        items: What of.
+        items: The written items.
         touched: The numbers of the files.
     """
 
@@ -318,12 +288,12 @@ class _RankJob:
         return pieces_of(parts)
 
     def _add(self, name: str, content: torch.Tensor) -> None:
-        """Adds a source that is no tensor of the state dict."""
+        """Adds a source that is not a tensor of the state dict."""
         self._sources.append(Item(MetadataIndex(name), f"\0{name}", "tensor", content, True))
         self._dtypes.append(torch.uint8)
 
     def _write(self, pieces: Pieces) -> None:
-        """Writes pieces of the sources, of which only those are handed on that are written."""
+        """Writes pieces of the sources. Only sources that are used are passed on."""
         if not len(pieces):
             return
         self.touched.update(np.unique(pieces.file).tolist())
@@ -336,7 +306,7 @@ class _RankJob:
         self.attempts = max(self.attempts, attempts)
 
     def _round(self, number: int, exchange: PieceExchange | None, ranks: RankGroup) -> bool:
-        """Exchanges one window and writes what has come; returns whether a rank has failed."""
+        """Exchanges one window, and writes what has arrived; returns whether a rank has failed."""
         counts = [0] * (2 * ranks.size)
         if self.error is None and exchange is not None:
             try:

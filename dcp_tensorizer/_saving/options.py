@@ -1,4 +1,4 @@
-"""The options of a writer, checked when they are given."""
+"""The options of a writer, checked at construction."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from .._writer_process.write_options import SaveLimits, WriteOptions
 Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
-"""Checkpoints that may lie in a local folder, and not on the remote, before training waits for one of them."""
+"""Checkpoints that may be only in a local folder before training waits for the remote."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)  # it holds secrets
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)  # it contains secrets
 class SaveOptions:
     """All options of a writer, under the names of its arguments: see `TensorizerStorageWriter`.
 
-    Attributes:
-        write: Those that files are written by.
-        target: The remote folder of ``local``, if there is one.
-
-    Raises:
-        TypeError: an option is of a wrong type.
-        ValueError: an option has a value that is not allowed, or two of them exclude each other.
+    ``write`` has those for writing files, and ``target`` the remote folder of ``local``, if there is one. Raises
+    `TypeError` or `ValueError`.
     """
 
     cache_staged_state_dict: bool
@@ -70,7 +65,7 @@ class SaveOptions:
         return self.write.limits
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments as they were given to the writer, but for secrets: of encryption whether there is one."""
+        """The writer's arguments without secrets: of ``encryption`` only whether there is one."""
         return {
             "cache_staged_state_dict": self.cache_staged_state_dict,
             "staging": self.staging,
@@ -87,21 +82,14 @@ class SaveOptions:
 
 
 def threads_of_save(thread_count: int | None) -> int:
-    """The threads that a save is given: without a number as many as there are cores, up to four.
-
-    Raises:
-        TypeError, ValueError: it is no number of threads.
-    """
+    """The threads of a save: by default as many as there are cores, up to four. Raises `TypeError` or `ValueError`."""
     check_thread_count(thread_count)
     return thread_count or min(4, cores())
 
 
 def check_survival(seconds: object, staging: object, *, cache_staged_state_dict: bool) -> None:
-    """Checks how long states are to be kept in memory when their process is gone.
-
-    Raises:
-        TypeError: that is no number.
-        ValueError: it makes no sense, or not together with the other options.
+    """Checks ``survive``; raises `TypeError` unless it is a number, and `ValueError` if it conflicts with other
+    options.
     """
     check_timeout(seconds, least=0, name="survive")
     if seconds and staging == "shared":

@@ -1,4 +1,4 @@
-"""The collectives of a save that several ranks write files together in."""
+"""The collectives of a save in which several ranks write files together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,8 @@ _T = TypeVar("_T")
 
 
 class RankGroup:
-    """The ranks of one save.
-
-    Args:
-        group: Theirs; None for a rank that saves alone.
-        path: Of what is saved, for messages.
-
-    Raises:
-        WriteError: by its methods: a rank is gone.
+    """The ranks of one save; ``group`` is None for a rank that saves alone. Methods raise `WriteError` if a rank is
+    gone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, path: str) -> None:
@@ -36,7 +30,7 @@ class RankGroup:
             self._device = torch.device(min(devices), torch.accelerator.current_device_index())
 
     def gather(self, numbers: Sequence[int]) -> Integers:
-        """A row of numbers of each rank."""
+        """Gathers a row of numbers from each rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         if self._group is None:
             return np.array([numbers], dtype=np.int64)
@@ -45,12 +39,9 @@ class RankGroup:
         return torch.stack(rows).cpu().numpy()
 
     def swap(self, content: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> np.ndarray:
-        """Sends each rank some bytes; returns what came from all, one after the other.
+        """Sends bytes to each rank, and returns the bytes received from all, one after the other.
 
-        Args:
-            content: What is sent, to one rank after the other.
-            sent: The bytes for each rank.
-            received: The bytes from each rank.
+        ``content`` is in the order of the receiving ranks; ``sent`` and ``received`` are the sizes by rank.
         """
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
         outgoing = torch.from_numpy(content).to(self._device)

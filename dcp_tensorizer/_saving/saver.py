@@ -1,4 +1,4 @@
-"""The saves of one writer: what is staged for each, where it goes, and the session that it begins."""
+"""The saves of one writer: the staged state of each, its destination, and its session."""
 
 from __future__ import annotations
 
@@ -39,34 +39,22 @@ _CLOSED = "the writer is closed: make a new one, or close it after the last save
 
 
 class SaveDescription(NamedTuple):
-    """The description of a save, by whoever stages it.
+    """The description of a save by the caller that stages it."""
 
-    Attributes:
-        record: What the index will say of it; None for nothing.
-        error: Why this rank has no state: the save fails on all of them, and says so.
-        omitted: The keys of tensors that other ranks write, and this one need not stage.
-        files: Takes what this rank writes: who sees the save fail removes it.
-        on_staged: Called with the staged copy, whose tensors may still be without their values. Its buffer is kept
-            (`SharedBuffer.is_kept`) until somebody says otherwise.
-    """
-
-    record: SaveRecord | None = None
-    error: StagingError | None = None
-    omitted: frozenset[str] = frozenset()
+    record: SaveRecord | None = None  # of the manager, for the index
+    error: StagingError | None = None  # why this rank has no state: the save fails on all ranks with this error
+    omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write, and this one need not stage
+    # Called with the staged copy, whose tensors may not have their values yet. Its buffer is kept
+    # (`SharedBuffer.is_kept`).
     on_staged: Callable[[StagedStateDict], object] | None = None
+    # Receives the files that this rank writes, for the caller to remove if the save fails.
     files: WrittenFiles | None = None
 
 
 class Saver(SaveContext):
-    """Begins the saves of one writer, one after the other, and ends what they leave.
+    """Begins the saves of one writer, one after the other, and cleans up after them.
 
-    Args:
-        options: Of the writer.
-        on_report: Called with the report of each save.
-        closed: The writer has been closed, and stages nothing.
-
-    Attributes:
-        save_id: Of the save that began last; before the first one, of that.
+    ``save_id`` is the id of the last save that began; before the first one, of the first.
     """
 
     def __init__(
@@ -75,41 +63,36 @@ class Saver(SaveContext):
         super().__init__(options, on_report, closed=closed)
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
-        # Saves that nobody staged may begin at once, also in a signal's handler.
+        # Saves without staging may begin at the same time, also in a signal handler.
         self._numbering = free_in_child(threading.RLock())
         self._ends_engine = False
         self._flushes = False
 
     @property
     def next_id(self) -> str:
-        """The id of the save that begins next."""
+        """The id of the next save."""
         return self._next_id
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
 
-        Raises:
-            StagingError: memory is short, or the state dict holds what cannot be saved; names the key.
+        Raises `StagingError` if memory is short, or a value cannot be saved; then it names the key.
         """
         self._ensure_process()
         self.pick_up()
         self.stager.prewarm(state_dict)
 
     def pick_up(self) -> None:
-        """Lets the flush bring what lies in the local folder, if there is one.
-
-        A job may have died before that was over.
-        """
+        """Lets the flush continue with saves that an earlier job has left in the local folder, if there is one."""
         if self.flushing is not None and not self.closed:
             self.engine.open(self)
             self._flushes = True
             self.flushing.resume()
 
     def wait_remote(self, deadline: Deadline) -> bool:
-        """Waits until the remote has everything that lies in the local folder; whether it has.
+        """Waits until the remote has everything from the local folder; returns whether it has.
 
-        Raises:
-            WriteError: a checkpoint was given up.
+        Raises `WriteError` if a checkpoint was given up.
         """
         if self.flushing is None:
             return True
@@ -121,12 +104,7 @@ class Saver(SaveContext):
     def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
 
-        Args:
-            state_dict: What to copy.
-            save: That it is staged for.
-
-        Raises:
-            WriteError: on the coordinator, when too many saves in a row were not committed.
+        Raises `WriteError`, on the coordinator, when too many saves in a row were not committed.
         """
         called = time.perf_counter()
         self.stager.wait_turn()
@@ -135,7 +113,7 @@ class Saver(SaveContext):
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
-        if self.closed:  # by another thread just now, which has not seen what was started
+        if self.closed:  # by another thread meanwhile, which has not seen the new process
             if self._leave():
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
@@ -153,7 +131,7 @@ class Saver(SaveContext):
         return staged
 
     def hold(self, state_dict: dict[str, Any], on_staged: Callable[[StagedStateDict], object]) -> None:
-        """Copies a state dict that no save is to write, beside the save that is under way."""
+        """Copies a state dict that no save writes, beside the save that is under way."""
         staged = self.stager.stage(state_dict, is_kept=True)
         staged.staged_save.abandoned = True  # no save waits for it
         on_staged(staged)
@@ -165,23 +143,18 @@ class Saver(SaveContext):
         staged_save: StagedSave | None,
         error: StagingError | None = None,
     ) -> SaveSession:
-        """Begins a save, inside the step in which DCP hands errors to all ranks.
+        """Begins a save, inside the step in which DCP sends errors to all ranks.
 
-        Args:
-            path: Where to save.
-            directory: What a relative path is relative to; None for the working directory of now.
-            staged_save: What was staged for it; None if it writes from the tensors themselves.
-            error: Of the staging, where that was done in another process.
-
-        Raises:
-            StagingError: this rank could not stage its state dict.
-            WriteError: there is no path, or the writer is closed.
+        A relative path is relative to ``directory``, or to the current working directory. ``staged_save`` is None if
+        the save writes from the tensors themselves. ``error`` is that of staging in another process. Raises
+        `StagingError` if this rank could not stage its state dict, and `WriteError` if there is no path or the writer
+        is closed.
         """
-        if not self.closed:  # that is a mistake of the program's, and says nothing of the storage
+        if not self.closed:  # a closed writer is a mistake of the program, not a failure of the storage
             self.engine.failures.begin("" if path is None else redact(str(path)))
         try:
             if error := error or (None if staged_save is None else staged_save.error):
-                # An error of this save's own: a traceback keeps frames alive, and they keep the tensors.
+                # A new error, because a traceback would keep frames and their tensors alive.
                 raise StagingError(str(error))
             where = self._where(path, directory, staged_save)
             self._check_group(where, staged_save)
@@ -196,14 +169,14 @@ class Saver(SaveContext):
             self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
             if self.flushing is not None:
                 self._flushes = True
-                self.engine.open(self)  # also for a save that stages nothing: its flush needs the process
+                self.engine.open(self)  # also without staging, because the flush needs the process
             self.engine.connection = destination.storage.connection
             return self._session(destination, staged_save, kept)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the saves of this writer, and ends the engine if nobody else uses it. `free` has to follow."""
+        """Waits for the saves of this writer, and ends the engine if nobody else uses it. Call `free` afterwards."""
         is_over = self.stager.drain(deadline)
-        if self.flushing is not None and self._flushes:  # or else nobody flushes what a dead job has left
+        if self.flushing is not None and self._flushes:  # so that saves of a dead job are flushed, too
             self.flushing.end(deadline)
         self.closed = True
         if self._life is not None:
@@ -213,33 +186,33 @@ class Saver(SaveContext):
             self.engine.end_process(deadline)
         elif not is_over:
             self.engine.client.end_process(deadline)
-        with suppress(RuntimeError):  # a signal's handler has interrupted a write to the stream that the log goes to
+        with suppress(RuntimeError):  # a signal handler may have interrupted a write to the log's stream
             if not is_over:
                 logger.error("the writer is closed, and the save under way is abandoned")
             self.engine.failures.end()
 
     def free(self, deadline: Deadline) -> None:
-        """Gives the memory and the connection back, if nobody else uses them."""
+        """Frees the memory and the connection, if nobody else uses them."""
         if self._ends_engine:
             self.engine.free(deadline, self.stager)
 
     def renewed(self) -> Saver:
-        """One of the same options, which shares nothing with this one."""
+        """A new saver with the same options, which shares nothing with this one."""
         return Saver(self.options, self.reports.on_report, closed=self.closed)
 
     def _leave(self) -> bool:
-        """Uses the engine no more. Whether nobody else does."""
+        """Stops using the engine; returns whether nobody else uses it."""
         self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
         return self._ends_engine
 
     def _ensure_process(self) -> None:
         self.engine.open(self)
         self._flushes = self.flushing is not None
-        with suppress(WriterProcessDied):  # it cannot be started now; the save will say more about it
+        with suppress(WriterProcessDied):  # it cannot be started now; the save will report it
             self.engine.client.ensure_process()
 
     def _wait_for_room(self) -> StagingError | None:
-        """Waits while too many checkpoints lie in the local folder alone; returns why it does so no longer."""
+        """Waits while too many checkpoints are only in the local folder; returns the reason if it gives up."""
         flushing, most = self.flushing, self.options.max_unflushed
         if flushing is None or flushing.unflushed() < most:
             return None
@@ -267,9 +240,9 @@ class Saver(SaveContext):
         return absolute_path(path, directory)
 
     def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:
-        """Warns, once, of a save in the background that has training's own gloo group: both then hang, or abort.
+        """Warns, once, if a background save uses training's own gloo group: both then hang or abort.
 
-        A group that also has a GPU's backend is not warned of: training's collectives run on that one.
+        If the group also has a GPU backend, there is no warning, because training's collectives run on that one.
         """
         if staged_save is None or not staged_save.distributed or self.engine.warned_of_group:
             return
@@ -305,11 +278,11 @@ class Saver(SaveContext):
         return TieredDestination(self, flushing, place, staged_save)
 
 
-# A writer that is copied to another process, or to a forked child.
+# --- writers that are copied to another process, or to a forked child -------------------------------------------------
 
 _NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
-"""DCP has set these in its own process, for the process group there."""
+"""Environment variables that DCP has set in its own process, for its process group."""
 
 
 class CopiedWriter:
@@ -322,7 +295,7 @@ class CopiedWriter:
     _saver: Saver
 
     def _begin(self, saver: Saver) -> None:
-        """Begins in the process that the writer was made in."""
+        """Begins in the process that made the writer."""
         self._error_of_trainer: StagingError | None = None
         self._context_of_trainer: ProcessContext | None = None
         self._saver = saver
@@ -338,20 +311,19 @@ class CopiedWriter:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy writes in its own process, unless it comes to stage something: then it is a trainer's writer."""
+        """Makes a copy, which writes in its own process. If it stages, it is a trainer's writer."""
         closed = state.pop("_closed")
         self.__dict__.update(state)
         self._saver = self._new_saver(closed=closed)
         self._here()
 
     def _new_saver(self, *, closed: bool) -> Saver:
-        """What a copy saves with, in its own process."""
+        """The saver of a copy, in its own process."""
         return Saver(self._options, None, closed=closed)
 
     def _context(self, staged_save: StagedSave | None) -> ProcessContext | None:
-        """The context of the process that asked for a save, taken on where that was another one.
-
-        None if it is just asked.
+        """The process context of the trainer that asked for a save, after taking it on; None if that is this
+        process.
         """
         if staged_save is not None:
             return staged_save.context
@@ -360,10 +332,11 @@ class CopiedWriter:
         return self._context_of_trainer
 
     def _renew(self) -> None:
-        """Begins anew in a forked child: the writer process, the buffers and the saves are its parent's."""
+        """Begins anew in a forked child: the writer process, the buffers and the saves belong to its parent."""
         self._saver = self._saver.renewed()
         self._local = threading.local()
 
     def _here(self) -> None:
-        self._local = threading.local()  # each save's path and session: saves that nobody staged may run at once
+        # Each save's path and session, because saves without staging may run at the same time.
+        self._local = threading.local()
         in_child(self, CopiedWriter._renew)

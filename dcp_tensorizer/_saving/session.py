@@ -1,4 +1,4 @@
-"""The session of a save: what one rank does in each of DCP's hooks, from the first to the last."""
+"""The session of a save: the work of one rank in each of DCP's hooks, from the first to the last."""
 
 from __future__ import annotations
 
@@ -32,18 +32,10 @@ from .writer_client import Written
 
 
 class SaveSession:
-    """One save, as one rank sees it, from DCP's first hooks to the last; all run on the save's thread.
+    """One save, as one rank sees it, from DCP's first hook to the last; all run on the save's thread.
 
-    Args:
-        context: Of the writer.
-        save_id: Identifies the save.
-        destination: Where it goes.
-        staged_save: What was staged for it, if anything was.
-        kept: What is kept of it in memory, if anything is.
-
-    Attributes:
-        id: Identifies the save.
-        path: The checkpoint's, without credentials.
+    ``staged_save`` is None if the save writes from the tensors themselves. ``kept`` is the part of the save that is
+    kept in memory, if any. ``path`` is the checkpoint's, without credentials.
     """
 
     def __init__(
@@ -69,24 +61,21 @@ class SaveSession:
 
     @property
     def is_dropped(self) -> bool:
-        """Nothing can save what was staged for it any more: DCP has gone on without it."""
+        """Returns whether DCP has dropped the staged state, so that nothing can save it any more."""
         return self._staged_save is not None and self._staged_save.over()
 
     def set_up(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
         """Takes this rank's part in the save."""
         self._destination.set_up(rank, is_coordinator=is_coordinator, use_collectives=use_collectives)
         if not use_collectives:
-            self._kept = None  # no rank would know what the others have
+            self._kept = None  # no rank would know what the others keep
         self._context.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory; the coordinator locks it, and removes what dead saves left there.
+        """Creates the directory. The coordinator locks it, and removes the files of dead saves.
 
-        Returns:
-            The plan, with what this rank could leave out of its results.
-
-        Raises:
-            WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
+        Returns the plan, with what this rank could leave out of its results. Raises `WriteError` if the directory
+        cannot be created, or holds a checkpoint that must not be overwritten.
         """
         with self._or_fail():
             self._destination.open()
@@ -95,16 +84,15 @@ class SaveSession:
             return plan if self._destination.commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: the plans of all ranks, with what each may leave out."""
+        """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
         with self._or_fail():
             state = None if self._kept is None else self._kept.begin(self.id, len(plans))
             return [self._tables.answer(plan, state) for plan in plans]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Writes this rank's items and makes them durable.
+        """Writes this rank's items, and makes them durable.
 
-        Raises:
-            WriteError: naming path, rank and, where known, key; nothing of this rank's is left behind.
+        Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
         """
         context, destination = self._context, self._destination
         self._times.planned()
@@ -112,7 +100,7 @@ class SaveSession:
             self.id = self._tables.save_of(plan) or self.id
         try:
             items, written, results = self._write(plan, planner)
-        except BaseException as error:  # also a Ctrl-C: nothing of this save may stay
+        except BaseException as error:  # also KeyboardInterrupt: no file of this save may stay
             hung = error if isinstance(error, WriterProcessHung) else None
             if hung is not None:
                 destination.give_up()
@@ -127,7 +115,7 @@ class SaveSession:
             raise failure from error
         finally:
             if self._staged_save is not None:
-                self._staged_save.on_written = None  # it refers to whoever keeps the state
+                self._staged_save.on_written = None  # it refers to the object that keeps the state
                 self._staged_save.release()
                 context.stager.written(self._staged_save)
             if not context.options.cache_staged_state_dict:
@@ -146,10 +134,9 @@ class SaveSession:
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the save, on the coordinator (without collectives: every rank its own part).
+        """Commits the save, on the coordinator; without collectives every rank commits its own part.
 
-        Raises:
-            WriteError: it is not committed, and what was committed before is untouched.
+        Raises `WriteError` if it is not committed, and then the checkpoint before is untouched.
         """
         context = self._context
         assert self._report is not None, "write comes first"
@@ -162,14 +149,14 @@ class SaveSession:
         if self._record is not None:
             warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
         report = self._report = self._times.committed(self._report)
-        # Before the user's callback: until then a load that began earlier may still find files of both saves.
+        # Before the user's callback, because until then a load that began earlier may find files of both saves.
         if replaced:
             self._destination.remove(replaced)
         self.end()
         self._publish(report)
 
     def end(self) -> None:
-        """Lets others clean up where it was saved. Idempotent."""
+        """Releases the directory, so that others may clean up there. Idempotent."""
         self._end_turns()
         self._destination.end()
 
@@ -200,7 +187,7 @@ class SaveSession:
         return items, written, results
 
     def _tell_digests(self, items: list[Item], written: Written) -> None:
-        """Tells them to whoever keeps the staged state, who need not take them again."""
+        """Passes the digests to the object that keeps the staged state, which then need not take them."""
         save = self._staged_save
         if save is None or save.on_written is None or save.buffer is None:
             return
@@ -221,19 +208,16 @@ class SaveSession:
         return buffer is not None and buffer.locate(tensor) is not None
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[set[str], list[RankPlaces]]:
-        """Makes the save the checkpoint at its path.
-
-        Returns the files of the checkpoint that it replaces, and what each rank has written.
-        """
+        """Makes the save the checkpoint at its path; returns the ranks' reports."""
         destination = self._destination
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         try:
             destination.check_wanted()
             check_trainer_lives(self.path)
-        except CheckpointError:  # nothing has been committed, and nothing will be
+        except CheckpointError:  # nothing has been committed or will be
             destination.remove([name for part in parts for name, _ in part.files])
             raise
-        # The planner's own, which DCP returns to whoever saves: what torch's writer says there, this one says too.
+        # DCP returns this object of the planner to the caller, with the same fields as torch's writer sets.
         metadata.version = DCP_VERSION
         metadata.storage_meta = destination.meta(checkpoint_id=self.path, save_id=self.id)
         return destination.commit(metadata, parts), parts
@@ -243,7 +227,7 @@ class SaveSession:
 
     @contextmanager
     def _or_fail(self) -> Iterator[None]:
-        """An error inside is that of the save, also where nobody has foreseen it."""
+        """Makes the save fail with any error inside."""
         try:
             yield
         except BaseException as error:
@@ -257,7 +241,7 @@ class SaveSession:
 
 
 def check_trainer_lives(path: str) -> None:
-    """Raises where the trainer has died: in PROCESS mode its save must not be committed late."""
+    """Raises if the trainer has died: in PROCESS mode its save must not be committed late."""
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
         raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {path} is not committed")

@@ -12,9 +12,10 @@ from .._staging.staged_save import StagedStateDict
 
 
 def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """The tensors that are another one, which comes before them: its name, by theirs.
+    """The tensors that are tied to an earlier one: its name, by theirs.
 
-    They have the same elements of the same memory, and the same sharding. Names are those of the flattened state dict.
+    Tied tensors have the same elements of the same memory, and the same sharding. Names are those of the flattened
+    state dict.
     """
     first: dict[object, str] = {}
     ties: dict[str, str] = {}
@@ -27,7 +28,7 @@ def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _identity(value: object) -> object:
-    """What tensors that are one have in common; None for what has no memory here."""
+    """A value that is equal for tied tensors; None if there is no memory here."""
     if not isinstance(value, torch.Tensor):
         return None
     sharding: object = None
@@ -44,5 +45,5 @@ def _identity(value: object) -> object:
 
 
 def live_state(state_dict: Any) -> Mapping[str, Any] | None:
-    """A state dict whose tensors are those of the model; None if it is a staged one, or none is known."""
+    """A state dict with the model's own tensors; None if it is a staged one, or none is known."""
     return state_dict if isinstance(state_dict, Mapping) and not isinstance(state_dict, StagedStateDict) else None

@@ -1,4 +1,4 @@
-"""Casts of tensors on their way to a file, by torch: what it makes of NaNs and of what lies between two numbers counts.
+"""Converts tensors on their way to a file, by torch, so that NaNs and rounding are torch's.
 
 It runs in the writer process, and is imported when a request needs it.
 """
@@ -15,7 +15,7 @@ from .._format.tensor_bytes import named_dtype
 from .protocol import TensorSource
 from .shared_job import Fill
 
-# The trainer's memory is mapped for reading alone. Nothing is written to it here.
+# The trainer's memory is mapped read-only. Nothing is written to it here.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 torch.set_num_threads(1)
 
@@ -23,12 +23,8 @@ torch.set_num_threads(1)
 def filling(
     sources: Sequence[TensorSource], dtypes: Sequence[str], contents: Callable[[TensorSource], memoryview]
 ) -> Fill:
-    """A function that gives the bytes of tensors as they are written.
-
-    Args:
-        sources: The tensors.
-        dtypes: The dtype that each is written as.
-        contents: Gives the bytes of a tensor as it is.
+    """A function that returns the bytes of tensors, converted to ``dtypes``; ``contents`` returns a tensor's own
+    bytes.
     """
 
     def fill(number: int, start: int, memory: np.ndarray) -> None:

@@ -1,7 +1,7 @@
-"""Tensors on a GPU, for another process: handles to their memory, and the copies that are made of it there.
+"""Tensors on a GPU for another process: handles to their memory, and the copies that it makes.
 
-The way is torch's own, which counts the receivers of each storage. But it changes the storage that it is given, once
-more at every save; so it is given an alias of the storage, which lives until the copies are made.
+Handles are torch's own, which count the receivers of each storage. But torch changes the storage at each export. So it
+gets an alias of the storage, which lives until the copies are made.
 """
 
 from __future__ import annotations
@@ -28,22 +28,15 @@ def export(
 ) -> tuple[SnapshotRequest, list[torch.Tensor]]:
     """Makes handles to tensors on GPUs.
 
-    Args:
-        pairs: Copies in the buffer, and the tensors that they get the elements of.
-        offsets: Of the copies in the buffer, in bytes.
-        buffer: Its number.
-        streams: For each GPU, a stream whose next work comes after everything that the tensors have to wait for;
-            which is waited for here.
-
-    Returns:
-        What the other process is to do, and what has to be kept until it has.
-
-    Raises:
-        WriteError: memory is not of a kind that can be handed to another process.
+    ``offsets`` are those of the copies in the buffer with the number ``buffer``. ``streams`` has, for each GPU, a
+    stream whose next work comes after everything that the tensors wait for; it is waited for here. Returns the request
+    for the other process, and tensors to keep until it has answered. Raises `WriteError` if memory is of a kind that
+    another process cannot open.
     """
     for stream in streams.values():
-        stream.mark().synchronize()  # then no storage needs an event of its own, of which torch keeps a thousand only
-    numbers: dict[tuple[int, int], int] = {}  # by all of a storage: others of other sizes may begin where it does
+        stream.mark().synchronize()  # so that no storage needs its own event, of which torch keeps only a thousand
+    # by address and size, because storages of other sizes may begin at the same address
+    numbers: dict[tuple[int, int], int] = {}
     aliases: list[torch.Tensor] = []
     storages: list[tuple[Any, ...]] = []
     tensors: list[DeviceTensor] = []
@@ -75,13 +68,13 @@ def export(
 
 
 def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
-    """Gives handles back in the place of a process that never will: else torch keeps their memory for good."""
+    """Releases handles instead of a process that never will. Otherwise torch would keep their memory for good."""
     for arguments in storages:
         release_ipc_counter(arguments)
 
 
 class Snapshots:
-    """Copies tensors on GPUs, or on what simulates them, in the other process."""
+    """Copies tensors on GPUs, or on a simulated device, in the other process."""
 
     def __init__(self, device: Device = CUDA) -> None:
         self._streams = device.side_streams
@@ -92,7 +85,7 @@ class Snapshots:
         if request.buffer not in self._unpin:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             self._unpin[request.buffer] = lambda: None
-            with suppress(StagingError):  # it is slower then
+            with suppress(StagingError):  # then copies are slower
                 self._unpin[request.buffer] = self._streams.device.pin(address, len(memory), request.device)
         storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
         pairs = [(_copy_in(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
@@ -102,10 +95,10 @@ class Snapshots:
             try:
                 copies.start()
             finally:
-                copies.wait()  # whatever is under way must not arrive when the trainer has gone on
+                copies.wait()  # no copy may arrive after the trainer has gone on
 
     def keep(self, buffers: Set[int]) -> None:
-        """Takes back the registration of all other buffers, which are about to be unmapped."""
+        """Unregisters all other buffers, which are about to be unmapped."""
         for number in self._unpin.keys() - buffers:
             self._unpin.pop(number)()
 

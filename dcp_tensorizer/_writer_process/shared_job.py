@@ -1,4 +1,6 @@
-"""One process's part in files that several processes write: pieces of tensors go to their places in the files."""
+"""One process's part of files that several processes write: pieces of tensors are written to their places in the
+files.
+"""
 
 from __future__ import annotations
 
@@ -19,56 +21,44 @@ from .._storage.base import SharedFile, SharedSink, Storage
 from ..errors import WriteError, describe
 from .write_options import WriteOptions
 
-_PART = 4 << 20  # as of a file that one process writes
+_PART = 4 << 20  # as in files that one process writes
 _MIN_PARTS = 2
 
 Fill = Callable[[int, int, np.ndarray], None]
-"""Fills memory with a source's bytes: its number, and the first byte."""
+"""Fills memory with bytes of a source, by its number, from an offset on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Runs of bytes, by file and offset. Columns of one length.
-
-    Attributes:
-        file: The number of the file.
-        offset: The first byte there.
-        nbytes: How many.
-        source: The number of the source.
-        start: The first byte there.
-    """
+    """Runs of bytes by file and offset, in columns of one length."""
 
     file: Integers
-    offset: Integers
+    offset: Integers  # in the file
     nbytes: Integers
-    source: Integers
-    start: Integers
+    source: Integers  # its number
+    start: Integers  # offset in the source
 
     def __len__(self) -> int:
         return len(self.file)
 
     def select(self, rows: Any) -> Pieces:
-        """Some of the pieces, by their numbers or a mask."""
+        """Selects pieces by their numbers or a mask."""
         columns = (self.file, self.offset, self.nbytes, self.source, self.start)
         return Pieces(*(column[rows] for column in columns))
 
     def sorted(self) -> Pieces:
-        """The pieces in the order of the files."""
+        """The pieces in the order of files and offsets."""
         return self.select(np.lexsort((self.offset, self.file)))
 
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
-        """The pieces of several lists, one after the other."""
+        """Joins several lists of pieces."""
         columns = [[part.file, part.offset, part.nbytes, part.source, part.start] for part in parts]
         none = [np.zeros(0, dtype=np.int64)] * 5
         return cls(*(np.concatenate(column) for column in zip(none, *columns, strict=True)))
 
     def cut(self, places: Integers) -> Pieces:
-        """The same bytes in pieces that end at each of some places, which are the same in all files.
-
-        Args:
-            places: One for each piece: the first multiple of it behind each piece's beginning, and so on.
-        """
+        """Cuts the pieces at multiples of ``places``, one number for each piece, in the file."""
         first, last = self.offset // places, (self.offset + self.nbytes - 1) // places
         counts = np.maximum(0, last - first + 1)
         rows = np.repeat(np.arange(len(self)), counts)
@@ -81,7 +71,7 @@ class Pieces:
 
 
 class SharedFilePart(NamedTuple):
-    """A shared file, and the blocks of it that are written at once."""
+    """A shared file, and the size of the blocks in which it is written."""
 
     file: SharedFile
     granule: int
@@ -90,21 +80,14 @@ class SharedFilePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartsWritten:
-    """What one process has written of shared files.
+    """What one process has written to shared files."""
 
-    Attributes:
-        parts: By the number of the file, what `SharedSink.finish` has returned.
-        nbytes: How many bytes.
-        seconds: Wall-clock time for all of it.
-        copy_seconds: Until everything was copied; it writes meanwhile.
-        write_seconds: In write calls and fsync.
-    """
-
+    # by the number of the file, the result of `SharedSink.finish`
     parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
     nbytes: int = 0
-    seconds: float = 0.0
-    copy_seconds: float = 0.0
-    write_seconds: float = 0.0
+    seconds: float = 0.0  # wall-clock time for all of it
+    copy_seconds: float = 0.0  # until everything was copied; it also writes meanwhile
+    write_seconds: float = 0.0  # in write calls and fsync
 
     def __add__(self, other: PartsWritten) -> PartsWritten:
         parts = {number: dict(of_file) for number, of_file in self.parts.items()}
@@ -121,12 +104,7 @@ class PartsWritten:
 class SharedWriteJob:
     """Writes pieces into shared files, and makes them durable.
 
-    Args:
-        storage: The directory of the files.
-        files: All of them.
-        pieces: What goes where. Where a file has granules, all of each granule is here, or nothing.
-        fill: Gives the bytes of the sources.
-        options: How files are written.
+    If a file has granules, each granule is here as a whole or not at all. ``fill`` returns the bytes of the sources.
     """
 
     def __init__(
@@ -147,15 +125,11 @@ class SharedWriteJob:
 
     @property
     def bytes_written(self) -> int:
-        """Grows as long as there is progress; may be read from another thread."""
+        """Grows while there is progress; may be read from another thread."""
         return sum(sink.bytes_written for sink in list(self._sinks.values()))
 
     def run(self) -> PartsWritten:
-        """Writes everything.
-
-        Raises:
-            WriteError: naming file and cause. The files stay: who has begun them drops them.
-        """
+        """Writes everything. Raises `WriteError`, naming file and cause. The files stay; their creator drops them."""
         started = time.perf_counter()
         try:
             sizes = np.array([part.granule if part.granule > 1 else _PART for part in self._files], dtype=np.int64)
@@ -195,10 +169,10 @@ class SharedWriteJob:
                 sink.close()
 
     def abandon(self) -> None:
-        """Leaves everything as it is: the trainer's other processes, or the next save, drop the files."""
+        """Leaves everything as it is. The trainer's other processes, or the next save, drop the files."""
 
     def _threads(self, sizes: Integers, pieces: Pieces) -> int:
-        """How many threads copy and write: as many as the storage is fast with, if the memory suffices."""
+        """How many threads copy and write: as many as make the storage fast, if there is memory for them."""
         if not len(pieces):
             return 1
         wanted = max(self._sink(int(number)).concurrency for number in np.unique(pieces.file)[:1])
@@ -219,7 +193,7 @@ class SharedWriteJob:
             return self._sinks[number]
 
     def _write(self, pieces: Pieces, block: range, size: int, memory: memoryview) -> None:
-        """Copies the pieces of one block of a file side by side, and writes the runs that they make up."""
+        """Copies the pieces of one block of a file side by side, and writes the resulting runs."""
         number = int(pieces.file[block.start])
         base = int(pieces.offset[block.start]) // size * size
         sink = self._sink(number)
@@ -243,7 +217,7 @@ class SharedWriteJob:
 
 
 def _blocks_of(pieces: Pieces, sizes: Integers) -> Iterator[range]:
-    """The pieces of each block, of which none reaches into two."""
+    """The pieces of each block. No piece is in two blocks."""
     if not len(pieces):
         return
     block = pieces.offset // sizes[pieces.file]

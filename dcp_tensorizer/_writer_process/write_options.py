@@ -1,4 +1,4 @@
-"""How files are written: the part of a writer's options that goes to its writer process, and is used there."""
+"""How files are written: the part of a writer's options that its writer process uses."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class SaveLimits:
     """Limits of a save: how long it may wait, how much memory it may take, and how many may fail.
 
     Attributes:
-        timeout: Seconds after which a wait for the storage is given up, 600 by default: a write that makes no
+        timeout: Seconds after which a wait for the storage is given up, 600 by default: for a write that makes no
             progress, a disk or a mount that does not answer an asynchronous save, or another save's clean-up of the
-            same directory. Requests to S3 and SFTP servers that stay
-            silent for a tenth of that are tried again.
-        buffer_bytes: Memory, in the writer process, for the parts of a file that are being made or sent; 256 MiB by
-            default. With less of it, fewer parts are in flight.
-        max_consecutive_failures: From that many failed saves in a row on, ``async_save`` raises on the coordinator, so
-            that a job that looks at no future does not train on without checkpoints. None for never.
-        max_reuses: With ``reuse_unchanged``: how many saves in a row may share a file with the one that wrote it. The
-            next one writes its tensors anew, so that a file that goes bad does not spoil every later checkpoint.
+            same directory. Requests to S3 and SFTP servers that stay silent for a tenth of that are tried again.
+        buffer_bytes: Memory in the writer process for the parts of files that are being made or sent; 256 MiB by
+            default. With less, fewer parts are on their way at once.
+        max_consecutive_failures: After this many failed saves in a row, ``async_save`` raises on the coordinator, so
+            that a job that ignores its futures does not train on without checkpoints. None: never.
+        max_reuses: With ``reuse_unchanged``: how many saves in a row may share a file. The next one writes its tensors
+            anew, so that a file that is damaged does not spoil every later checkpoint.
 
     Raises:
         TypeError: one of them is not a number.
@@ -47,22 +46,12 @@ class SaveLimits:
         check_count("max_reuses", self.max_reuses)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)  # it holds secrets
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)  # it contains secrets
 class WriteOptions:
-    """Options of writing files, under the names that `TensorizerStorageWriter` has for them.
+    """Options of writing files, under their names in `TensorizerStorageWriter`.
 
-    Attributes:
-        storage_options: Passed to the fsspec filesystem.
-        sync_files: Make files and directory durable.
-        thread_count: Hashing threads.
-        limits: How long the storage is waited for, and how much memory the parts of a file may take.
-        cipher: Encrypts everything.
-        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32.
-        reuse_unchanged: Do not write again what an earlier save has written; say what each file is known again by.
-
-    Raises:
-        TypeError: the limits are something else.
-        ValueError: two options exclude each other.
+    ``cipher`` encrypts everything. Raises `TypeError` for other limits, and `ValueError` if two options exclude each
+    other.
     """
 
     storage_options: Mapping[str, Any] = field(default_factory=dict)
