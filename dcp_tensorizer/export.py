@@ -49,7 +49,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     no tensors is refused.
 
     Args:
-        path: Where to save: a local directory, or a mount that all ranks share. A save's
+        path: Where to save: a local directory or a mount that all ranks share, or a URL of S3. A save's
             ``checkpoint_id`` overrides it for that save.
         dtype: What floating-point tensors are cast to, bit for bit as ``tensor.to(dtype)`` does it.
         rename: New names by patterns of the keys of the flattened state dict. Only ``*`` has a meaning in them: the

@@ -92,7 +92,7 @@ class ModelDestination(Destination):
         if not all(granules):
             raise WriteError(
                 f"{storage.path}: several processes cannot write one file there. A model can be saved to local "
-                f"directories and network mounts: save it to one, and copy it"
+                f"directories, network mounts and S3: save it to one, and copy it"
             )
         put_records(storage, [save_id])
         try:

@@ -27,7 +27,18 @@ from .._runtime.forks import Finalizer, free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import in_background, in_threads
 from ..errors import ReadError
-from .base import TAKEN, FileIdentity, FileInfo, RangeReader, Refused, Sink, Storage, rest_of
+from .base import (
+    TAKEN,
+    FileIdentity,
+    FileInfo,
+    RangeReader,
+    Refused,
+    SharedFile,
+    SharedSink,
+    Sink,
+    Storage,
+    rest_of,
+)
 from .remote import RemoteStorage, is_transient, patience_of
 
 # --- the client: botocore's, with its errors as Python's --------------------------------------------------------------
@@ -283,6 +294,7 @@ _T = TypeVar("_T")
 
 _PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least is 5 MiB
 _MOST_PARTS = 10_000
+_PART_STEP = 64 << 10  # a part ends with a page, and with an element
 _CONCURRENCY = 8
 _NOT_IMPLEMENTED = 501
 
@@ -324,6 +336,47 @@ class S3Storage(RemoteStorage):
 
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         return _S3Sink(self, name, nbytes)
+
+    def granule_of(self, nbytes: int) -> int:
+        return max(_PART, -(-nbytes // (_MOST_PARTS * _PART_STEP)) * _PART_STEP)
+
+    def begin_shared(self, name: str, nbytes: int, *, save_id: str) -> SharedFile:
+        beginnings = 0
+
+        def begin() -> dict[str, Any]:
+            nonlocal beginnings
+            beginnings += 1
+            answer: dict[str, Any] = self.call("create_multipart_upload", name)
+            return answer
+
+        answer = self.patiently(begin)
+        upload = str(answer["UploadId"])
+        if beginnings > 1 or answer["ResponseMetadata"].get("RetryAttempts", 0) > 0:
+            self.abort_uploads(name, but=upload)  # a lost answer may have named another one
+        return SharedFile(name, upload, nbytes)
+
+    def open_shared(self, file: SharedFile, *, sync: bool) -> SharedSink:
+        return _S3SharedSink(self, file)
+
+    def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
+        if not replace and self.head(file.name) is not None:
+            raise FileExistsError(TAKEN)
+        self.complete_upload(file.name, file.token, parts, file.nbytes)
+
+    def abort_shared(self, file: SharedFile) -> None:
+        with suppress(FileNotFoundError):
+            self.call("abort_multipart_upload", file.name, UploadId=file.token)
+
+    def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], nbytes: int) -> None:
+        """Makes one object of the parts of an upload; raises `OSError`."""
+        listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
+        whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
+        try:
+            self.patiently(lambda: self.call("complete_multipart_upload", name, **whole))
+        except OSError:
+            # If an answer was lost, the request is repeated. Then the upload is gone: the first request completed it.
+            if self.head(name) != nbytes:
+                raise
 
     def identity(self, name: str) -> FileIdentity | None:
         with suppress(OSError, KeyError):
@@ -384,11 +437,11 @@ class S3Storage(RemoteStorage):
             begun = [(upload["Key"], upload["Initiated"].timestamp()) for upload in self._uploads("")]
         return [FileInfo(key.removeprefix(self._full("")), 0, moment, moment) for key, moment in begun]
 
-    def abort_uploads(self, name: str) -> None:
-        """Aborts all uploads to a file, as far as the server lets us."""
+    def abort_uploads(self, name: str, but: str = "") -> None:
+        """Aborts all uploads to a file but one, as far as the server lets us."""
         with suppress(OSError):
             for upload in list(self._uploads(name)):
-                if upload["Key"] == self._full(name):
+                if upload["Key"] == self._full(name) and upload["UploadId"] != but:
                     self.call("abort_multipart_upload", name, UploadId=upload["UploadId"])
 
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
@@ -594,11 +647,29 @@ class _S3Sink(Sink):
 
     def _complete_upload(self) -> None:
         """Makes one object of the parts."""
-        parts = [{"PartNumber": number, **part} for number, part in sorted(self._parts.items())]
-        whole = {"MultipartUpload": {"Parts": parts}, **self._id()}
-        try:
-            self._storage.patiently(lambda: self._storage.call("complete_multipart_upload", self._name, **whole))
-        except OSError:
-            # If an answer was lost, the request is repeated. Then the upload is gone: the first request completed it.
-            if self._storage.head(self._name) != self._nbytes:
-                raise
+        self._storage.complete_upload(self._name, self._id()["UploadId"], self._parts, self._nbytes)
+
+
+class _S3SharedSink(SharedSink):
+    """This process's parts of an upload that others send parts of, too."""
+
+    concurrency = _CONCURRENCY
+
+    def __init__(self, storage: S3Storage, file: SharedFile) -> None:
+        super().__init__()
+        self._storage = storage
+        self._file = file
+        self._part_bytes = storage.granule_of(file.nbytes)
+        self._parts: dict[int, dict[str, str]] = {}
+
+    def _put(self, offset: int, data: memoryview) -> None:
+        number, start = divmod(offset, self._part_bytes)
+        if start or data.nbytes != min(self._part_bytes, self._file.nbytes - offset):
+            raise OSError(f"{data.nbytes:,} bytes at {offset:,} are not a whole part of {self._part_bytes:,} bytes")
+        storage = self._storage
+        part = {"PartNumber": number + 1, "UploadId": self._file.token}
+        answer = storage.patiently(lambda: storage.send("upload_part", self._file.name, data, **part))
+        self._parts[number + 1] = storage.part(answer)
+
+    def _finish(self) -> Mapping[int, Mapping[str, str]]:
+        return self._parts

@@ -1,6 +1,7 @@
 """Models as Hugging Face has them, written by several ranks together."""
 
 import json
+import uuid
 import warnings
 
 import pytest
@@ -15,6 +16,7 @@ from dcp_tensorizer import SafetensorsStorageWriter, SavePlanner, WriteError
 from dcp_tensorizer._saving import model_pieces
 from dcp_tensorizer._saving.item_bytes import ItemBytes
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.s3 import S3Storage
 
 from .ranks import attempt, kill_self, run_ranks
 
@@ -154,3 +156,37 @@ def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
             dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     assert_is_whole(tmp_path / "model")
     assert len(list((tmp_path / "model").iterdir())) == 2
+
+
+def save_to_s3(rank, url, options):
+    """Saves files of several parts each, of which ranks share some; then one rank cannot send its own."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    full = {f"w{n}": torch.randn(1000 + n, 3001) for n in range(3)} | {"c": torch.randn(2000, 999)}
+    for tensor in full.values():
+        torch.distributed.broadcast(tensor, 0)
+    state = {key: distribute_tensor(t, mesh, [Shard(1 if key == "c" else 0)]) for key, t in full.items()}
+    with SafetensorsStorageWriter(url, storage_options=options, max_shard_bytes=30_000_000, overwrite=True) as writer:
+        dcp.async_save(state, storage_writer=writer, process_group=rank.saves).result()
+
+        def fail(*arguments, **options):
+            raise WriteError("out of order")
+
+        if rank.index == 1:
+            S3Storage.open_shared = fail
+        failure = attempt(lambda: dcp.save(state, storage_writer=writer, process_group=rank.saves))
+    return full, failure
+
+
+def test_ranks_share_one_upload_for_each_file(s3, tmp_path):
+    """Objects are what the library makes of the whole tensors; a save that fails leaves no upload open."""
+    prefix = uuid.uuid4().hex
+    results = run_ranks(3, save_to_s3, f"s3://{s3.bucket}/{prefix}", s3.options())
+    full = results[0][0]
+    for name in s3.objects(prefix):
+        content = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/{name}")["Body"].read()
+        (tmp_path / name).write_bytes(content)
+    assert_holds(tmp_path, full, tmp_path.parent / "scratch")
+    assert len(list(tmp_path.iterdir())) == 3
+    assert [list(failure.causes) for _, failure in results] == [[1]] * 3
+    assert s3.uploads(prefix) == []

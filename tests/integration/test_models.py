@@ -235,7 +235,7 @@ def test_files_that_would_be_parts_of_the_model_are_refused(tmp_path: Path) -> N
 def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
     """It says where a model can be saved."""
     words = refused("memory://models/a", state())
-    assert "A model can be saved to local directories and network mounts" in words
+    assert "A model can be saved to local directories, network mounts and S3" in words
 
 
 @pytest.mark.parametrize(
