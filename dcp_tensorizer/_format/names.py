@@ -53,8 +53,8 @@ class StoredItem(NamedTuple):
     dtype: str
     """dtype of the data as it was stored, without ``torch.``: ``bfloat16``; ``uint8`` for objects."""
     kind: str
-    """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it
-    made of a tensor subclass that has no bytes of its own."""
+    """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it made of
+    a tensor subclass that has no bytes of its own."""
     digests: bytes
     """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`). Several blocks that
     are not encrypted are followed by the digest of the whole item, for readers that read all of it."""
@@ -155,8 +155,8 @@ def data_file_rank(name: str) -> int:
 def index_entry_size(name: str, ndim: int) -> int:
     """Upper bound, in bytes, of a tensor's entry in a tensorizer file's index.
 
-    tensorizer's layout: version tag (4), name length (2) and name, type (1), dtype length (1) and dtype (at most
-    48 here), rank (1) and dimensions (8 each at most), three 64-bit locations.
+    tensorizer's layout: version tag (4), name length (2) and name, type (1), dtype length (1) and dtype (at most 48
+    here), rank (1) and dimensions (8 each at most), three 64-bit locations.
     """
     return 4 + 2 + len(name.encode()) + 1 + 1 + 48 + 1 + 8 * ndim + 24
 

@@ -11,8 +11,8 @@ class Renaming:
 
     Args:
         rules: New names by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new name stands for the
-            same
-            text as the n-th of its pattern. The first pattern that matches a key counts. Other keys stay as they are.
+            same text as the n-th of its pattern. The first pattern that matches a key counts. Other keys stay as they
+            are.
 
     Attributes:
         unused: The patterns that have not matched a key yet.

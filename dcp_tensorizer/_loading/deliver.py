@@ -47,25 +47,15 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LoadSource:
-    """The source of a load.
-
-    Attributes:
-        storage: The checkpoint's directory.
-        index: The checkpoint's.
-        located: Where the items of the plan are.
-        metadata: As DCP has seen it.
-        cipher: For items that are encrypted.
-        is_own: Each rank saved for itself.
-        group: The ranks that exchange what they read; None for none.
-    """
+    """The source of a load."""
 
     storage: Storage
     index: Index
-    located: Located
-    metadata: Metadata
-    cipher: Cipher | None
-    is_own: bool
-    group: dist.ProcessGroup | None
+    located: Located  # the items of the plan
+    metadata: Metadata  # as DCP has seen it
+    cipher: Cipher | None  # for encrypted items
+    is_own: bool  # each rank saved for itself
+    group: dist.ProcessGroup | None  # the ranks that exchange what they read
 
 
 def world_size() -> int:

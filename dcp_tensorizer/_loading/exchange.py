@@ -52,20 +52,11 @@ class ExchangeMemory(NamedTuple):
 
 
 class Exchange:
-    """The exchange of one load: first of objects, then of tensors. To be entered before anything can fail.
+    """The exchange of one load: first of objects, then of tensors. Enter it before anything can fail.
 
-    Args:
-        group: The ranks.
-        path: Of the checkpoint, for messages.
-        fetch: Reads targets from the storage as `executor.fetch` does.
-        limits: How reads are joined.
-        verify: What is read is compared with its digests, and what arrives with those of its sender.
-        in_memory: Files that need not be read.
-        reason: Why this rank exchanges no tensors; empty if it does.
-        memory: How much of it may be used.
-
-    Attributes:
-        received_bytes: What this rank got from others.
+    ``fetch`` reads targets from the storage, like `executor.fetch`. ``verify`` compares data with its digests, and
+    received data with those of its sender. ``in_memory`` has files that need not be read. ``reason`` says why this rank
+    exchanges no tensors; it is empty if it does. ``received_bytes`` counts the bytes from other ranks.
     """
 
     def __init__(
@@ -395,12 +386,7 @@ class Told(Exception):
 
 
 class ExchangeGroup:
-    """A process group, whose ranks all call the same methods in the same order.
-
-    Attributes:
-        size: How many ranks there are.
-        rank: This one's number in the group.
-    """
+    """A process group whose ranks all call the same methods in the same order. ``rank`` is this rank's number in it."""
 
     def __init__(self, group: dist.ProcessGroup, path: str) -> None:
         self._group, self._path = group, path

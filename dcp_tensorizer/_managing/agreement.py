@@ -180,8 +180,9 @@ class RollCall:
         self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: RuntimeError, what: str) -> str:
-        """Says for which ranks a failed collective has waited, and how long. ``what`` completes "waited for the others
-        to".
+        """Says for which ranks a failed collective has waited, and how long.
+
+        ``what`` completes "waited for the others to".
         """
         who = f"rank {dist.get_global_rank(self._group, self._rank)}"
         if _CLOSED in str(error):

@@ -1,4 +1,4 @@
-"""The coordinator's part: from the plans of all ranks to what each of them writes, and to DCP's ``Metadata``."""
+"""The coordinator's part: makes, from the plans of all ranks, each rank's choice of items, and DCP's ``Metadata``."""
 
 from __future__ import annotations
 
@@ -45,29 +45,19 @@ from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_in
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """The result of planning for all ranks.
+    """The result of planning for all ranks."""
 
-    Attributes:
-        choices: Which of its items each rank writes.
-        rules: What is in the state dict, and how it is sharded.
-        planner_data: That of all ranks.
-    """
-
-    choices: list[WrittenItems]
-    rules: StateRules
-    planner_data: Any
+    choices: list[WrittenItems]  # the items that each rank writes
+    rules: StateRules  # the entries of the state dict
+    planner_data: Any  # of all ranks
 
     def metadata(self) -> RuleMetadata:
-        """DCP's, made at each call, so that the caller may change it."""
+        """DCP's metadata. It is made anew at each call, so that the caller may change it."""
         return RuleMetadata.of(self.rules, None if self.planner_data is None else dict(self.planner_data))
 
 
 def encoded(plan: SavePlan) -> EncodedColumns:
-    """A rank's plan as columns; of one that was received they are there already.
-
-    Raises:
-        Unsupported: it is more than columns can hold.
-    """
+    """A rank's plan as columns, which a received plan has already; raises `Unsupported`."""
     items = plan.items
     if type(plan) not in (SavePlan, CompactPlan) or not plan.usable:
         raise Unsupported
@@ -79,10 +69,9 @@ def encoded(plan: SavePlan) -> EncodedColumns:
 
 
 def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_paths: bool) -> GlobalPlan:
-    """Chooses who writes what, and checks that all of it makes up whole tensors.
+    """Chooses which rank writes which item, and checks that the items make up whole tensors.
 
-    Raises:
-        WriteError: it does not; names the keys, and what is wrong.
+    Raises `WriteError`, which names the keys and the problems, if they do not.
     """
     merged = merge(plans, to_lowest_rank=to_lowest_rank)
     rows = np.split(merged.kept, np.cumsum([len(plan) for plan in plans])[:-1])
@@ -94,7 +83,7 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
 
 
 def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
-    """The entries of the state dict. Tensors of one shape are mostly sharded in the same way: that is checked once."""
+    """The entries of the state dict. Tensors of one shape are mostly sharded in the same way, which is checked once."""
     layouts: dict[tuple[Any, ...], int] = {}
     properties: dict[tuple[Any, ...], int] = {}
     made: list[ChunkLayout] = []
@@ -127,14 +116,14 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
 def _problem(
     shape: tuple[int, ...], dims: Integers, starts: Integers, sizes: Integers, *, is_complete: bool
 ) -> tuple[str, list[int]] | None:
-    """Describes the fault in the chunks of a tensor, and names which of them are meant."""
+    """Describes the fault in the chunks of a tensor, and names the chunks; None if there is none."""
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
         return f"a part has {dims[odd[0]]} dimensions, and the tensor has {len(shape)}", [int(odd[0])]
     if not shape:
         return None
     starts, sizes = starts[:, : len(shape)], sizes[:, : len(shape)]
-    # As a difference: the sum may be more than 64 bits hold.
+    # Compared as a difference, because the sum may overflow 64 bits.
     beyond = np.flatnonzero(
         ((starts < 0) | (sizes < 0) | (sizes > np.array(shape) - np.maximum(starts, 0))).any(axis=1)
     )
@@ -163,7 +152,7 @@ def _shown(problems: list[tuple[str, str, list[int]]]) -> str:
     return "; ".join([*lines, *([f"and so it is with {more} other keys"] if more > 0 else [])])
 
 
-_SHOWN = 3  # keys that an error tells of
+_SHOWN = 3  # keys in an error
 
 
 # --- the global plan: removes duplicates, and describes the checkpoint ------------------------------------------------
@@ -175,22 +164,15 @@ _SHARD, _BYTE_IO = KINDS.index(WriteItemType.SHARD), KINDS.index(WriteItemType.B
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """The items of all ranks, one after the other.
-
-    Attributes:
-        columns: The items; no data beside them.
-        rank: Of each item.
-        kept: Whether its rank writes it.
-        hint: The number of its chunk among those of its tensor; -1 where there is none.
-    """
+    """The items of all ranks, one after the other."""
 
     columns: Columns
-    rank: Integers
-    kept: np.ndarray
-    hint: Integers
+    rank: Integers  # of each item
+    kept: np.ndarray  # whether its rank writes it
+    hint: Integers  # the number of its chunk in its tensor; -1: none
 
     def by_key(self) -> Iterator[tuple[int, Integers]]:
-        """The items that are written, key by key, in the order in which keys come first."""
+        """The written items, key by key, in the order of each key's first item."""
         keys, rows = self.columns.table.key_numbers, np.flatnonzero(self.kept)
         rows = rows[np.argsort(keys[rows], kind="stable")]
         parts = np.split(rows, np.flatnonzero(np.diff(keys[rows])) + 1) if len(rows) else []
@@ -199,19 +181,19 @@ class Merged:
 
 
 def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
-    """Chooses for each item that several ranks have the one that writes it, as torch's ``dedup_save_plans`` does.
+    """Chooses, for each item that several ranks have, the rank that writes it, like torch's ``dedup_save_plans``.
 
-    Raises:
-        WriteError: two ranks disagree on what a key is; names it.
+    Raises `WriteError`, naming the key, if two ranks disagree on what a key is.
     """
     keys: dict[str, int] = {}
     specs: dict[Spec, int] = {}
-    numbers: dict[int, tuple[Integers, Integers]] = {}  # of a table's keys and specs; most ranks share one table
+    # by table: the numbers of its keys and specs; most ranks share one table
+    numbers: dict[int, tuple[Integers, Integers]] = {}
     for plan in plans:
         table = plan.table
         if id(table) not in numbers:
             key_numbers, spec_numbers = _numbers(table.keys, keys), _numbers(table.specs, specs)
-            numbers[id(table)] = np.array(key_numbers, dtype=np.int64), np.array([*spec_numbers, -1])  # -1: an object
+            numbers[id(table)] = np.array(key_numbers, dtype=np.int64), np.array([*spec_numbers, -1])  # -1 for objects
     width = max((plan.starts.shape[1] for plan in plans), default=0)
     key = np.concatenate([numbers[id(plan.table)][0][plan.table.key_numbers] for plan in plans])
     spec = np.concatenate([numbers[id(plan.table)][1][plan.table.spec_numbers] for plan in plans])
@@ -237,12 +219,12 @@ def _widened(rows: Integers, width: int) -> Integers:
 
 
 def _weight(spec: Spec) -> int:
-    """The weight of an item in torch's balance of plans: the bytes of its whole tensor."""
+    """An item's weight in torch's balance of plans: the bytes of its whole tensor."""
     return (math.prod(spec.shape) * spec.properties[0].itemsize) or 1
 
 
 def _group(columns: list[Integers]) -> Integers:
-    """The number of the group of each row: rows of a group are equal. Groups are numbered as they come first."""
+    """The number of each row's group, in order of first appearance. The rows of a group are equal."""
     count = len(columns[0])
     if not count:
         return np.zeros(0, dtype=np.int64)
@@ -260,16 +242,13 @@ def _group(columns: list[Integers]) -> Integers:
 
 
 def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank: bool, ranks: int) -> np.ndarray:
-    """Selects the items that are written.
-
-    Of each group those of one rank, the one whose plan is the lightest so far.
-    """
+    """Selects the items to write: for each group those of one rank, the one whose plan is the lightest so far."""
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order], prepend=-1))
     ends = np.append(bounds[1:], len(order))
     kept = np.ones(len(groups), dtype=bool)
     loads = [0] * ranks
-    weights = weight[order[ends - 1]].tolist() if len(order) else []  # of its last item, as in torch
+    weights = weight[order[ends - 1]].tolist() if len(order) else []  # of the group's last item, as in torch
     lone = rank[order[bounds]] == rank[order[ends - 1]] if len(order) else np.zeros(0, dtype=bool)
     owners = rank[order[bounds]] if len(order) else order
     begin = 0
@@ -277,7 +256,7 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
         _add_loads(loads, owners[begin:number], weights[begin:number])
         rows = order[bounds[number] : ends[number]]
         holders = rank[rows]
-        # A set, as torch has it: the first of several that are as light is the first of the set.
+        # A set, as in torch: of several that are equally light, the first of the set is chosen.
         candidates = set(holders.tolist())
         chosen = min(candidates) if to_lowest_rank else min(candidates, key=loads.__getitem__)
         loads[chosen] += weights[number]
@@ -292,10 +271,9 @@ def _add_loads(loads: list[int], owners: Integers, weights: list[int]) -> None:
 
 
 def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
-    """The number of each chunk among those of its tensor. ``key`` is -1 for items that are not written.
+    """The number of each chunk in its tensor. ``key`` is -1 for items that are not written.
 
-    Raises:
-        WriteError: what is no shard is not the only one of its key.
+    Raises `WriteError` if a key has several items that are not all shards.
     """
     order = np.argsort(key, kind="stable")
     bounds = np.flatnonzero(np.diff(key[order], prepend=-2))
@@ -318,8 +296,8 @@ def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
 
 # --- torch's Metadata, sent from rank to rank as rules ----------------------------------------------------------------
 #
-# DCP broadcasts the coordinator's at the end of each save, and most ranks never use it. So its entries are made on
-# first access.
+# DCP broadcasts the coordinator's metadata at the end of each save, and most ranks never use it. So its entries are
+# made on first access.
 
 _FIELDS = [field.name for field in dataclasses.fields(Metadata)]
 _UNDERSTOOD = _FIELDS == ["state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"]
@@ -327,7 +305,7 @@ _decode_layouts = msgspec.msgpack.Decoder(list[Layout]).decode
 
 
 class RuleMetadata(Metadata):
-    """torch's ``Metadata``, whose pickle is small. A storage writer that fills ``storage_data`` gets torch's pickle."""
+    """torch's ``Metadata`` with a small pickle. If a storage writer fills ``storage_data``, the pickle is torch's."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -351,13 +329,13 @@ class RuleMetadata(Metadata):
 
     @functools.cached_property
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
-        """The entries as in torch's ``Metadata``; made when they are asked for."""
+        """The entries as in torch's ``Metadata``; made on demand."""
         with collector_paused():
             return self._rules.described()
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data as in torch's ``Metadata``; decoded when it is asked for."""
+        """The planner's data as in torch's ``Metadata``; decoded on demand."""
         return unpack_paths(with_keys(unpack(self.__dict__["_content"][1]), self._rules.keys))
 
     def __eq__(self, other: object) -> bool:
@@ -370,7 +348,7 @@ class RuleMetadata(Metadata):
             if self.storage_data is not None or not _UNDERSTOOD:
                 raise Unsupported
             return self._received, (self._packed(), self.storage_meta, self.version)
-        except Unsupported:  # also what lies in a checkpoint of torch's: it is read without this package
+        except Unsupported:  # also in a checkpoint of torch's writer, which is read without this package
             return Metadata, tuple(getattr(self, name) for name in _FIELDS)
 
     @classmethod
@@ -382,7 +360,7 @@ class RuleMetadata(Metadata):
         return metadata
 
     def _packed(self) -> tuple[bytes, bytes]:
-        """Rules, and the planner's data."""
+        """The rules, and the planner's data."""
         untouched = not {"state_dict_metadata", "planner_data"} & self.__dict__.keys()
         if untouched:
             content: tuple[bytes, bytes] = self.__dict__["_content"]
@@ -392,7 +370,7 @@ class RuleMetadata(Metadata):
 
 
 def _rules_of(described: Any) -> StateRules:
-    """The rules of entries; raises `Unsupported` where they are more than torch's own."""
+    """The rules of entries; raises `Unsupported` for entries that are not torch's own."""
     if not all(map(_is_torchs, described.values())):
         raise Unsupported
     try:

@@ -106,8 +106,8 @@ class Chain:
         """Reads a tensor from a file of the version before, and changes it.
 
         Raises:
-            ChecksumMismatch: it has become something else than was published: the file is of another version, or
-                it or a delta is damaged.
+            ChecksumMismatch: it has become something else than was published: the file is of another version, or it or
+                a delta is damaged.
             ReadError: it cannot be read.
         """
 

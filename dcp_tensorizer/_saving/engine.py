@@ -39,10 +39,8 @@ class Engine:
     """The resources that the writers of a process share. It starts nothing, and takes no memory, before the first
     staging.
 
-    It ends with the interpreter, or when the last writer that is open is closed. A later writer starts it again.
-
-    Args:
-        devices: The writer process sees the trainer's GPUs.
+    It ends with the interpreter, or when its last open writer is closed. A later writer starts it again. With
+    ``devices`` the writer process sees the trainer's GPUs.
 
     Attributes:
         saves: The staged saves and their buffers.
@@ -136,7 +134,7 @@ in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
-    """The engine of this process, made on first use. There is one whose writer process sees the GPUs, and one for all
+    """The engine of this process, made on first use: one whose writer process sees the GPUs, and one for everything
     else.
     """
     # Without a lock: a signal handler that makes a writer could interrupt its holder.
@@ -176,13 +174,7 @@ class _Outcome:
 
 
 class FailuresInARow:
-    """The saves that were not committed since the last one that was.
-
-    Attributes:
-        count: How many.
-        last_error: That of the last one that failed.
-        last_committed: The path of the last one that was committed.
-    """
+    """The saves that were not committed since the last one that was."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -190,20 +182,17 @@ class FailuresInARow:
         self.last_committed = "none"
 
     def failed(self, error: str) -> None:
-        """One more was not committed."""
+        """Counts a save that was not committed."""
         self.count += 1
         self.last_error = error
 
     def committed(self, path: str) -> None:
-        """A save was committed."""
+        """Notes that a save was committed."""
         self.count, self.last_committed = 0, path
 
     def check(self, limit: int | None, count: int | None = None) -> None:
-        """Raises `WriteError` when so many saves in a row have failed.
-
-        Args:
-            limit: How many; None is no limit.
-            count: How many have failed, where another rank counts.
+        """Raises `WriteError` when ``limit`` saves in a row have failed; None is no limit. ``count`` is that of another
+        rank.
         """
         count = self.count if count is None else count
         if limit is not None and count >= limit:
@@ -260,7 +249,7 @@ class FailureCounter:
                     logger.error("%s was not committed: %s", save.name, save.cause)
 
     def end_at_exit(self) -> None:
-        """Logs, at the end of the program, which background saves were not committed, unless their errors are logged
+        """Logs, at the end of the program, background saves that were not committed, unless their errors are logged
         already.
         """
         for thread, save in list(self._saves.items()):
@@ -295,9 +284,7 @@ _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 class Offer(NamedTuple):
     """A rank's offer in ``SavePlan.storage_data``: the id of its save, and digests of tables.
 
-    Attributes:
-        state: In the answer: what the ranks keep in memory, if they do.
-        save: In the answer: the id of the coordinator's save.
+    The answer also has the state that ranks keep in memory, if they do, and the id of the coordinator's save.
     """
 
     save_id: str
@@ -356,7 +343,7 @@ class SaveTables:
         return _with(plan, Offer(self._save_id, self._known.own))
 
     def answer(self, plan: SavePlan, state: KeptState | None = None) -> SavePlan:
-        """On the coordinator: adds to a rank's plan the digests that it knows, and the state that all ranks keep in
+        """On the coordinator: adds to a rank's plan the digests that it knows, and the state that ranks keep in
         memory.
         """
         offer = plan.storage_data
@@ -384,8 +371,9 @@ class SaveTables:
         return part._replace(table=b"") if is_known else part
 
     def completed(self, parts: Sequence[RankPlaces]) -> list[RankPlaces]:
-        """On the coordinator: the ranks' reports with their tables. Raises `WriteError`, naming the rank, if one is
-        unknown.
+        """On the coordinator: the ranks' reports with their tables.
+
+        Raises `WriteError`, naming the rank, if a table is unknown.
         """
         whole = [part if part.table else part._replace(table=self._promised_to(part)) for part in parts]
         self._known.keep(whole)

@@ -1,4 +1,4 @@
-"""The items of a save: what DCP's plan asks for, as tensors and objects, and what DCP is told of each."""
+"""The items of a save: DCP's plan as tensors and objects, their files, and the results for DCP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..errors import CheckpointError, UntrustedObject, WriteError, describe
 
 logger = logging.getLogger("dcp_tensorizer")
 
-# What of an object is looked through: more would keep the interpreter from training for over a tenth of a second.
+# The part of an object that is searched. More would keep the interpreter from training for over a tenth of a second.
 _MAX_BYTES = 4 << 20
 _MAX_OPCODES = 25_000
 
@@ -60,11 +60,13 @@ class Item:
 
     @property
     def has_bytes(self) -> bool:
-        """Items without bytes are not written: tensorizer cannot read some of them back."""
+        """Returns whether the item has bytes. Items without bytes are not written: tensorizer cannot read some of them
+        back.
+        """
         return self.tensor.numel() > 0
 
     def source(self, memory: int | SharedFile | None = None, offset: int = 0) -> TensorSource:
-        """The description of the item's bytes, and where they are."""
+        """The description of the item's bytes and their place."""
         tensor = self.tensor
         return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
 
@@ -76,21 +78,13 @@ def resolve(
     is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False,
     omitted: Set[str] = frozenset(),
 ) -> list[Item]:
-    """The items of a plan, in its order.
+    """The items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
 
-    All of them are written at once. A planner that is not one of torch's own may make one item in the memory of the
-    one before: what it gives is copied, unless it is staged.
-
-    Args:
-        plan: What this rank is to write.
-        planner: Gives the data.
-        is_staged: Whether a tensor stays as it is.
-        omitted: Keys that were not staged, because other ranks were to write them.
-
-    Raises:
-        CheckpointError: an item cannot be saved; names its key.
+    All items are written at once. A planner that is not one of torch's own may make one item in the memory of the one
+    before, so its tensors are copied, unless ``is_staged`` is true for them. ``omitted`` are keys that were not staged,
+    because other ranks were to write them.
     """
-    wanted = list(plan.items)  # once: some plans make their items when they are asked for
+    wanted = list(plan.items)  # once, because some plans make their items on each access
     if unstaged := next((item.index.fqn for item in wanted if item.index.fqn in omitted), None):
         raise WriteError(
             f"{unstaged!r} is to be written by this rank, which has not staged it: in the save before, another rank "
@@ -105,7 +99,7 @@ def resolve(
 
 
 def _makes_items(planner: SavePlanner) -> bool:
-    """Returns whether a planner resolves items in a way of its own."""
+    """Returns whether a planner resolves items in its own way."""
     ways = ("resolve_data", "lookup_object", "transform_object")
     return any(getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name) for name in ways)
 
@@ -128,13 +122,10 @@ def write_results(
     cipher: Cipher | None = None,
     compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
 ) -> list[WriteResult]:
-    """The results that DCP carries to the coordinator: one, with a `RankPlaces`, whatever the number of items.
+    """The results that DCP carries to the coordinator: one, with a `RankPlaces`, for any number of items.
 
-    Args:
-        compare: Compares what is stored with the save before (`Freshness.compare`).
-
-    Raises:
-        WriteError: a key cannot be stored; names it.
+    ``compare`` compares the items with the save before (`Freshness.compare`). Raises `WriteError`, naming the key, if a
+    key cannot be stored.
     """
     written = done.places()
     places: dict[ItemKey, StoredItem] = {}
@@ -155,14 +146,14 @@ def write_results(
 
 
 def _plans_as_torch(planner: SavePlanner) -> bool:
-    """Returns whether a planner describes whatever it plans: others may not."""
-    known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # `planner.SavePlanner` names itself there
+    """Returns whether a planner's metadata describes all of its plan. Those of other planners may not."""
+    known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
     ways = ("create_local_plan", "create_global_plan", "finish_plan")
     return all(getattr(type(planner), name, None) is getattr(known, name) for name in ways)
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
-    """The small ones of a rank's items that are not sharded, as many as its share of the index has room for."""
+    """The small items of a rank that are not sharded, as many as fit into its share of the index."""
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     room = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size)
     small: list[InlineItem] = []
@@ -189,13 +180,13 @@ def _small(item: Item, cipher: Cipher | None) -> InlineItem:
 
 
 class ObjectCheck:
-    """Says of objects that a reader will refuse, at their first save and not when they are loaded."""
+    """Warns about objects that a reader will refuse, at their first save instead of at the load."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def check(self, items: Sequence[Item]) -> None:
-        """Logs a warning for each key that is new and would be refused."""
+        """Logs a warning for each new key whose object would be refused."""
         for item in items:
             key = item.index.fqn
             if item.kind != "object" or key in self._known or item.tensor.nbytes > _MAX_BYTES:
@@ -238,7 +229,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
 
 
 def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Raises `WriteError` where a planner gives another shape than it planned: nobody could load that."""
+    """Raises `WriteError` if a planner returns another shape than it planned: nobody could load that."""
     planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
     if planned is not None and planned != tensor.shape:
         raise WriteError(
@@ -248,7 +239,7 @@ def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history. What has none is not asked: `Tensor.detach` lets the interpreter go."""
+    """The tensor without its history. Skipped if it has none, because `Tensor.detach` releases the interpreter."""
     return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
 
 
@@ -266,13 +257,13 @@ def _blob(data: object) -> torch.Tensor:
     )
 
 
-# Which tensors go into which of a rank's files, and under which names.
+# --- the files of a rank, and the names in them -----------------------------------------------------------------------
 
 _MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
 
 
 def stored_names(keys: Sequence[Any]) -> list[str]:
-    """Names for tensors in tensorizer files: the keys themselves where those are unique strings that can be stored."""
+    """Names for tensors in tensorizer files: the keys themselves, if they are unique strings that can be stored."""
     used: set[str] = set()
     names = []
     for number, key in enumerate(keys):
@@ -292,10 +283,10 @@ def plan_files(
     index_capacity: int = INDEX_CAPACITY,
     first: int = 0,
 ) -> tuple[FileRequest, ...]:
-    """Distributes tensors over files.
+    """Distributes tensors over files, which are numbered from ``first``.
 
-    Another file begins when the index of a tensorizer file is full, or with the tensor that would make it hold more
-    than ``max_file_bytes``. A tensor that is larger than that has a file to itself. Files are numbered from ``first``.
+    Another file begins when the index of a tensorizer file is full, or when a tensor would make the file larger than
+    ``max_file_bytes``. A tensor larger than that gets a file of its own.
     """
     files: list[list[TensorSource]] = []
     room = nbytes = 0
@@ -311,7 +302,9 @@ def plan_files(
 
 
 def _storable(key: Any) -> bool:
-    """Returns whether tensorizer can hold a name and give it back: not empty, and not taken for its own JSON paths."""
+    """Returns whether tensorizer can store a name and return it: it must not be empty, or look like its own JSON
+    paths.
+    """
     if not isinstance(key, str):
         return False
     try:

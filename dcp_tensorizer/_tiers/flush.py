@@ -577,8 +577,7 @@ def publish(
         commit: The save to commit.
         earlier: Ids of saves that are known to be earlier, whatever the clock said.
         check: Called just before the metadata is put; raises if that must no longer be done. If another run puts
-            metadata
-            there after that check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
+            metadata there after that check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
 
     Returns:
         The files of the replaced checkpoint; None if the save was committed already.

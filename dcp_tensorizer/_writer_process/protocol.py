@@ -1,8 +1,8 @@
 """The messages between a trainer and its writer process.
 
-Only offsets into shared memory cross, never tensors: a request stays small, and one descriptor serves any number
-of tensors. Records that exist once for each tensor are tuples. They pickle in a tenth of the time of a dataclass, and
-the trainer's interpreter lock is held meanwhile.
+Only offsets into shared memory cross, never tensors: a request stays small, and one descriptor serves any number of
+tensors. Records that exist once for each tensor are tuples. They pickle in a tenth of the time of a dataclass, and the
+trainer's interpreter lock is held meanwhile.
 """
 
 from __future__ import annotations
