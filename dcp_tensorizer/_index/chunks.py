@@ -349,7 +349,9 @@ def _sweep_many(group: list[int], low: Integers, high: Integers) -> tuple[int, i
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:
-    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into regions: at most two per dimension, less one."""
+    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into regions: at most two per dimension, less
+    one.
+    """
     if start >= stop:
         return
     if not shape:

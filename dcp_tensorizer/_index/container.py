@@ -64,7 +64,9 @@ class IndexFile(NamedTuple):
         return read_seal(self.data)
 
     def section(self, section: Section) -> bytes | memoryview:
-        """The bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be read."""
+        """The bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be
+        read.
+        """
         start = head_end(self.data) + section.offset
         if self.read is None or start + section.nbytes <= len(self.data):
             content: bytes | memoryview = memoryview(self.data)[start : start + section.nbytes]

@@ -177,7 +177,9 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
 
 
 def _in_place_segments(target: ReadTarget, run: _Interval, step: int, max_bytes: int) -> list[Segment]:
-    """A run that is read straight into its target, except for blocks at its ends of which the target has only a part."""
+    """A run that is read straight into its target, except for blocks at its ends of which the target has only a
+    part.
+    """
     first, last = run
     start, stop = _widen(run, step, target.item.length)
     inner_start = start if start == first else min(start + step, stop)

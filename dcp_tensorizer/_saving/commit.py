@@ -213,7 +213,9 @@ def _named_files(storage: Storage, name: str) -> set[str]:
 
 
 def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: Storage) -> None:
-    """Raises `WriteError`, and removes the save's files, if a rank has another key than the coordinator's ``cipher``."""
+    """Raises `WriteError`, and removes the save's files, if a rank has another key than the coordinator's
+    ``cipher``.
+    """
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is None:
         return

@@ -99,7 +99,9 @@ class KnownFiles:
         return number, found, histories
 
     def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[TensorSource, _History]) -> None:
-        """Remembers the files and histories of a save that has written, and forgets those that no later save can use."""
+        """Remembers the files and histories of a save that has written, and forgets those that no later save can
+        use.
+        """
         with self._changing:
             known = {
                 tensor: history for tensor, history in self._histories.items() if number - history.seen < _KEPT

@@ -322,7 +322,9 @@ class CopiedWriter:
         return Saver(self._options, None, closed=closed)
 
     def _context(self, staged_save: StagedSave | None) -> ProcessContext | None:
-        """The process context of the trainer that asked for a save, after taking it on; None if that is this process."""
+        """The process context of the trainer that asked for a save, after taking it on; None if that is this
+        process.
+        """
         if staged_save is not None:
             return staged_save.context
         if self._context_of_trainer is not None:

@@ -173,7 +173,9 @@ class TieredDestination(Destination):
     # --- the commit -------------------------------------------------------------------------------------------------
 
     def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
-        """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the remote."""
+        """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the
+        remote.
+        """
         agree_on_key(self._context.options.write.cipher, parts, self.storage)
         index = encoded(self.storage, metadata, parts, **self._index_options())
         files = dict(file for part in parts for file in part.files)

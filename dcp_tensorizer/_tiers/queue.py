@@ -479,7 +479,9 @@ class Life:
 
 
 class Writing:
-    """A record of a save under way, made by `Queue.begin`. It is locked until the save is over, or this process ends."""
+    """A record of a save under way, made by `Queue.begin`. It is locked until the save is over, or this process
+    ends.
+    """
 
     def __init__(self, queue: Queue, entry: FlushEntry, record: FlushRecord, descriptor: int) -> None:
         self.entry = entry

@@ -285,7 +285,9 @@ def _uncommitted(files: Sequence[FileInfo], saves: Mapping[str, str]) -> State:
 def _leftovers(
     storage: Storage, files: Sequence[FileInfo], saves: Mapping[str, str]
 ) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
-    """The leftovers of `Listed`, in an order in which they can be removed; the dead ones; and why others are unknown."""
+    """The leftovers of `Listed`, in an order in which they can be removed; the dead ones; and why others are
+    unknown.
+    """
     by_name = {file.name: file for file in files}
     left, dead = list[FileInfo](), list[FileInfo]()
     unknown = ""

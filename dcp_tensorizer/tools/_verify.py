@@ -247,7 +247,9 @@ class _Check:
         return unreadable + [Damage(run.file, *problem) for section in run.sections for problem in section.problems()]
 
     def _read(self, reader: RangeReader, run: _ReadRun) -> Iterator[Damage]:
-        """Reads a run for its sections; yields the ranges that cannot be read, in whose place the sections get zeros."""
+        """Reads a run for its sections; yields the ranges that cannot be read, in whose place the sections get
+        zeros.
+        """
         stop = min(run.stop, run.file_nbytes)
         for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # aligned for reads past the page cache
             end = min(begin + _READ, stop)

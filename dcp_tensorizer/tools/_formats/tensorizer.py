@@ -83,7 +83,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class _VerifiedReads:
-    """Compares a tensor with its CRC-32: while it is read from front to back, or before any other region is returned."""
+    """Compares a tensor with its CRC-32: while it is read from front to back, or before any other region is
+    returned.
+    """
 
     def __init__(self, storage: Storage, file: str, entry: Any, tensor: StoredTensor) -> None:
         self._storage = storage
