@@ -34,10 +34,20 @@ _NOTE = (
 )
 
 
-def _items(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
-    base = {"kind": "items", "saves": 2, "loads": 2, "folder": folder}
-    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, PLANNED, TORCH)]
-    return run_cases(items_case.measure, cases, rounds)
+_KINDS: dict[str, tuple[Any, tuple[str, ...], dict[str, int]]] = {
+    "items": (items_case.measure, (OURS, PLANNED, TORCH), {"saves": 2, "loads": 2}),
+    "ranks": (ranks_case.measure, (OURS, TORCH), {}),
+    "replicas": (replicas_case.measure, (OURS, EXCHANGED, TORCH), {}),
+}
+"""Kinds of cases that are measured by themselves: by which function, who, and with which setup."""
+
+
+def _measure(kind: str, sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
+    if kind == "worlds":
+        return _worlds(sizes, rounds, folder)
+    work, contenders, setup = _KINDS[kind]
+    base = {"kind": kind, **setup, "folder": folder}
+    return run_cases(work, [{"contender": name, "size": size, **base} for size in sizes for name in contenders], rounds)
 
 
 def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
@@ -58,21 +68,6 @@ def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, 
     return results
 
 
-def _ranks(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
-    base = {"kind": "ranks", "folder": folder}
-    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, TORCH)]
-    return run_cases(ranks_case.measure, cases, rounds)
-
-
-def _replicas(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
-    base = {"kind": "replicas", "folder": folder}
-    cases = [{"contender": name, "size": size, **base} for size in sizes for name in (OURS, EXCHANGED, TORCH)]
-    return run_cases(replicas_case.measure, cases, rounds)
-
-
-_PARTS = {"items": _items, "worlds": _worlds, "ranks": _ranks, "replicas": _replicas}
-
-
 def measure(options: argparse.Namespace, folder: Path) -> Content:
     """The results of all parts: of those that are not measured now, what is stored."""
     if options.sizes and not options.only:
@@ -83,14 +78,14 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
     rounds = options.rounds or (3 if options.large else 1)
     here, name = machine(folder), "scale-quick" if options.quick else "scale"
     known = stored(name) if options.only and (RESULTS / f"{name}.json").exists() else {"results": []}
-    results = [result for part in sizes for result in _PARTS[part](sizes[part], rounds, str(folder))]
+    results = [result for part in sizes for result in _measure(part, sizes[part], rounds, str(folder))]
     for result in results:
         result["of"] = f"{here['date']}, commit {here['commit']}"
     measured = {(part, size) for part in sizes for size in sizes[part]}
     results += [old for old in known["results"] if (old["case"]["kind"], old["case"]["size"]) not in measured]
     summary = summarise(results)
     return {
-        "measured": _measured(results),
+        "measured": _moments(results),
         "plotted": any(result["case"]["kind"] == "worlds" for result in results) and not options.quick,
         "ratios": medians(ratios(summary)),
         "summary": summary,
@@ -103,7 +98,7 @@ def _plot(content: Content) -> None:
         plot(content["summary"], [_NOTE, f"Machine: {machine_line(content['machine'])}"])
 
 
-def _measured(results: list[dict[str, Any]]) -> dict[str, str]:
+def _moments(results: list[dict[str, Any]]) -> dict[str, str]:
     """When each part was measured; size by size, where that was not at once."""
     parts: dict[str, dict[str, set[int]]] = {}
     for result in results:
@@ -121,7 +116,7 @@ def _shown(moments: dict[str, set[int]]) -> str:
 OPTIONS = {
     "quick": QUICK,
     "large": {"action": "store_true", "help": "up to 8,192 simulated ranks, in 3 rounds: about 90 minutes"},
-    "only": {"choices": _PARTS, "help": "one part; what is stored of the others stays"},
+    "only": {"choices": _SIZES, "help": "one part; what is stored of the others stays"},
     "sizes": {"type": int, "nargs": "+", "help": "instead of that part's own"},
     "rounds": {"type": int},
 }
