@@ -1,6 +1,6 @@
-"""Messages and descriptors between two processes over a Unix socket, and what every pair of them says to each other.
+"""Messages and descriptors between two processes over a Unix socket, and the answers that are common to all of them.
 
-Both ends are the same installation on the same machine, so messages travel as plain pickles.
+Both ends are the same installation on the same machine, so messages are plain pickles.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .forks import free_in_child, identity, in_child
 from .threads import Patience
 
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the other end is still there."""
+"""Between two checks whether the other end is alive."""
 
 _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The first message of a process that was started: it has imported what it needs."""
+    """The first message of a process: it has imported its modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes written so far in the running request; sent about once a second."""
+    """The bytes written so far for the request under way; sent about once a second."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request is fulfilled, and there is no more to say."""
+    """The request succeeded, without a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request failed, and left nothing behind; the original traceback, if there is one, travels as text."""
+    """The request failed, and left nothing behind. ``details`` is the traceback, as text."""
 
     message: str
     details: str = ""
@@ -55,22 +55,19 @@ class Failed:
 class Channel:
     """Whole messages, with descriptors, over a connected Unix stream socket.
 
-    A forked child has no part in the conversation: its copy is closed.
-
-    Raises:
-        EOFError: the other end is gone, or this one has been closed.
+    In a forked child its copy is closed. All methods raise `EOFError` if either end is closed.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._file = identity(sock.fileno())
-        # Of threads that send; a signal's handler may interrupt one that does.
+        # Reentrant, because a signal handler may interrupt its holder.
         self._sending = free_in_child(threading.RLock())
         in_child(self, Channel._close_here)
 
     @property
     def is_ours(self) -> bool:
-        """Returns whether this end is open, and the number still stands for the socket: see `Descriptor`."""
+        """Returns whether this end is open, and its number still stands for the socket: see `Descriptor`."""
         if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
             self._sock.detach()  # otherwise it would close a foreign file in the end
         return self._sock.fileno() >= 0
@@ -89,22 +86,22 @@ class Channel:
         timeout: float,
         check: Callable[[], object] = lambda: None,
     ) -> tuple[Any, list[int]]:
-        """Sends a request, and waits for its answer.
+        """Sends a request, and returns its answer with the descriptors that came along.
 
         Args:
-            request: A message, or what `pickled` has made of one.
-            fds: Descriptors that go along.
+            request: A message, or its pickle: see `send`.
+            fds: Descriptors to send along.
             timeout: Seconds without progress of the other end.
-            check: Called now and then. What it raises ends the wait.
+            check: Called about once a second. An exception of it ends the wait.
 
         Raises:
-            TimeoutError: the other end does not take it, or makes no progress.
+            TimeoutError: the other end makes no progress.
         """
         self.send(request, fds, timeout)
         return self.answer(timeout, check)
 
     def answer(self, timeout: float, check: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
-        """Waits for the answer to a request that has been sent; takes and raises what `ask` does."""
+        """Waits for the answer to a request that has been sent: see `ask`."""
         progress, patience = -1, Patience(timeout, 2 * LOOK_SECONDS)
         try:
             while True:
@@ -123,16 +120,15 @@ class Channel:
     def serve(self, answer: Callable[[Any, list[int]], tuple[object, Sequence[int]]]) -> None:
         """Answers requests until the other end is gone.
 
-        Args:
-            answer: Returns the answer to a request that came with some descriptors, and those that go with the answer.
-                What it raises is answered by `Failed`.
+        ``answer`` takes a request and its descriptors, and returns an answer and the descriptors to send along. If it
+        raises an exception, or the request cannot be unpickled, the answer is `Failed`.
         """
         while True:
             try:
                 request, fds = self.receive()
             except EOFError:
                 return
-            except Exception as error:  # it cannot be understood here
+            except Exception as error:  # it cannot be unpickled here
                 reply: tuple[object, Sequence[int]] = _failed(error), ()
             else:
                 try:
@@ -145,10 +141,10 @@ class Channel:
                 return
 
     def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Sends a message, or what `pickled` has made of one.
+        """Sends a message, or bytes, which are one that `pickled` has made.
 
         Raises:
-            TimeoutError: the other end does not take it in time.
+            TimeoutError: the other end does not read it in time.
         """
         body = message if isinstance(message, bytes) else pickled(message)
         with self._sending:

@@ -1,7 +1,7 @@
-"""A process of this package beside the trainer: `ChildProcess` is the trainer's side, `begin` its own.
+"""A process of this package beside the trainer: `ChildProcess` is the trainer's side, `begin` the process's own.
 
-The writer process and the keeper are such processes. None is forked, or made by `multiprocessing`: that imports the
-user's ``__main__`` again and is forbidden in daemonic processes.
+The writer process and the keeper are started so. They are not forked, and not started by `multiprocessing`, which
+imports the user's ``__main__`` again and is forbidden in daemonic processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .channel import Channel
 from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_child, in_child, too_many
 
 END_SECONDS = 5.0
-"""For a process that is in the middle of a request. An idle one ends in milliseconds."""
+"""For a process with a request under way. An idle one ends in milliseconds."""
 
 _KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
 _OUTPUT_TAIL = 4000  # bytes
@@ -36,20 +36,21 @@ _unended: list[subprocess.Popen[bytes]] = []
 
 
 class ChildProcess:
-    """A process that is started at once, and the conversation with it: one request after the other.
+    """A process that is started at once, and answers one request after the other.
 
     Args:
-        name: For messages: "the writer process".
-        module: Whose ``main`` is called in the process, with arguments for `begin`.
-        arguments: More of them.
+        name: For messages, as "the writer process".
+        module: Its ``main`` runs in the process, and calls `begin` with its arguments.
+        arguments: Of the process's own, after those for `begin`.
         devices: It sees the trainer's GPUs.
-        own_session: What is sent to the trainer's process group does not reach it.
+        own_session: Signals to the trainer's process group do not reach it.
 
     Attributes:
-        is_ours: It is there for this process: not ended, not killed, not left to others, and not a forked parent's.
+        is_ours: This process may send requests: the other one was not ended, killed, left to others, or started by the
+            parent that this process was forked from.
 
     Raises:
-        OSError: there is no memory, process or descriptor left for it; says so.
+        OSError: memory, processes or descriptors are short; says what to do.
     """
 
     def __init__(
@@ -80,21 +81,21 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Returns whether a request can be sent. A process that was killed, and hangs in the kernel, takes none."""
+        """Returns whether a request can be sent: not to a process that was killed and hangs in the kernel."""
         return self.is_ours and self._channel.is_ours and self._popen.poll() is None
 
     def _disown(self) -> None:
         self.is_ours = False
 
     def _exchange(self, request: object, fds: Sequence[int], timeout: float) -> Any:
-        """Sends a request, and waits for its answer; by the holder of the lock.
+        """Sends a request, and returns its answer. The caller holds the lock.
 
-        A process that does not answer is killed, and one whose answer nobody waits for any more: the next request would
-        get that.
+        If there is no answer, or an exception interrupts the wait, the process is killed: the next request would get
+        this one's answer.
 
         Raises:
-            TimeoutError: it made no progress for so long.
-            EOFError: it has ended; says how.
+            TimeoutError: the process made no progress for ``timeout`` seconds.
+            EOFError: the process has ended; says how.
         """
         try:
             answer, _ = self._channel.ask(request, fds, timeout=timeout, check=self._check_alive)
@@ -111,12 +112,12 @@ class ChildProcess:
         return answer
 
     def _check_alive(self) -> None:
-        """A process that dies closes its end, which wakes who waits, unless a child of its own holds it open."""
+        """Raises `EOFError` if the process has died: a child of its own may hold its end of the socket open."""
         if self._popen.poll() is not None:
             raise EOFError
 
     def _kill(self) -> int | None:
-        """Kills the process, unless it is another one's, and returns its exit code; None if it does not end yet."""
+        """Kills the process, and returns its exit code; 0 if it is not this process's, None if it has not ended yet."""
         self._disown()
         return kill(self._popen)
 
@@ -125,7 +126,7 @@ class ChildProcess:
         self._output.close()
 
     def _cause_of_death(self) -> str:
-        """Describes how it ended, with the end of its output."""
+        """Describes how the process ended, with the end of its output."""
         process = f"{self._name} (pid {self.pid})"
         if self.is_ours and not self._channel.is_ours:
             self._kill()
@@ -140,7 +141,7 @@ class ChildProcess:
         return f"{process} {how}{self._said()}"
 
     def _said(self) -> str:
-        """The end of the process's output, as the end of a message; empty if it has said nothing."""
+        """The end of the process's output, to be appended to a message; empty if there is none."""
         content = b""
         with suppress(OSError):
             nbytes = os.fstat(self._output.number).st_size
@@ -150,30 +151,21 @@ class ChildProcess:
 
 
 def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
-    """Begins a process that `ChildProcess` has started.
+    """Begins a process that `ChildProcess` has started, at a lower priority.
 
-    Args:
-        arguments: Of its ``main``.
-        niceness: Of it, from then on.
-
-    Returns:
-        The channel to the trainer, a pidfd of the trainer for `at_end_of`, and the arguments that are its own.
+    Returns the channel to the trainer, a pidfd of the trainer for `at_end_of`, and the process's own arguments.
     """
-    ignore_job_signals()
+    _ignore_job_signals()
     with suppress(OSError):
         os.nice(niceness)
     return Channel(socket.socket(fileno=int(arguments[0]))), int(arguments[1]), list(arguments[2:])
 
 
 def at_end_of(trainer: int, do: Callable[[], object]) -> None:
-    """Does something on a thread of its own as soon as the trainer is gone.
+    """Calls a function on a thread of its own as soon as the trainer has ended.
 
-    It watches a pidfd. The end of the socket is not enough: a forked DataLoader worker can hold it open after the
-    trainer's death. PR_SET_PDEATHSIG follows the thread that started us, and not the process.
-
-    Args:
-        trainer: The pidfd; -1 where there are none, and the socket alone tells.
-        do: What to do.
+    It watches a pidfd, which is -1 where there are none. The end of the socket is not enough: a forked DataLoader
+    worker can hold it open after the trainer's death. PR_SET_PDEATHSIG follows the thread that started the process.
     """
 
     def watch() -> None:
@@ -187,7 +179,7 @@ def at_end_of(trainer: int, do: Callable[[], object]) -> None:
 
 
 def _above(end: socket.socket) -> socket.socket:
-    """A socket above the standard streams; see `above_standard_streams`."""
+    """Moves a socket to a number above the standard streams; see `above_standard_streams`."""
     return socket.socket(fileno=above_standard_streams(end.detach()))
 
 
@@ -222,7 +214,7 @@ def _leave_to_parent(popen: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _job_signals_blocked() -> Iterator[None]:
-    """A process that is started in it has them blocked, until it says that it ignores them."""
+    """Blocks them in a process that is started meanwhile, until that ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
     try:
         yield
@@ -230,18 +222,17 @@ def _job_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_job_signals() -> None:
-    """Keeps the process that was started from ending or stopping by signals to every process of the job."""
+def _ignore_job_signals() -> None:
+    """Ignores the signals that go to every process of the job."""
     for number in _OF_JOB:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)
 
 
 def kill(popen: subprocess.Popen[bytes]) -> int | None:
-    """Kills a process and returns its exit code; None if it hangs in the kernel, say for a network disk, and ends
-    later.
+    """Kills a process, and returns its exit code; None if it hangs in the kernel and ends later.
 
-    Without a timeout, `wait` would also wait for a lock, which the thread that a signal interrupts may hold.
+    Without a timeout, `wait` would also wait for a lock, whose holder a signal handler may have interrupted.
     """
     with suppress(PermissionError):  # the trainer is another user since; the process ends with its socket
         popen.kill()

@@ -1,10 +1,10 @@
-"""Keeping states in memory while they are saved, for processes that are started again before the save is committed.
+"""Keeps states in memory while they are saved, for jobs that are restarted before the save is committed.
 
 stage() ──▶ forgets the states whose saves are over: their buffers are free
-write() ──▶ tells the keeper what is where in the buffer, writes it, and tells the digests that were taken then
-close() ──▶ ends the keeper, unless what it has is not on storage
+write() ──▶ tells the keeper what is where in the buffer, writes it, and sends the digests of what was written
+close() ──▶ ends the keeper, unless a state that it keeps is not on storage
 
-The coordinator gives the state its id, beside the plans that it sends back. So it is the same on all ranks.
+The coordinator chooses the id of the state and sends it with the plans, so that it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -45,29 +45,20 @@ _EXIT_SECONDS = 5.0
 
 
 class KeptState(NamedTuple):
-    """The coordinator's word to all ranks about the state that their save keeps.
-
-    Attributes:
-        id, number, world_size, replaces: As in `KeptHead`.
-        has_saved: A save has been committed since the job loaded from memory: that is not needed any more.
-    """
+    """The facts about the state of a save that the coordinator sends to all ranks; see `KeptHead`."""
 
     id: str
     number: int
     world_size: int
     replaces: str | None
     has_saved: bool
+    """A save has been committed since the job loaded from memory: that memory is no longer needed."""
 
 
 class KeptSave:
-    """The part of one save that is kept, as one rank sees it.
+    """One save whose state is kept in memory, on one rank.
 
-    Args:
-        keeping: Of the process.
-        where: The save's path.
-        storage: The same.
-        seconds: How long the state is kept when this process is gone.
-        staged_save: What is saved.
+    The state is kept for ``seconds`` after the end of this process.
     """
 
     def __init__(
@@ -82,26 +73,23 @@ class KeptSave:
         self._state: KeptState | None = None
 
     def planned(self, plan: SavePlan) -> None:
-        """Takes what this rank could write: also what another one will."""
+        """Takes the plan of this rank, with the items that another one will write."""
         self._plan = plan
 
     def begin(self, save_id: str, world_size: int) -> KeptState:
-        """On the coordinator: what all ranks are told."""
+        """Returns the facts for all ranks, on the coordinator."""
         replaces = committed_id(self._storage)
         number = max(time.time_ns(), loaded.last_number + 1)  # the clock may have been set back since
         self._state = KeptState(save_id, number, world_size, replaces, loaded.is_replaced)
         return self._state
 
     def keep(self, told: KeptState | None, planner: SavePlanner, rank: int) -> None:
-        """Lets the keeper keep the state until the save is over. If that fails, the log says so, and the save goes on.
+        """Gives the state to the keeper until the save is over. If that fails, it is logged, and the save goes on.
 
-        Args:
-            told: By the coordinator; None on itself, and where the planner has lost it.
-            planner: Gives the data.
-            rank: This one.
+        ``told`` has the facts from the coordinator. It is None on the coordinator, and where the planner has lost it.
         """
         state, buffer = self._state or told, self._staged_save.buffer
-        plan, self._plan = self._plan, None  # this lives on, until the next state is staged
+        plan, self._plan = self._plan, None  # this object lives until the next state is staged
         if plan is None or buffer is None:
             return
         if state is None or not plan.usable:
@@ -128,7 +116,7 @@ class KeptSave:
             logger.warning("%s: the state is not kept in memory: %s", self._path, describe(error))
 
     def committed(self) -> None:
-        """On the coordinator: the save is committed."""
+        """Notes on the coordinator that a save is committed."""
         loaded.is_replaced = True
 
     @property
@@ -138,17 +126,16 @@ class KeptSave:
 
     @property
     def is_on_storage(self) -> bool:
-        """Looks whether the save is committed."""
+        """Returns whether the save is committed, by a look at storage."""
         return self._state is not None and committed_id(self._storage) == self._state.id
 
 
 class Keeping:
-    """The states that the saves of a process keep, each until its save is over, by a keeper for all of them.
+    """The states that the saves of a process keep, each until its save is over, and the keeper of all of them.
 
     Attributes:
-        run: This process, as the run of a job.
-        saves: Those that keep their states, by the ids of these. Several threads change it, without a lock that one
-            could die with.
+        run: Identifies this process, as the run of a job.
+        saves: By the ids of their states. Several threads change it, without a lock: a thread could die with it.
     """
 
     def __init__(self) -> None:
@@ -159,25 +146,25 @@ class Keeping:
         self._starting = free_in_child(threading.Lock())
 
     def keeper(self, seconds: float) -> KeeperProcess:
-        """The keeper, which is started if there is none; raises `WriteError` if it cannot be."""
+        """Returns the keeper, and starts it if there is none; raises `WriteError`."""
         with self._starting:
             if self._keeper is None or not self._keeper.is_ours:
                 self._keeper = KeeperProcess(job_name(SAVES), self.run, seconds)
             if not self._ends_at_exit:
                 self._ends_at_exit = True
-                # `atexit` is not called where multiprocessing ends a process.
+                # Processes that multiprocessing started do not run `atexit`.
                 Finalize(None, lambda: self.end(Deadline(_EXIT_SECONDS)), exitpriority=0)
             return self._keeper
 
     def begin_staging(self, saves: StagedSaves) -> None:
-        """Forgets the states whose saves are over; and what was loaded from memory, if there is no room beside it."""
+        """Forgets the states whose saves are over; and what was loaded from memory, if memory is short."""
         over = [state_id for state_id, save in list(self.saves.items()) if save.is_over]
         for state_id in over:
             self.saves.pop(state_id, None)
         try:
             if self._keeper is not None:
                 self._keeper.forget(over)
-        except Exception as error:  # the next save starts another one: one rank alone would not stage
+        except Exception as error:  # the next save starts another keeper; an error would fail this rank alone
             _log_loss(error)
         if loaded.nbytes:
             saves.reclaim()
@@ -186,11 +173,9 @@ class Keeping:
                 loaded.release()
 
     def end(self, deadline: Deadline = NEVER, *, is_abandoned: bool = False) -> None:
-        """Ends the keeper, and gives its memory back; what is not on storage is left to a later run. Idempotent.
+        """Ends the keeper, or leaves it to a later run if it has a state that is not on storage. Idempotent.
 
-        Args:
-            deadline: Of the look at storage, and of the waiting for the keeper.
-            is_abandoned: A save was not over, and nothing is looked at.
+        With ``is_abandoned`` a save was not over: the keeper is left without a look at storage.
         """
         keeper, self._keeper = self._keeper, None
         saves, self.saves = self.saves, {}
@@ -210,7 +195,7 @@ def _log_loss(error: Exception) -> None:
 
 
 def _are_on_storage(saves: Sequence[KeptSave], deadline: Deadline) -> bool:
-    """Returns whether all saves are on storage, as far as that can be seen in time."""
+    """Returns whether all saves are on storage; False if that is not known in time."""
     if not saves:
         return True
 
@@ -228,7 +213,7 @@ def _are_on_storage(saves: Sequence[KeptSave], deadline: Deadline) -> bool:
 
 
 def lack_of_room(saves: StagedSaves, nbytes: int) -> str:
-    """Why another staging buffer of a size does not fit beside what is kept; empty if it does."""
+    """Says why another staging buffer of this size does not fit into memory; empty if it does."""
     if saves.has_buffer(nbytes):
         return ""
     available = available_memory()
@@ -247,14 +232,14 @@ def described(
     *,
     digests_follow: bool = False,
 ) -> Keep:
-    """The message to a keeper about a staged state dict.
+    """Describes a staged state dict for a keeper.
 
     Args:
-        head: What it is.
-        plan: What this rank could write of it, by itself.
-        planner: Gives the data.
-        buffer: What it is in.
-        seconds: How long it is kept when this process is gone.
+        head: Identifies the state.
+        plan: All items that this rank could write.
+        planner: Resolves the items.
+        buffer: Holds the state.
+        seconds: How long the state is kept after the end of this process.
         digests_follow: See `Keep`.
 
     Raises:

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .._runtime.channel import LOOK_SECONDS, Channel, Failed, pickled
 from .._runtime.child import END_SECONDS, ChildProcess, kill
@@ -31,47 +31,34 @@ from .protocol import (
 )
 from .shared_job import PartsWritten
 
-_DETACH_SECONDS = 5.0  # an idle process does it in a millisecond
+if TYPE_CHECKING:
+    from .._staging.shared_memory import SharedBuffer
+
+_DETACH_SECONDS = 5.0  # an idle process takes a millisecond
 
 
 class WriterProcessHung(WriterProcessDied):
-    """The process made no progress for too long, and was killed. Where it wrote to may hang, for whoever asks it.
-
-    Attributes:
-        cleaning: Done when it has ended, which may be late, and what it had written is removed.
-    """
+    """The process made no progress for too long, and was killed. Its destination may hang for other processes, too."""
 
     cleaning: Future[None] | None = None
+    """Done when the process has ended, which may be late, and its files are removed."""
 
 
 class Unsendable(WriteError):
-    """A request cannot be pickled. Nothing of it has been sent, and the writer process goes on."""
+    """A request cannot be pickled. Nothing of it was sent, and the writer process takes the next one."""
 
 
 class NotStarted(WriterProcessDied):
-    """The process cannot be started, for want of memory, processes or descriptors."""
-
-
-class BufferHandle(Protocol):
-    """The part of a shared buffer that crosses to the writer process."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def fd(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def at_close(self, undo: Callable[[], None]) -> None: ...
+    """The process cannot be started: memory, processes or descriptors are short."""
 
 
 class WriterProcess(ChildProcess):
-    """A process that writes files from shared memory, started at once and ended with `close`, or with this object.
+    """A process that writes files from shared memory. It ends with `close`, or when this object is dropped.
 
-    Args:
-        devices: Let it see the trainer's GPUs, where it makes a context when it is first asked for a snapshot.
+    With ``devices`` it sees the trainer's GPUs. It makes a context there for its first snapshot.
 
     Raises:
-        NotStarted: there is no memory, process or descriptor left for it.
+        NotStarted: memory, processes or descriptors are short.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -80,47 +67,47 @@ class WriterProcess(ChildProcess):
         except OSError as error:
             raise NotStarted(str(error.strerror)) from error
         self._attached: set[int] = set()
-        self._sent: set[int] = set()  # buffers that it may have mapped, also by a request that failed
+        self._sent: set[int] = set()  # buffers that it may have mapped, also for a request that failed
         self._end = Finalizer(self, _end, self._popen, self._channel)
 
-    def write(self, request: WriteRequest, buffers: Sequence[BufferHandle], timeout: float) -> WriteDone:
-        """Lets the process write a request, and waits for it.
+    def write(self, request: WriteRequest, buffers: Sequence[SharedBuffer], timeout: float) -> WriteDone:
+        """Writes the files of a request, and waits for that.
 
         Args:
-            request: What to write; its ``buffers`` are filled in here.
+            request: Its ``buffers`` are filled in here.
             buffers: The shared memory that it refers to.
             timeout: Seconds without progress after which the process is killed.
 
         Raises:
-            WriterProcessDied: it ended meanwhile, or was killed because it made no progress.
-            WriteError: it could not fulfil the request.
+            WriterProcessDied: the process ended, or was killed because it made no progress.
+            WriteError: the request failed.
         """
         answer = self._ask(request, buffers, timeout)
         assert isinstance(answer, WriteDone)
         return answer
 
     def write_shared(
-        self, request: SharedWriteRequest, buffers: Sequence[BufferHandle], timeout: float
+        self, request: SharedWriteRequest, buffers: Sequence[SharedBuffer], timeout: float
     ) -> PartsWritten:
-        """Lets the process write its part of files that others write, too; raises as `write` does."""
+        """Writes a part of files that other processes write, too; raises as `write` does."""
         answer = self._ask(request, buffers, timeout)
         assert isinstance(answer, PartsWritten)
         return answer
 
-    def digest(self, request: DigestRequest, buffers: Sequence[BufferHandle], timeout: float) -> tuple[bytes, ...]:
-        """Lets the process take digests of tensors, and waits for them; raises as `write` does."""
+    def digest(self, request: DigestRequest, buffers: Sequence[SharedBuffer], timeout: float) -> tuple[bytes, ...]:
+        """Computes the digests of tensors; raises as `write` does."""
         answer = self._ask(request, buffers, timeout)
         assert isinstance(answer, DigestResult)
         return answer.digests
 
-    def snapshot(self, request: SnapshotRequest, buffers: Sequence[BufferHandle], timeout: float) -> None:
-        """Lets the process copy GPU memory to one of the buffers, and waits for it; raises as `write` does."""
+    def snapshot(self, request: SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float) -> None:
+        """Copies GPU memory to one of the buffers; raises as `write` does."""
         self._ask(request, buffers, timeout)
 
     def _ask(
         self,
         request: WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest,
-        buffers: Sequence[BufferHandle],
+        buffers: Sequence[SharedBuffer],
         timeout: float,
     ) -> Answer:
         self._lock.acquire()
@@ -139,12 +126,7 @@ class WriterProcess(ChildProcess):
         return _succeeded(answer)
 
     def flush(self, request: FlushRequest, timeout: float) -> None:
-        """Lets the process flush a local folder from now on; waits for the request under way.
-
-        Raises:
-            WriterProcessDied: it has ended.
-            WriteError: it could not begin.
-        """
+        """Flushes a local folder from now on; waits for the request under way, and raises as `write` does."""
         self._lock.acquire()
         with self._conversation():
             kept = tuple(BufferInfo(number, 0, attached=True) for number in self._attached)
@@ -152,9 +134,9 @@ class WriterProcess(ChildProcess):
         _succeeded(answer)
 
     def detach(self, number: int) -> None:
-        """Lets the process drop a shared buffer, so that its memory is free when it is given back here.
+        """Unmaps a shared buffer in the process, so that closing it here frees its memory.
 
-        Not while a request is under way: the next one says so.
+        While a request is under way it does nothing: the next request says which buffers stay.
         """
         if self._lock.acquire(blocking=False):
             with suppress(WriterProcessDied), self._conversation():  # if it died, so has its mapping
@@ -163,14 +145,14 @@ class WriterProcess(ChildProcess):
                     self._send(DetachRequest(kept), [], _DETACH_SECONDS)
 
     def close(self, timeout: float = END_SECONDS) -> None:
-        """Ends the process: it finishes what it is doing, but is killed after ``timeout`` seconds. Idempotent.
+        """Ends the process: it finishes its request, but is killed after ``timeout`` seconds. Idempotent.
 
-        It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
+        Waiting for the lock counts: a signal handler may have interrupted its holder.
         """
         if self._end.detach():
             self._disown()
             deadline = Deadline(timeout)
-            idle = self._lock.acquire(blocking=False)  # then it has nothing to finish, and may still be importing
+            idle = self._lock.acquire(blocking=False)  # nothing to finish; it may still be importing
             _stop(self._popen, self._channel, 0.0 if idle else timeout)
             if idle or self._lock.acquire(timeout=deadline.within(timeout)):
                 self._close_files()
@@ -178,7 +160,7 @@ class WriterProcess(ChildProcess):
 
     @contextmanager
     def _conversation(self) -> Iterator[None]:
-        """A request, by the holder of the lock. If `close` has not waited for it, what it needed is closed here."""
+        """A request of the lock's holder. Closes the files in the end, if `close` was called and did not wait."""
         try:
             yield
         finally:
@@ -187,12 +169,12 @@ class WriterProcess(ChildProcess):
             self._lock.release()
 
     def wait_dead(self) -> None:
-        """Waits until a process that was killed has ended: one that hangs in the kernel may create a file before."""
+        """Waits until a killed process has ended: one that hangs in the kernel may still create a file."""
         while self._popen.poll() is None:
             time.sleep(LOOK_SECONDS)
 
     def _send(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
-        """Sends a request, and returns the answer; by the holder of the lock. Raises as `write` does."""
+        """Sends a request, and returns the answer; raises `WriterProcessDied`. The caller holds the lock."""
         body, buffers = _pickled(request), {info.id for info in request.buffers}
         self._sent |= buffers
         self._attached = buffers
@@ -210,7 +192,7 @@ class WriterProcess(ChildProcess):
 
 
 def _succeeded(answer: Answer) -> Answer:
-    """The same answer; raises `WriteError` where the request has failed."""
+    """Returns an answer; raises `WriteError` if it is that the request failed."""
     if isinstance(answer, Failed):
         raise WriteError(answer.message) from _RemoteTraceback(answer.details)
     return answer
@@ -224,7 +206,7 @@ class _RemoteTraceback(Exception):
 
 
 def _pickled(request: Request) -> bytes:
-    """A request as it travels; raises `Unsendable`. Of what is in one, only the user's options may not pickle."""
+    """Pickles a request; raises `Unsendable`. Only the user's options in it may not pickle."""
     try:
         return pickled(request)
     except Exception as error:
