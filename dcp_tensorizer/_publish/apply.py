@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._format.delta import PIECE, digest_of, zstd
+from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
@@ -176,7 +177,7 @@ class _Directory:
         self._path = path
         self._published, self._version, self._may_go_back = published, version, may_go_back
         self._on_progress, self._done = on_progress, 0
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
 
     def apply(self) -> _Result:
         target = self._published.manifest(self._version)

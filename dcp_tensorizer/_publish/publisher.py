@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from .._format.delta import PIECE, DeltaEncoder, zstd
+from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
 from .._storage.base import RangeReader, Storage
@@ -224,7 +225,7 @@ class _Publisher:
         self._on_progress, self._done = on_progress, 0
         self._total = sum(file.nbytes for file in model.weights.values())
         self._files = 0
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
 
     def publish(self, previous: Storage | None, max_deltas: int) -> PublishedVersion:
         """Writes the files of the version, and then its manifest."""
