@@ -27,7 +27,7 @@ from .policy import Action, Decision, SavePolicy, Vote, decide
 from .restart import Problem, Survival
 from .restore import Selection, load_first
 from .retention import Retention, retain
-from .saves import Saves
+from .saves import NewStep, Saves
 from .step_folder import LATEST, Step, StepNames, leave, read_steps
 from .unflushed import settle
 
@@ -320,11 +320,11 @@ class Job:
         name = self.place.name_of(step, self._names)
         record = self.place.record(step, metrics, self.survival.run)
         keep = self.survival.next_state(record, self.place.tip, self.place.left)
-        storage = self._folder.child(name)
+        new = NewStep(self._folder.child(name), name, record)
         if action is Action.SAVE:
-            return self.saves.start(storage, name, state, record, keep)
+            return self.saves.start(new, state, keep)
         if keep is not None:
-            self.saves.hold(storage, name, state, record, keep, is_due=decision.is_due)
+            self.saves.hold(new, state, keep, is_due=decision.is_due)
         return None
 
     def _restore_from_storage(

@@ -38,14 +38,19 @@ logger = logging.getLogger("dcp_tensorizer")
 _CLEAN_UP_SECONDS = 20.0
 
 
+class NewStep(NamedTuple):
+    """A step that is saved, or held in memory."""
+
+    storage: Storage  # the checkpoint's directory
+    name: str  # of that directory
+    record: SaveRecord  # for the index
+
+
 @dataclass(slots=True)
 class _StepSave:
     """One save."""
 
-    step: int
-    storage: Storage
-    name: str
-    record: SaveRecord
+    new: NewStep
     began: float  # by the clock
     future: Future[str] = field(default_factory=Future)  # done when it is committed, with its path
     over: Future[None] = field(default_factory=Future)  # done when the work after the commit is done
@@ -63,11 +68,9 @@ class _StepSave:
 class _Held(NamedTuple):
     """A step that is only in memory."""
 
-    storage: Storage
-    name: str
+    new: NewStep
     staged: StagedStateDict | None  # None if the state could not be collected
     refusal: StagingError | None  # why it could not
-    record: SaveRecord  # for the index
     is_due: bool  # a save of it was due
 
 
@@ -125,14 +128,7 @@ class Saves:
             with suppress(StagingError):  # the save will report it
                 self._writer.prewarm(self.part.of(state))
 
-    def start(
-        self,
-        storage: Storage,
-        name: str,
-        state: Mapping[str, Any],
-        record: SaveRecord,
-        on_staged: OnStaged | None = None,
-    ) -> Future[str]:
+    def start(self, new: NewStep, state: Mapping[str, Any], on_staged: OnStaged | None = None) -> Future[str]:
         """Stages the state and starts its save; returns before that is over.
 
         An error of a ``state_dict`` is raised after the save has begun, because the other ranks would wait for this
@@ -140,17 +136,15 @@ class Saves:
         """
         since = self._clock.now()
         collected, error = _collected(state, self.part)
-        future = self._start(storage, name, collected, record, since, _refusal(error), on_staged)
+        future = self._start(new, collected, since, _refusal(error), on_staged)
         if error is not None:
             raise error
         return future
 
     def _start(
         self,
-        storage: Storage,
-        name: str,
+        new: NewStep,
         collected: dict[str, Any],
-        record: SaveRecord,
         since: float,
         refusal: StagingError | None,
         on_staged: OnStaged | None = None,
@@ -161,11 +155,11 @@ class Saves:
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
             omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
-        save = _StepSave(record.step, storage, name, record, since)
-        description = SaveDescription(record, refusal, omitted, on_staged, save.files)
+        save = _StepSave(new, since)
+        description = SaveDescription(new.record, refusal, omitted, on_staged, save.files)
         response = async_save(
             collected,
-            checkpoint_id=storage.location,
+            checkpoint_id=new.storage.location,
             storage_writer=self._writer,
             async_stager=DescribedStager(self._writer, description),
             planner=self._planner,
@@ -176,26 +170,17 @@ class Saves:
         in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
         return save.future
 
-    def hold(
-        self,
-        storage: Storage,
-        name: str,
-        state: Mapping[str, Any],
-        record: SaveRecord,
-        on_staged: OnStaged,
-        *,
-        is_due: bool,
-    ) -> None:
+    def hold(self, new: NewStep, state: Mapping[str, Any], on_staged: OnStaged, *, is_due: bool) -> None:
         """Stages a state that is only written if `write_held` is called; takes the arguments of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
-            self._held = _Held(storage, name, staged, None, record, is_due)
+            self._held = _Held(new, staged, None, is_due)
             on_staged(staged)
 
         is_due = is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
         collected, error = _collected(state, self.part)
         if error is not None:  # other ranks hold the step; if it is written, the save must fail on all of them
-            self._held = _Held(storage, name, None, _refusal(error), record, is_due)
+            self._held = _Held(new, None, _refusal(error), is_due)
             raise error
         self._writer.saver.hold(collected, keep)
 
@@ -211,12 +196,12 @@ class Saves:
                 state = dict(held.staged)  # not by `items`, which ties it to a save
             except StagingError as error:
                 refusal = error
-        self._start(held.storage, held.name, state, held.record, self._clock.now(), refusal)
+        self._start(held.new, state, self._clock.now(), refusal)
 
     @property
     def held_step(self) -> int | None:
         """The newest step, if it is only in memory and a save of it was due."""
-        return None if self._held is None or not self._held.is_due else self._held.record.step
+        return None if self._held is None or not self._held.is_due else self._held.new.record.step
 
     @property
     def is_busy(self) -> bool:
@@ -229,7 +214,7 @@ class Saves:
 
     def is_last(self, step: int) -> bool:
         """Returns whether the last save is of this step, and has not failed."""
-        return self._last is not None and self._last.step == step and not self._last.has_failed
+        return self._last is not None and self._last.new.record.step == step and not self._last.has_failed
 
     @property
     def future(self) -> Future[str]:
@@ -277,22 +262,24 @@ class Saves:
             cause = unwrap(error)
             if self.together is not None and is_of_ranks(cause):
                 assert isinstance(cause, RuntimeError)
-                cause = self.together.error_of(cause, f"{save.storage.path} was not saved")
+                cause = self.together.error_of(cause, f"{save.new.storage.path} was not saved")
             self._fail(save, cause)
             if is_uncommitted(error):
                 with suppress(Hung):  # a disk does not answer: its thread is left alone
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)
         else:
             save_id = "" if meta is None else meta.save_id or ""
-            branch, metrics = save.record.branch, save.record.metrics
-            save.saved = Step(save.step, save.name, save_id, time.time_ns(), branch, metrics, save.record.job)
+            record = save.new.record
+            save.saved = Step(
+                record.step, save.new.name, save_id, time.time_ns(), record.branch, record.metrics, record.job
+            )
             self.error = None
-            self.failures.committed(save.storage.path)
+            self.failures.committed(save.new.storage.path)
             self._clock.saved(save.began)
             try:
-                save.future.set_result(save.storage.location)
+                save.future.set_result(save.new.storage.location)
             except BaseException:  # raised by a callback; waiting threads have been told already
-                logger.exception("a callback of the save of %s failed; the save did not", save.storage.path)
+                logger.exception("a callback of the save of %s failed; the save did not", save.new.storage.path)
             if before is not None:
                 before.over.result()
             with suppress(Exception):  # it has logged it
@@ -303,7 +290,7 @@ class Saves:
 
     def _fail(self, save: _StepSave, cause: BaseException) -> None:
         if not isinstance(cause, CheckpointError):
-            failure = WriteError(f"{save.storage.path} was not saved: {describe(cause)}")
+            failure = WriteError(f"{save.new.storage.path} was not saved: {describe(cause)}")
             failure.__cause__ = cause
             cause = failure
         self.error = cause
