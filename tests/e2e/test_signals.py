@@ -15,12 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._saving.saver import Saver
 from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer._staging.buffer_pool import StagedSaves
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
-from dcp_tensorizer._writer_process.client import WriterProcess
 
 folder, timeout = sys.argv[1], float(sys.argv[2])
 
@@ -64,7 +64,7 @@ def giving_memory_back(writer):
     save(writer).result()
     writer.saver.stager.wait_turn()
     suspend(writer)
-    signal_in(WriterProcess, "_wait")  # it has the lock of the requests
+    signal_in(Channel, "answer")  # it has the lock of the requests
     save(writer, 100_000)
 
 def starting_the_process(writer):
