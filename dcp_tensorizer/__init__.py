@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ._loading.report import LoadReport
     from ._managing.goodput import GoodputReport
     from ._publish.apply import Applied, apply_delta
-    from ._publish.publisher import PublishedVersion, publish
+    from ._publish.publisher import Publish, PublishedVersion, publish
     from ._saving.report import SaveReport
     from ._writer_process.write_options import SaveLimits
     from .any_format import open_reader
@@ -48,6 +48,7 @@ __all__ = [
     "LoadReport",
     "MetadataError",
     "NotCommitted",
+    "Publish",
     "PublishedVersion",
     "ReadError",
     "SafetensorsStorageWriter",
@@ -78,6 +79,7 @@ _ON_USE = {
     "GoodputReport": "_managing.goodput",
     "LoadPlanner": "planner",
     "LoadReport": "_loading.report",
+    "Publish": "_publish.publisher",
     "PublishedVersion": "_publish.publisher",
     "SafetensorsStorageWriter": "export",
     "SaveLimits": "_writer_process.write_options",

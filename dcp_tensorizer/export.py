@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._format.safetensors import MAX_SHARD_BYTES
+from ._publish.publisher import Publish
 from ._runtime.validation import check_callable, check_path, check_storage_options
 from ._saving.model_layout import ModelOptions
 from ._saving.model_session import ModelSaver
@@ -60,6 +61,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             no weights. The coordinator reads them.
         overwrite: Replace a model at the path. Files then have names of their save, and those that the old index
             names are removed after the new one is in place. If False, a model at the path is an error.
+        publish: Where each model is published as the next version for inference servers, whole or as what changed. The
+            coordinator's writer process does so when the model is saved.
         cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report, limits:
             As for `TensorizerStorageWriter`.
 
@@ -70,7 +73,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
 
     The save then raises, on each rank:
         WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
-            tensors would have one name; or it cannot be written.
+            tensors would have one name; or it cannot be written, or not be published.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         max_shard_bytes: int = MAX_SHARD_BYTES,
         files: Sequence[str | os.PathLike[str]] = (),
         overwrite: bool = False,
+        publish: Publish | None = None,
         cache_staged_state_dict: bool = True,
         staging: Staging = "buffer",
         overlap_staging: bool = False,
@@ -97,7 +101,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         check_callable("on_report", on_report)
         check_storage_options(storage_options)
         self._path = None if path is None else absolute_path(path)
-        self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite)
+        self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite, publish)
         self._options = SaveOptions(
             cache_staged_state_dict=cache_staged_state_dict,
             staging=staging,

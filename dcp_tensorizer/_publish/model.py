@@ -110,15 +110,20 @@ class Model:
     others: tuple[str, ...]
 
 
-def read_model(storage: Storage) -> Model:
+def read_model(storage: Storage, index: bytes | None = None) -> Model:
     """Reads the index and the headers of a model's directory.
+
+    Args:
+        storage: Of the directory.
+        index: The contents of an index that is no longer there, but whose files are.
 
     Raises:
         NotCommitted: there is none.
         MetadataError: its index or a header is damaged.
         ReadError: a file cannot be read.
     """
-    index = read_small(storage, INDEX)
+    if index is None:
+        index = read_small(storage, INDEX)
     if index is None:
         if storage.head(SINGLE) is None:
             raise NotCommitted(f"there is no model in {storage.path}: neither {INDEX} nor {SINGLE}")

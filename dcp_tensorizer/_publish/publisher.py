@@ -17,10 +17,10 @@ import xxhash
 from .._format.delta import PIECE, DeltaEncoder, zstd
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
-from .._runtime.validation import check_count
+from .._runtime.validation import check_count, check_path
 from .._storage.base import RangeReader, Storage
 from .._storage.claim import Claim, Ownership
-from .._storage.open import open_storage
+from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, WriteError
 from .chain import Chain, read_delta
 from .model import (
@@ -120,6 +120,30 @@ def publish(
 
 
 @dataclass(frozen=True, slots=True)
+class Publish:
+    """Publishes each model that a `SafetensorsStorageWriter` saves, for inference servers that follow: see `publish`.
+
+    Attributes:
+        path: The directory of versions, of this job alone.
+        max_deltas, keep_latest: As for `publish`.
+
+    Raises:
+        TypeError, ValueError: one of them is not allowed.
+    """
+
+    path: str | os.PathLike[str]
+    max_deltas: int = MAX_DELTAS
+    keep_latest: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the options, and makes the path absolute."""
+        check_path(self.path)
+        check_count("max_deltas", self.max_deltas)
+        check_count("keep_latest", self.keep_latest, optional=True)
+        object.__setattr__(self, "path", str(absolute_path(self.path)))
+
+
+@dataclass(frozen=True, slots=True)
 class Publication:
     """What is to be published, and how: see `publish`. It travels to the writer process."""
 
@@ -130,6 +154,8 @@ class Publication:
     max_deltas: int = MAX_DELTAS
     keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    previous_index: bytes | None = None
+    """Of ``previous``, where another index is in its place by now."""
 
     def __post_init__(self) -> None:
         """Checks the counts."""
@@ -147,12 +173,11 @@ class Publication:
         """
         zstd()
         source = open_storage(self.directory, self.storage_options)
-        before = None if self.previous is None else open_storage(self.previous, self.storage_options)
         folder = Published(open_storage(self.published, self.storage_options))
         model = read_model(source)
         publisher = _Publisher(folder, folder.ownership(own), source, model, self.step, on_progress)
         try:
-            version = publisher.publish(before, self.max_deltas)
+            version = publisher.publish(self._before(), self.max_deltas)
             removed = () if self.keep_latest is None else remove_old(folder, self.keep_latest)
         except OSError as error:
             if isinstance(error, CheckpointError):
@@ -160,6 +185,19 @@ class Publication:
             raise WriteError(folder.storage.scrub(f"cannot publish in {folder.path}: {error}")) from error
         assert publisher.ownership.own is not None
         return replace(version, removed=removed), publisher.ownership.own
+
+    def _before(self) -> _Copy | None:
+        if self.previous is None:
+            return None
+        storage = open_storage(self.previous, self.storage_options)
+        return _Copy(storage, read_model(storage, self.previous_index))
+
+
+class _Copy(NamedTuple):
+    """A copy of the model at the version before."""
+
+    storage: Storage
+    model: Model
 
 
 def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
@@ -227,7 +265,7 @@ class _Publisher:
         self._files = 0
         self._lock = free_in_child(threading.Lock())
 
-    def publish(self, previous: Storage | None, max_deltas: int) -> PublishedVersion:
+    def publish(self, previous: _Copy | None, max_deltas: int) -> PublishedVersion:
         """Writes the files of the version, and then its manifest."""
         others = {name: self._record(name) for name in self._model.others}
         base, why = self._base(others, max_deltas)
@@ -334,7 +372,7 @@ class _Publisher:
 
     # --- what changed -------------------------------------------------------------------------------------------------
 
-    def _write_delta(self, base: _Base, previous: Storage | None) -> Manifest:
+    def _write_delta(self, base: _Base, previous: _Copy | None) -> Manifest:
         before = None if previous is None else _matching(previous, base)
         records: dict[str, FileRecord] = {}
         weight_map: dict[str, str] = {}
@@ -471,16 +509,16 @@ class _Base(NamedTuple):
     pairs: list[tuple[WeightFile, WeightFile]]
 
 
-def _matching(previous: Storage, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
+def _matching(previous: _Copy, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
     """The files of a copy of the version before, by their names in the last whole version."""
-    by_header = {file.header: file for file in read_model(previous).weights.values()}
+    by_header = {file.header: file for file in previous.model.weights.values()}
     found = {}
     for _, old in base.pairs:
         if old.header not in by_header:
             raise ChecksumMismatch(
-                f"{previous.path} is not the version before: it has no file with the tensors of {old.name}"
+                f"{previous.storage.path} is not the version before: it has no file with the tensors of {old.name}"
             )
-        found[old.name] = previous, by_header[old.header]
+        found[old.name] = previous.storage, by_header[old.header]
     return found
 
 

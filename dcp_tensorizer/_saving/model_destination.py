@@ -177,6 +177,11 @@ class ModelDestination(Destination):
         remove_records(storage, [save_id])
         return replaced
 
+    @property
+    def replaced_index(self) -> bytes | None:
+        """The index that was there before the save, if there was one."""
+        return self._index
+
     def check_commit(self) -> None:
         """Raises `Refused` if the save must not be committed."""
         self._check_commit()

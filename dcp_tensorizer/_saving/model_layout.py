@@ -16,11 +16,13 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from .._format.delta import zstd
 from .._format.renaming import Renaming, collision, not_inverted
 from .._format.runs import Integers
 from .._format.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, FileLayout, fault_of, lay_out, shards
 from .._index.chunks import ChunkLayout, expand, regions_of_range, runs_of
 from .._index.schema import Layout, Run
+from .._publish.publisher import Publish
 from .._runtime.validation import check_count, check_type
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import WriteError, listed
@@ -35,8 +37,12 @@ class ModelOptions:
     max_shard_bytes: int = MAX_SHARD_BYTES
     files: tuple[str, ...] = ()
     overwrite: bool = False
+    publish: Publish | None = None
 
     def __post_init__(self) -> None:
+        if self.publish is not None:
+            check_type("publish", self.publish, Publish)
+            zstd()
         if self.dtype is not None:
             check_type("dtype", self.dtype, torch.dtype)
             if not self.dtype.is_floating_point or self.dtype == PAIRS or self.dtype not in NAMES:
@@ -53,6 +59,7 @@ class ModelOptions:
         max_shard_bytes: int,
         files: Sequence[str | os.PathLike[str]],
         overwrite: bool,
+        publish: Publish | None = None,
     ) -> ModelOptions:
         """The options of a user's arguments, with absolute paths; raises `TypeError` or `ValueError`."""
         check_type("rename", rename or {}, Mapping)
@@ -65,6 +72,7 @@ class ModelOptions:
             max_shard_bytes=max_shard_bytes,
             files=paths,
             overwrite=overwrite,
+            publish=publish,
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.open import open_storage
 from .._writer_process.protocol import FileResult, WriteDone
 from .._writer_process.shared_job import PartsWritten, Pieces
-from ..errors import WriteError
-from .context import SaveContext
+from ..errors import CheckpointError, WriteError
 from .destination import Destination
 from .item_bytes import ItemBytes
 from .keeping import KeptSave
@@ -33,6 +32,7 @@ from .report import SaveReport
 from .saver import SaveDescription, Saver
 from .session import SaveSession, check_trainer_lives
 from .ties import live_state, ties_of
+from .versions import VersionsOfWriter
 from .write_plan import Item, resolve
 from .writer_client import Written
 
@@ -48,9 +48,10 @@ class ModelSession(SaveSession):
     """One save of a model, as one rank sees it; all runs on the save's thread."""
 
     _destination: ModelDestination
+    _context: ModelSaver
 
     def __init__(
-        self, context: SaveContext, save_id: str, destination: ModelDestination, staged_save: StagedSave | None
+        self, context: ModelSaver, save_id: str, destination: ModelDestination, staged_save: StagedSave | None
     ) -> None:
         super().__init__(context, save_id, destination, staged_save)
         self._ties: Mapping[str, str] = {} if staged_save is None else staged_save.ties
@@ -104,10 +105,31 @@ class ModelSession(SaveSession):
             replaced = destination.commit_files(self._model, parts, self.id)
         self._context.engine.failures.committed()
         report = self._report = self._times.committed(self._report)
-        if replaced:
-            destination.remove_replaced(replaced)
-        self.end()
+        try:
+            self._publish_version()
+        finally:
+            if replaced:
+                destination.remove_replaced(replaced)
+            self.end()
         self._publish(report)
+
+    def _publish_version(self) -> None:
+        """Publishes the model as the next version, if that is wanted.
+
+        Raises:
+            WriteError: it cannot be. The model is saved nevertheless.
+        """
+        versions = self._context.versions
+        if versions is None:
+            return
+        destination, staged = self._destination, self._staged_save
+        client = None if staged is None or destination.storage.in_process else self._context.engine.client
+        try:
+            versions.publish(
+                destination.storage, destination.replaced_index, client, None if staged is None else staged.context
+            )
+        except CheckpointError as error:
+            raise WriteError(f"the model is saved to {self.path}, and cannot be published: {error}") from error
 
     def end(self) -> None:
         """Drops the files unless they are a model by now, and releases the directory. Idempotent."""
@@ -200,6 +222,7 @@ class ModelSaver(Saver):
     ) -> None:
         super().__init__(options, on_report, closed=closed)
         self.model = model
+        self.versions = None if model.publish is None else VersionsOfWriter(model.publish, options.write)
 
     def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:
         """Copies a state dict into the staging buffer, and notes its tied tensors; see `Saver.stage`."""

@@ -27,6 +27,8 @@ from .._writer_process.jobs import DigestJob, FileJob
 from .._writer_process.protocol import (
     DigestRequest,
     FlushRequest,
+    PublishDone,
+    PublishRequest,
     SharedWriteRequest,
     TensorSource,
     WriteDone,
@@ -336,6 +338,21 @@ class WriterClient:
         process = self.ensure_process()
         # On another thread: a signal's handler that interrupts the caller may save, and needs the conversation.
         in_background(lambda: process.flush(request, request.target.timeout), daemon=True).result()
+
+    def publish(self, request: PublishRequest, timeout: float) -> PublishDone:
+        """Lets the writer process publish a version, and waits for it. If it dies, a fresh one tries once more.
+
+        Raises:
+            WriterProcessDied: that has died as well, or was killed because it made no progress.
+            WriteError: the version cannot be published.
+        """
+        try:
+            return self.ensure_process(request.context).publish(request, timeout)
+        except WriterProcessHung:
+            raise
+        except WriterProcessDied as error:
+            logger.warning("%s; publishing once more with a fresh process", str(error))
+        return self.ensure_process(request.context).publish(request, timeout)
 
     @property
     def is_running(self) -> bool:

@@ -23,6 +23,8 @@ from .protocol import (
     DigestRequest,
     DigestResult,
     FlushRequest,
+    PublishDone,
+    PublishRequest,
     Request,
     SharedWriteRequest,
     SnapshotRequest,
@@ -127,11 +129,21 @@ class WriterProcess(ChildProcess):
 
     def flush(self, request: FlushRequest, timeout: float) -> None:
         """Flushes a local folder from now on; waits for the request under way, and raises as `write` does."""
+        self._ask_beside(request, timeout)
+
+    def publish(self, request: PublishRequest, timeout: float) -> PublishDone:
+        """Publishes a version, and waits for it; raises as `write` does."""
+        answer = self._ask_beside(request, timeout)
+        assert isinstance(answer, PublishDone)
+        return answer
+
+    def _ask_beside(self, request: FlushRequest | PublishRequest, timeout: float) -> Answer:
+        """Sends a request that needs no shared memory: the process keeps what it has."""
         self._lock.acquire()
         with self._conversation():
             kept = tuple(BufferInfo(number, 0, attached=True) for number in self._attached)
             answer = self._send(dataclasses.replace(request, buffers=kept), [], timeout)
-        _succeeded(answer)
+        return _succeeded(answer)
 
     def detach(self, number: int) -> None:
         """Unmaps a shared buffer in the process, so that closing it here frees its memory.

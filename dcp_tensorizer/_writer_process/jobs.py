@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -20,8 +21,12 @@ from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
 from .._storage.remote import patience_of
 from ..errors import CheckpointError, WriteError, describe
-from .protocol import DigestResult, FileRequest, FileResult, TensorSource, WriteDone
+from .protocol import DigestResult, FileRequest, FileResult, PublishDone, TensorSource, WriteDone
 from .write_options import WriteOptions
+
+if TYPE_CHECKING:
+    from .._publish.publisher import Publication
+    from .._storage.claim import Claim
 
 
 class FileJob:
@@ -222,3 +227,25 @@ class DigestJob:
             state.update(piece)
             self._done[number] += piece.nbytes
         return state.digest()
+
+
+class PublishJob:
+    """Publishes a version of a model that has been written."""
+
+    def __init__(self, publication: Publication, own: Claim | None) -> None:
+        self._publication, self._own = publication, own
+        self._done = 0
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the model that have been read: the work goes on as long as they grow."""
+        return self._done
+
+    def run(self) -> PublishDone:
+        """Publishes it; raises what `Publication.publish` does."""
+
+        def progress(done: int, total: int) -> None:
+            self._done = done
+
+        version, own = self._publication.publish(self._own, progress)
+        return PublishDone(version, own)

@@ -19,6 +19,8 @@ from .shared_job import PartsWritten, Pieces, SharedFilePart
 from .write_options import WriteOptions
 
 if TYPE_CHECKING:
+    from .._publish.publisher import Publication, PublishedVersion
+    from .._storage.claim import Claim
     from .._tiers.target import FlushTarget
 
 
@@ -148,6 +150,30 @@ class FlushRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishRequest:
+    """Publish a model that has been written, as the next version of a directory.
+
+    Attributes:
+        publication: What, where, and how.
+        own: The claim on that directory; None before the first version.
+        context: As in a `WriteRequest`.
+    """
+
+    publication: Publication
+    own: Claim | None
+    context: ProcessContext | None = None
+    buffers: tuple[BufferInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PublishDone:
+    """The version is published; the next one is to be published with ``own``."""
+
+    version: PublishedVersion
+    own: Claim
+
+
+@dataclass(frozen=True, slots=True)
 class DigestRequest:
     """Say what is in these tensors. Buffers not in ``buffers`` are let go."""
 
@@ -204,5 +230,7 @@ class WriteDone:
         return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}
 
 
-Request = WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | DetachRequest | FlushRequest
-Answer = WriteDone | PartsWritten | DigestResult | Done | Failed
+Request = (
+    WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | DetachRequest | FlushRequest | PublishRequest
+)
+Answer = WriteDone | PartsWritten | DigestResult | PublishDone | Done | Failed

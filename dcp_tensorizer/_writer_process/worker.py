@@ -26,13 +26,14 @@ from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._staging.shared_mappings import SharedFile, attach, map_shared
 from .._storage.open import open_storage
-from .jobs import DigestJob, FileJob
+from .jobs import DigestJob, FileJob, PublishJob
 from .protocol import (
     Answer,
     BufferInfo,
     DetachRequest,
     DigestRequest,
     FlushRequest,
+    PublishRequest,
     Request,
     SharedWriteRequest,
     SnapshotRequest,
@@ -106,7 +107,7 @@ class _Worker:
         self._shared: dict[SharedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_KEPT_BYTES)
-        self._job: FileJob | DigestJob | SharedWriteJob | None = None
+        self._job: FileJob | DigestJob | SharedWriteJob | PublishJob | None = None
         self._connection: object = None
         self._flushes: FlushThread | None = None
 
@@ -127,7 +128,10 @@ class _Worker:
         return self._fulfil(request), ()
 
     def _fulfil(self, request: Request) -> Answer:
-        if isinstance(request, WriteRequest | SharedWriteRequest | FlushRequest) and request.context is not None:
+        if (
+            isinstance(request, WriteRequest | SharedWriteRequest | FlushRequest | PublishRequest)
+            and request.context is not None
+        ):
             request.context.take_on(OWN_VARIABLES)
         match request:
             case WriteRequest():
@@ -136,6 +140,8 @@ class _Worker:
                 return self._write_shared(request)
             case DigestRequest():
                 return self._run(DigestJob(request.tensors, self._bytes, thread_count=request.thread_count))
+            case PublishRequest():
+                return self._run(PublishJob(request.publication, request.own))
             case SnapshotRequest():
                 self._snapshot(request)
             case FlushRequest():
@@ -196,7 +202,7 @@ class _Worker:
         """Fills memory with bytes of a tensor."""
         memory[:] = np.frombuffer(self._bytes(sources[number])[start : start + memory.nbytes], dtype=np.uint8)
 
-    def _run(self, job: FileJob | DigestJob | SharedWriteJob) -> Answer:
+    def _run(self, job: FileJob | DigestJob | SharedWriteJob | PublishJob) -> Answer:
         self._job = job
         with suppress(OSError, RuntimeError):  # without /proc, or another thread, the priority stays
             arguments = job, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
@@ -228,7 +234,9 @@ class _Worker:
         with suppress(EOFError):
             self._channel.send(message)
 
-    def _use_spare_cores(self, job: FileJob | DigestJob | SharedWriteJob, others: set[int], spare: SpareCores) -> None:
+    def _use_spare_cores(
+        self, job: FileJob | DigestJob | SharedWriteJob | PublishJob, others: set[int], spare: SpareCores
+    ) -> None:
         """Lowers the priority of a job's threads further, as soon as there are seen to be idle cores for them.
 
         Only that of the job's own threads, which end with it: without privileges a priority cannot be raised again.

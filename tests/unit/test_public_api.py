@@ -75,6 +75,7 @@ def test_exported_names_are_pinned() -> None:
         "LoadReport",
         "MetadataError",
         "NotCommitted",
+        "Publish",
         "PublishedVersion",
         "ReadError",
         "SafetensorsStorageWriter",

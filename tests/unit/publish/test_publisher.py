@@ -205,3 +205,15 @@ def test_a_publisher_that_goes_on_after_another_one_is_refused(tmp_path: Path) -
     with pytest.raises(WriteError, match="now belongs to another run"):
         Publication(str(tmp_path / "c"), folder).publish(claim)
     assert list_versions(folder)[0].version == 4
+
+
+def test_versions_in_an_object_store(tmp_path: Path) -> None:
+    """There are no directories to make, and nothing is renamed: the manifest, put last, makes the version."""
+    state = first_state()
+    for number in (1, 2, 3):
+        write_model(tmp_path / f"model-{number}", state)
+        publish(tmp_path / f"model-{number}", "memory://bucket/published", max_deltas=1, keep_latest=1)
+        state = next_state(state, number)
+    assert [info.version for info in list_versions("memory://bucket/published")] == [3]
+    apply_delta(tmp_path / "copy", "memory://bucket/published/weight_v000003")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-3")

@@ -1,0 +1,96 @@
+"""A writer of models publishes each of them, by its writer process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_tensorizer import Publish, SafetensorsStorageWriter, apply_delta, publish, unwrap
+from dcp_tensorizer._publish.publisher import Publication
+from dcp_tensorizer.tools import list_versions, verify_versions
+
+from ...models import weights_of, write_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    weights = {f"layers.{n}.w": torch.randn(100, 60) for n in range(3)}
+    return {key: weight * (1 + step * 1e-3) for key, weight in weights.items()} | {"frozen": torch.ones(5)}
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["a directory each", "one directory"])
+def test_each_model_becomes_a_version(tmp_path: Path, is_async: bool, in_place: bool) -> None:
+    """The first one whole, then what changed, cast as the model is; a copy gets the bytes of each of them."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "max_shard_bytes": 20_000, "overwrite": True}
+    published = tmp_path / "published"
+    with SafetensorsStorageWriter(publish=Publish(published, max_deltas=2), **options) as writer:
+        for step in range(4):
+            model = tmp_path / ("model" if in_place else f"model-{step}")
+            if is_async:
+                dcp.async_save(state(step), storage_writer=writer, checkpoint_id=model).result()
+            else:
+                dcp.save(state(step), storage_writer=writer, checkpoint_id=model)
+            apply_delta(tmp_path / "copy", published)
+            assert weights_of(tmp_path / "copy") == weights_of(model)
+    versions = list_versions(published)
+    assert [info.is_delta for info in versions] == [False, True, True, False]
+    assert [info.tensors for info in versions] == [4, 3, 3, 4]
+    assert verify_versions(published).damages == ()
+
+
+def test_the_model_before_is_read_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not put together from all that was published since the last whole version."""
+    seen: list[tuple[str | None, bool]] = []
+    original = Publication.publish
+
+    def noted(self: Publication, *arguments: Any) -> Any:
+        previous = None if self.previous is None else Path(self.previous).name
+        seen.append((previous, self.previous_index is not None))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Publication, "publish", noted)
+    options: dict[str, Any] = {"max_shard_bytes": 20_000, "overwrite": True}
+    with SafetensorsStorageWriter(publish=Publish(tmp_path / "published"), **options) as writer:
+        for step, name in enumerate(("a", "b", "b", "a")):
+            dcp.save(state(step), storage_writer=writer, checkpoint_id=tmp_path / name)
+    assert seen == [(None, False), ("a", False), ("b", True), ("b", False)]
+    assert verify_versions(tmp_path / "published").damages == ()
+
+
+def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
+    """The save says so: here another job has taken the directory over."""
+    published = tmp_path / "published"
+    with SafetensorsStorageWriter(publish=Publish(published)) as writer:
+        dcp.async_save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a").result()
+        write_model(tmp_path / "other", {"w": torch.ones(3).numpy()})
+        publish(tmp_path / "other", published)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.async_save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "b").result()
+    message = str(unwrap(caught.value))
+    assert message.startswith(f"the model is saved to {tmp_path / 'b'}, and cannot be published: ")
+    assert "now belongs to another run" in message
+    assert (tmp_path / "b" / "model.safetensors").exists()
+    assert [info.version for info in list_versions(published)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SafetensorsStorageWriter(publish="published"), "publish must be"),  # type: ignore[arg-type]
+        (lambda: Publish("published", max_deltas=0), "max_deltas=0"),
+        (lambda: Publish("published", keep_latest=1.5), "keep_latest must be"),  # type: ignore[arg-type]
+    ],
+    ids=["a path", "no deltas", "half a version"],
+)
+def test_options_are_checked(make: Any, message: str) -> None:
+    """When they are given."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()

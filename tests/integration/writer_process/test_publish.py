@@ -1,0 +1,71 @@
+"""Versions are published by the writer process, and once more by a fresh one if it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcp_tensorizer import WriteError
+from dcp_tensorizer._publish.publisher import Publication
+from dcp_tensorizer._runtime.process_context import ProcessContext
+from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._writer_process.protocol import PublishRequest
+from dcp_tensorizer.tools import list_versions, verify_versions
+
+from ...models import write_model
+from ...waiting import WAIT
+
+
+@pytest.fixture
+def client() -> Iterator[WriterClient]:
+    client = WriterClient()
+    yield client
+    client.end_process()
+
+
+def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> None:
+    """One version after the other, with one claim; what fails is an error with its own words."""
+    state = {"w": np.zeros(1000, np.float32)}
+    write_model(tmp_path / "one", state)
+    write_model(tmp_path / "two", {"w": np.ones(1000, np.float32)})
+    published = str(tmp_path / "published")
+    first = client.publish(PublishRequest(Publication(str(tmp_path / "one"), published, step=1), None), 60)
+    second = client.publish(PublishRequest(Publication(str(tmp_path / "two"), published), first.own), 60)
+    assert (first.version.version, second.version.version, second.version.is_delta) == (1, 2, True)
+    assert first.own == second.own
+    with pytest.raises(WriteError, match="there is no model in"):
+        client.publish(PublishRequest(Publication(str(tmp_path), published), first.own), 60)
+
+
+def test_a_fresh_process_publishes_what_a_dead_one_could_not(
+    tmp_path: Path, client: WriterClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed as soon as the version's directory is there."""
+    write_model(tmp_path / "model", {"w": np.arange(20_000_000, dtype=np.float32)})
+    published = tmp_path / "published"
+    process = client.ensure_process()
+
+    def kill() -> None:
+        deadline = time.monotonic() + WAIT
+        while not (published / "weight_v000001").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    request = PublishRequest(Publication(str(tmp_path / "model"), str(published)), None, ProcessContext.here())
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        version = client.publish(request, 60).version
+    killer.join()
+    assert "publishing once more with a fresh process" in caplog.text
+    assert (version.version, version.is_delta) == (1, False)
+    assert len(list_versions(published)) == 1
+    assert verify_versions(published).damages == ()
