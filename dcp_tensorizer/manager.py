@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ._managing.agreement import Agreement, Together, make_groups
 from ._managing.arguments import (
+    check_copies,
     check_metrics,
     check_patterns,
     check_state,
@@ -27,6 +28,7 @@ from ._managing.arguments import (
     options_of_reader,
     split_limits,
 )
+from ._managing.copies import DEFAULT_RATE
 from ._managing.goodput import GoodputClock, GoodputReport
 from ._managing.job import Job
 from ._managing.lineage import logger
@@ -93,6 +95,12 @@ class CheckpointManager:
             or not a save is due.
         buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the save before it
             still runs is kept only in memory, and training does not wait. 2: training waits for that save.
+        copies: On how many hosts each state is kept with ``survive``. 2: a keeper on another host has a copy of the
+            newest one, and a job that has lost a host goes on from that. What is copied is encrypted on its way.
+        copy_rate: Bytes a second that each host sends for that, at most; None for no limit.
+        failure_domain: A name for what fails together with this host, as a rack: its copies go to another one.
+        interface: The network interface for copies, by its name or its address. Without it, the one that reaches the
+            coordinator.
         process_group: The ranks of the job; by default all.
         reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are taken
             from the writer's; a passphrase is not.
@@ -120,6 +128,10 @@ class CheckpointManager:
         survive: float = 0.0,
         survive_every: int | None = None,
         buffers: int = 3,
+        copies: int = 1,
+        copy_rate: float | None = DEFAULT_RATE,
+        failure_domain: str | None = None,
+        interface: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         reader_options: Mapping[str, Any] | None = None,
         **writer_options: Unpack[WriterOptions],
@@ -133,6 +145,7 @@ class CheckpointManager:
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
         check_survival(survive, survive_every, buffers, options)
+        copying = check_copies(copies, copy_rate, failure_domain, interface, survive)
         limits, max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **options)
         try:
@@ -157,6 +170,7 @@ class CheckpointManager:
                 max_failures=max_failures,
                 survive=survive,
                 buffers=buffers,
+                copies=copying,
                 clock=self._clock,
                 reader_options=readers,
             )

@@ -99,7 +99,7 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
 
     if not isinstance(params, EncryptionParams):
         raise TypeError(f"encryption must be tensorizer.EncryptionParams, and is {type(params).__name__}")
-    _require_library(WriteError)
+    require_libsodium()
     made = params._crypt_info_chunk()  # tensorizer shows no more than the salt in public
     if made is not None and made.opslimit > _MOST_OPERATIONS:
         raise ValueError(f"encryption has an opslimit of {made.opslimit:,}: pass at most {_MOST_OPERATIONS:,}")
@@ -117,7 +117,7 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
     """
     from tensorizer import DecryptionParams
 
-    _require_library(DecryptionError)
+    require_libsodium(DecryptionError)
     if (key is None) == (passphrase is None):
         raise ValueError("a checkpoint has one key, or one passphrase")
     return DecryptionParams.from_key(key) if key is not None else DecryptionParams.from_string(passphrase)
@@ -129,7 +129,7 @@ def check_decryption(params: DecryptionParams) -> None:
 
     if not isinstance(params, DecryptionParams):
         raise TypeError(f"encryption must be tensorizer.DecryptionParams, and is {type(params).__name__}")
-    _require_library(DecryptionError)
+    require_libsodium(DecryptionError)
     if params.key is None and params.source is None:
         raise TypeError("encryption must be made by DecryptionParams.from_key or DecryptionParams.from_string")
 
@@ -214,7 +214,8 @@ def find_other_key(cipher: Cipher | None, checks: Iterable[tuple[int, bytes]]) -
     return None
 
 
-def _require_library(kind: type[CheckpointError]) -> None:
+def require_libsodium(kind: type[CheckpointError] = WriteError) -> None:
+    """Raises an error of a kind, with what to do, if there is no libsodium."""
     try:
         _secretbox()
     except (OSError, AttributeError, RuntimeError):
@@ -232,6 +233,80 @@ def _secretbox() -> tuple[Callable[..., int], Callable[..., int]]:
     pointer, length = ctypes.c_void_p, ctypes.c_ulonglong
     prototype = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, length, pointer, pointer)
     return prototype(("crypto_secretbox_detached", nacl)), prototype(("crypto_secretbox_open_detached", nacl))
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+FRAME_MAC_BYTES = 16
+"""What a frame of a connection is longer by when it is encrypted."""
+
+
+class FrameCipher:
+    """Encrypts and authenticates the frames of one direction of a connection: ChaCha20 and Poly1305.
+
+    The nonce counts them. So a frame that is left out, repeated or moved does not open.
+
+    Args:
+        key: Of 32 bytes, for this connection and direction alone.
+
+    Raises:
+        WriteError: there is no libsodium.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        require_libsodium()
+        self._key = key
+        self._count = 0
+
+    def seal(self, source: memoryview | bytes, target: memoryview, header: bytes) -> None:
+        """Encrypts a frame.
+
+        Args:
+            source: What it says.
+            target: Where it goes, with the MAC behind it.
+            header: It is authenticated too.
+        """
+        assert target.nbytes == len(source) + FRAME_MAC_BYTES
+        seal, _ = _aead()
+        places = _address_of(target), None, _address_of(source), len(source), header, len(header)
+        if seal(*places, None, self._next_nonce(), self._key):
+            raise WriteError("libsodium could not encrypt a frame")
+
+    def open(self, sealed: memoryview, target: memoryview, header: bytes) -> bool:
+        """Decrypts a frame, unless it is not what was encrypted: then this is False, and the target is of no use.
+
+        Args:
+            sealed: The frame, with the MAC behind it.
+            target: Where it goes; it may be the beginning of ``sealed`` itself.
+            header: As it was given to `seal`.
+        """
+        assert sealed.nbytes == target.nbytes + FRAME_MAC_BYTES
+        _, open_ = _aead()
+        places = _address_of(target), None, None, _address_of(sealed), sealed.nbytes, header, len(header)
+        return open_(*places, self._next_nonce(), self._key) == 0
+
+    def _next_nonce(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(12, "little")
+
+
+@functools.cache
+def _aead() -> tuple[Callable[..., int], Callable[..., int]]:
+    """libsodium's AEAD, to encrypt and to decrypt; they run without the interpreter lock."""
+    from libnacl import nacl
+
+    pointer, length = ctypes.c_void_p, ctypes.c_ulonglong
+    seal = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, length, pointer, length, pointer, pointer, pointer)
+    open_ = ctypes.CFUNCTYPE(
+        ctypes.c_int, pointer, pointer, pointer, pointer, length, pointer, length, pointer, pointer
+    )
+    name = "crypto_aead_chacha20poly1305_ietf"
+    return seal((f"{name}_encrypt", nacl)), open_((f"{name}_decrypt", nacl))
+
+
+def _address_of(data: memoryview | bytes) -> Any:
+    """As `_address`, also of nothing."""
+    return _address(data) if len(data) else None
 
 
 def _counted(nonce: bytes, number: int) -> bytes:

@@ -21,6 +21,7 @@ from .._tiers.tiered_storage import NearestStorage
 from ..errors import CheckpointError, ReadError, WriteError, listed
 from ..writer import TensorizerStorageWriter
 from .agreement import Agreement, Together
+from .copies import CopyOptions
 from .goodput import GoodputClock
 from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
 from .policy import Action, Decision, SavePolicy, Vote, decide
@@ -49,6 +50,7 @@ class Job:
         max_failures: So many saves may fail in a row; None for any number.
         survive: How long states are kept in memory when this process is gone; 0: not at all.
         buffers: How many staging buffers there may be then.
+        copies: On how many hosts states are kept, and how they come there.
         clock: Takes the times of saves.
         reader_options: For readers.
         is_alone: This process loads by itself, whatever ranks there are, and saves nothing.
@@ -76,6 +78,7 @@ class Job:
         max_failures: int | None = None,
         survive: float = 0.0,
         buffers: int = 2,
+        copies: CopyOptions = CopyOptions(),  # noqa: B008 - a tuple
         is_alone: bool = False,
     ) -> None:
         remote = folder.remote if isinstance(folder, NearestStorage) else folder
@@ -93,7 +96,7 @@ class Job:
         self._has_claimed = False
         if not is_alone:
             writer.saver.owner = self._owner
-        self.survival = Survival(writer.saver, folder, names.template, agreement, survive, buffers)
+        self.survival = Survival(writer.saver, folder, names.template, agreement, survive, buffers, copies)
         self.retaining = Retaining(
             remote,
             names,
@@ -153,13 +156,15 @@ class Job:
             settle(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
-        if decision.is_lost:
-            raise WriteError(self._agreement.decided(lambda: self._owner.lost))
+        if decision.is_lost or decision.copy.is_superseded:
+            raise WriteError(self._agreement.decided(lambda: self._owner.lost or _superseded(self._folder.path)))
         if step < self.place.step:  # on all ranks: they have just compared
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         self.place.step = step
-        self.survival.advance(has_failed=decision.has_failed, ends=decision.ends)
+        self.survival.advance(
+            decision.copy, has_failed=decision.has_failed, ends=decision.ends, is_busy=self.saves.is_busy
+        )
         self.saves.check(decision.failures)
         if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             decision = decision._replace(action=Action.SAVE)
@@ -224,6 +229,7 @@ class Job:
             has_failed=has_failed,
             ends=ends,
             is_lost=bool(self._owner.lost),
+            copy=self.survival.copy_vote(),
         )
         return decide(self._agreement, vote)
 
@@ -369,6 +375,13 @@ class Job:
                 step.number,
             )
         return found.place(number)
+
+
+def _superseded(path: str) -> str:
+    return (
+        f"{path}: a later run of this job has claimed the memory of another host, where this run's states are copied "
+        f"to. This run saves no more: end it. If the other run is the wrong one, end that, and start this one again"
+    )
 
 
 def _place_of(record: SaveRecord, found: RestoreChoice) -> Place:

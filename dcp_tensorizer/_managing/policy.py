@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from .._runtime.forks import Home, in_child
 from .._runtime.validation import check_count, check_timeout
 from .agreement import Agreement
+from .copies import NO_COPY, CopyVote
 
 
 class Action(enum.Enum):
@@ -48,6 +49,7 @@ class Vote:
         has_failed: The newest state could not be kept in memory.
         ends: It keeps no states in memory any more.
         is_lost: * Another run has the folder now.
+        copy: About the copies of states on other hosts.
     """
 
     step: int
@@ -63,6 +65,7 @@ class Vote:
     has_failed: bool = False
     ends: bool = False
     is_lost: bool = False
+    copy: CopyVote = NO_COPY
 
 
 class Decision(NamedTuple):
@@ -75,6 +78,7 @@ class Decision(NamedTuple):
         has_failed, ends: As in a `Vote`, of any rank.
         is_due: A save is due, or was asked for.
         is_lost: Another run has the folder now.
+        copy: As in a `Vote`, of any rank.
     """
 
     action: Action
@@ -84,6 +88,7 @@ class Decision(NamedTuple):
     ends: bool
     is_due: bool
     is_lost: bool = False
+    copy: CopyVote = NO_COPY
 
 
 def decide(agreement: Agreement, vote: Vote) -> Decision:
@@ -109,9 +114,11 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
         vote.has_failed,
         vote.ends,
         first and vote.is_lost,
+        *vote.copy,
     )
     stop, force, highest, lowest, is_due, is_last, is_there, failures = numbers[:8]
-    must_write, is_busy, is_due_in_memory, has_failed, ends, is_lost = numbers[8:]
+    must_write, is_busy, is_due_in_memory, has_failed, ends, is_lost = numbers[8:14]
+    copy = CopyVote(*map(bool, numbers[14:]))
     if highest != -lowest:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
     is_due = stop or force or is_due
@@ -123,7 +130,7 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
         action = Action.KEEP
     else:
         action = Action.HOLD if is_busy and not (stop or force or must_write or ends) else Action.SAVE
-    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due), bool(is_lost))
+    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due), bool(is_lost), copy)
 
 
 # When a save is due.

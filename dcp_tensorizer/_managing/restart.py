@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
 from .._restart.client import KeeperProcess, visits
-from .._restart.find import Predecessors
+from .._restart.find import Held, Predecessors
+from .._restart.peers import this_host
 from .._restart.protocol import KeptHead
 from .._restart.runtime_directory import identity, job_name
+from .._restart.wire import Address
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.keeping import described, lack_of_room
 from .._saving.saver import Saver
@@ -40,6 +42,7 @@ from ..any_format import KeptReader
 from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
+from .copies import Copies, CopyOptions, CopyVote
 from .lineage import RestoreChoice
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
 from .step_folder import Step
@@ -73,15 +76,24 @@ class Survival:
         agreement: Of all ranks.
         seconds: How long states are kept when this process is gone.
         buffers: How many staging buffers there may be.
+        copies: On how many hosts each state is, and how it comes there.
 
     Attributes:
         run: The run of the job, the same on all ranks; empty if nothing is kept.
         holds: A state may be kept that no save writes.
         has_left: What is kept has been left to a later run.
+        copies: What is copied to other hosts.
     """
 
     def __init__(
-        self, saver: Saver, folder: Storage, template: str, agreement: Agreement, seconds: float, buffers: int
+        self,
+        saver: Saver,
+        folder: Storage,
+        template: str,
+        agreement: Agreement,
+        seconds: float,
+        buffers: int,
+        copies: CopyOptions = CopyOptions(),  # noqa: B008 - a tuple
     ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
         # The writer process copies from devices, and cannot do so while it writes.
@@ -91,7 +103,8 @@ class Survival:
         self._template = template
         self._agreement = agreement
         self._seconds = seconds
-        self._spares = buffers - 1
+        self._buffers = buffers
+        self.copies = Copies(agreement, copies)
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None
@@ -99,6 +112,7 @@ class Survival:
         self._keeping: Future[None] | None = None
         self._count = 0
         self._newest: str | None = None  # the state that came last, until it is known of all ranks whether they keep it
+        self._written = ""  # the last state that a save writes
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
@@ -121,11 +135,12 @@ class Survival:
             self._predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
-        self._saver.engine.saves.spares[self] = self._spares
         try:
             self._keeper = KeeperProcess(job, self.run, self._seconds)
         except WriteError as error:
             self._stop_keeping(str(error))
+        self.copies.begin(self._keeper)
+        self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def settle(self) -> tuple[bool, bool]:
         """Waits until the newest state is kept; whether it could not be, and whether this rank keeps no more."""
@@ -140,16 +155,26 @@ class Survival:
         has_failed = self._newest is not None and self._newest not in self._kept
         return has_failed, self._stage is _Stage.ENDING
 
-    def advance(self, *, has_failed: bool, ends: bool) -> None:
+    def copy_vote(self) -> CopyVote:
+        """This rank's knowledge about copies on other hosts, when the newest state is settled."""
+        return self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
+
+    def advance(self, copy: CopyVote, *, has_failed: bool, ends: bool, is_busy: bool) -> None:
         """Forgets what is not needed, now that it is known of all ranks whether they keep the newest state.
 
         Args:
+            copy: What is known of copies on other hosts.
             has_failed: A rank could not keep it.
             ends: A rank keeps no more.
+            is_busy: The last save still runs, on this rank.
         """
         if self._stage is _Stage.OFF:
             return
         newest, self._newest = self._newest, None
+        was_on = self.copies.is_on
+        self.copies.advance(copy)
+        if was_on and not self.copies.is_on:
+            self.copies.forget(self._keeper)
         if ends:
             self._stop_keeping("another rank keeps no more")
             self._stage, self.holds = _Stage.OFF, False
@@ -157,8 +182,32 @@ class Survival:
         elif newest is not None and has_failed:
             self._forget_all_but([number for number in self._kept if number != newest])
         elif newest is not None:
-            self._forget_all_but([newest])
+            self._forget_for(newest, is_busy=is_busy)
+
+    def _forget_for(self, newest: str, *, is_busy: bool) -> None:
+        """Forgets what is not needed beside the newest state, which all ranks have.
+
+        The last one that was copied from all ranks stays until a newer one has been: where a host is lost, those that
+        are left need their own parts of it. One that is being copied stays as long as saves do not need its buffer.
+        """
+        saves, copied = self._saver.engine.saves, self.copies.ordered
+        nbytes = self._kept[newest].nbytes if newest in self._kept else 0
+        staying = {newest, self.copies.confirmed, copied} & self._kept.keys()
+        in_use = {*staying, *([self._written] if is_busy else [])}
+        self._forget_all_but([newest, self.copies.confirmed], but_copied=len(in_use) < self._most_buffers)
+        if self.copies.is_on and len(self._kept) > 1:
+            saves.reclaim()
+            if why := lack_of_room(saves, nbytes):
+                self.copies.give_up(why)
+                self._forget_all_but([newest])
+        asks_again = self.copies.look_for_room(nbytes, max(0, self._most_buffers - len(in_use)))
+        if asks_again or not self.copies.are_awaited:
             self._predecessors.end()
+
+    @property
+    def _most_buffers(self) -> int:
+        """How many staging buffers there may be; for copies one more."""
+        return self._buffers + self.copies.is_on
 
     def next_state(self, record: SaveRecord, parent: Step | None, left: Step | None) -> OnStaged | None:
         """Returns the function that keeps the next staged copy; None if it is not kept.
@@ -182,12 +231,16 @@ class Survival:
             parent_step=None if parent is None else parent.number,
             left=(left.save_id or None) if left else None,
             folder=identity(self._folder.location),
+            host=this_host(),
         )
+        is_copied = self.copies.order(number)
 
         def keep(staged: StagedStateDict) -> None:
-            if self._keeper is not None and not staged.staged_save.abandoned:  # a save writes it
-                staged.staged_save.on_written = functools.partial(self._keeper.written, number)
-            self._keeping = in_background(lambda: self._keep(head, staged), name="keep")
+            if not staged.staged_save.abandoned:  # a save writes it
+                self._written = number
+                if self._keeper is not None:
+                    staged.staged_save.on_written = functools.partial(self._keeper.written, number)
+            self._keeping = in_background(lambda: self._keep(head, staged, is_copied=is_copied), name="keep")
 
         return keep
 
@@ -208,6 +261,7 @@ class Survival:
         self.settle()
         self._newest = None
         self._forget_all_but([])
+        self.copies.forget(self._keeper)
 
     def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
         """Ends the keeper, and gives the memory back. Idempotent.
@@ -242,7 +296,7 @@ class Survival:
         """The buffers of the states that are kept, by their ids; the oldest comes first."""
         return {} if self._keeper is None else self._keeper.kept
 
-    def _keep(self, head: KeptHead, staged: StagedStateDict) -> None:
+    def _keep(self, head: KeptHead, staged: StagedStateDict, *, is_copied: bool) -> None:
         staged_save = staged.staged_save
         try:
             staged_save.wait_copied()
@@ -253,6 +307,8 @@ class Survival:
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
             message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
             self._keeper.keep(message, buffer)
+            if is_copied:
+                self.copies.start(self._keeper, head.id)
         except BaseException:
             if staged_save.buffer is not None:
                 staged_save.buffer.is_kept = False
@@ -281,10 +337,11 @@ class Survival:
             logger.warning("states are kept in memory no more, and survive=%g is off: %s", self._seconds, why)
         self._forget_all_but([])
 
-    def _forget_all_but(self, kept: Sequence[str]) -> None:
+    def _forget_all_but(self, kept: Sequence[str], *, but_copied: bool = False) -> None:
+        forgotten = [state_id for state_id in self._kept if state_id not in kept]
         try:
             if self._keeper is not None:
-                self._keeper.forget([state_id for state_id in self._kept if state_id not in kept])
+                self._keeper.forget(forgotten, but_copied=but_copied)
         except WriteError as error:
             self._stop_keeping(str(error))
 
@@ -343,13 +400,20 @@ def load_kept(
     Raises:
         CheckpointError: it is whole and does not fit, as `load_first` says, or a rank is gone; on all ranks.
     """
-    head = _chosen(found, folder, agreement, choice)
-    if head is None:
+    chosen = _chosen(found, folder, agreement, choice)
+    if chosen is None:
         return None
+    head, elsewhere = chosen
     started = time.perf_counter()
     path = f"the memory of step {head.step} on rank {agreement.rank}"
-    loaded, own = _loaded(found, head, agreement.rank, path, state, selection, options)
-    if problem := _joint(agreement.gathered(own)):
+    load = functools.partial(_loaded, found, head, agreement.rank, path, state, selection, options)
+    needs_all = head.world_size != agreement.size
+    loaded, own = load(elsewhere if needs_all else _only(elsewhere, agreement.rank))
+    problems = agreement.gathered(own)
+    if not needs_all and elsewhere and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
+        loaded, own = load(elsewhere)  # it is sharded in another way than it was
+        problems = agreement.gathered(own)
+    if problem := _joint(problems):
         logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
         return problem
     found.forget_all_but(head.id)
@@ -363,29 +427,86 @@ def load_kept(
     return head.record
 
 
-def _chosen(found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice) -> KeptHead | None:
-    """The newest state that all ranks can reach, if it is not outdated; the same on all ranks."""
-    states = found.states()
-    own = {kept.head.id: kept.head for kept in states if kept.serves([agreement.rank], agreement.size)}
-    everywhere = agreement.gathered(own)
-    common = set.intersection(*map(set, everywhere))
-    if not common:
-        if states or any(everywhere):
+Elsewhere = Mapping[int, Sequence[Address]]
+"""Where the parts of a state are, of each rank: keepers on any host, in the same order on all ranks."""
+
+
+class _Offer(NamedTuple):
+    """The knowledge of one rank about what is in memory.
+
+    Attributes:
+        own: The states that it can load from this host's memory alone.
+        held: All that this host's keepers give to other hosts.
+        other_folders: The states whose host this is, and whose folder is another one now.
+        known_folders: The states whose host this is.
+    """
+
+    own: dict[str, KeptHead]
+    held: list[Held]
+    other_folders: set[str]
+    known_folders: set[str]
+
+
+def _chosen(
+    found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice
+) -> tuple[KeptHead, Elsewhere] | None:
+    """The newest state that all ranks can reach, if it is not outdated, and where it is; the same on all ranks."""
+    states, there, host = found.states(), identity(folder.location), this_host()
+    here = [head for kept in states for head in kept.by_rank.values() if head.host in ("", host)]
+    offer = _Offer(
+        {kept.head.id: kept.head for kept in states if kept.serves([agreement.rank], agreement.size)},
+        found.held,
+        {head.id for head in here if head.folder not in (None, there)},
+        {head.id for head in here},
+    )
+    offers = agreement.gathered(offer)
+    reached, elsewhere = _reached(offers)
+    if not reached:
+        if states or any(offer.own or offer.held for offer in offers):
             logger.warning(
                 "%s: no state in memory is there for all ranks, as where a machine was replaced: this run goes on "
                 "from storage, which may be some steps older",
                 folder.path,
             )
         return None
-    # What the first rank's keeper says of it counts.
-    head = max((everywhere[0][state_id] for state_id in common), key=lambda h: (h.step, h.number, h.id))
+    head = max(reached.values(), key=lambda h: (h.step, h.number, h.id))
     tip = choice.candidates[0][0] if choice.candidates else None
-    there, ids = identity(folder.location), {step.save_id for step in choice.steps}
-    refusal = agreement.decided(lambda: _outdated(head, tip, there, ids))
-    if refusal:
-        logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, refusal)
+    ids = {step.save_id for step in choice.steps}
+    is_other = any(head.id in offer.other_folders for offer in offers)
+    is_known = any(head.id in offer.known_folders for offer in offers)
+
+    def refusal() -> str:
+        if is_known:
+            return _outdated(head, tip, None if is_other else head.folder, ids)
+        # Its hosts are gone. Others have another number for the disk, and the same for the folder.
+        is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
+        return _outdated(head, tip, head.folder if is_same else None, ids)
+
+    if words := agreement.decided(refusal):
+        logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, words)
         return None
-    return head
+    return head, elsewhere.get(head.id, {})
+
+
+def _reached(offers: Sequence[_Offer]) -> tuple[dict[str, KeptHead], dict[str, dict[int, list[Address]]]]:
+    """The states that all ranks can load, each from its host or from others; and where other hosts have the parts."""
+    elsewhere: dict[str, dict[int, list[Address]]] = {}
+    heads: dict[str, KeptHead] = {}
+    for held in (held for offer in offers for held in offer.held):
+        for head in held.heads:
+            addresses = elsewhere.setdefault(head.id, {}).setdefault(head.rank, [])
+            heads.setdefault(head.id, head)
+            if held.address not in addresses:
+                addresses.append(held.address)
+    reached = {state_id: head for state_id, head in heads.items() if len(elsewhere[state_id]) == head.world_size}
+    for state_id in set.intersection(*(set(offer.own) for offer in offers)):
+        reached[state_id] = offers[0].own[state_id]  # what the first rank's keeper says of it counts
+    return reached, elsewhere
+
+
+def _only(elsewhere: Elsewhere, rank: int) -> Elsewhere:
+    """One rank's part."""
+    return {other: addresses for other, addresses in elsewhere.items() if other == rank}
 
 
 def _loaded(
@@ -396,21 +517,37 @@ def _loaded(
     state: dict[str, Any],
     selection: Selection,
     options: Mapping[str, Any],
+    elsewhere: Elsewhere,
 ) -> tuple[dict[str, Any], Problem | None]:
-    """Loads a state, on this rank by itself; what was loaded, and why it could not be."""
-    planner = SelectivePlanner(path, selection, state)
-    is_whole = True
-    try:
-        plain = StatePart().of(state)
-        checkpoint = found.open(head.id, rank, path)
-        is_whole = checkpoint.is_whole
-        with closing(checkpoint), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
-            dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
-    except (Exception, CheckpointException) as error:
-        cause = error_of_load(path, error)
-        return {}, Problem(cause, isinstance(cause, ReadError), is_whole, planner.has_begun)
-    return plain, None
+    """Loads a state, on this rank by itself; what was loaded, and why it could not be.
+
+    A part that is damaged, or cannot be read any more, is taken from somewhere else, as long as somebody has it.
+    """
+    damaged: set[tuple[int, str]] = set()
+    is_whole, has_begun = True, False
+    first: CheckpointError | None = None
+    while True:
+        planner = SelectivePlanner(path, selection, state)
+        checkpoint = None
+        try:
+            plain = StatePart().of(state)
+            checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
+            is_whole = checkpoint.is_whole
+            with closing(checkpoint), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
+                dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
+        except (Exception, CheckpointException) as error:
+            cause = error_of_load(path, error)
+            has_begun = has_begun or planner.has_begun
+            first = first or cause
+            part = checkpoint.part_in(str(cause)) if checkpoint is not None and isinstance(cause, ReadError) else None
+            if checkpoint is None or part is None:
+                return {}, Problem(first, isinstance(cause, ReadError), is_whole, has_begun)
+            place = checkpoint.places[part]
+            damaged.add((part, place))
+            logger.error("rank %d's part of step %d, from %s, is not used: %s", part, head.step, place, str(cause))
+        else:
+            return plain, None
 
 
 def _joint(problems: Sequence[Problem | None]) -> Problem | None:

@@ -5,8 +5,7 @@ So it is planned, read and verified as one on storage is: onto any number of ran
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed.checkpoint.metadata import (
@@ -17,18 +16,30 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from .._format.names import StoredItem, data_file_name, metadata_file_name
+from .._format.names import (
+    StoredItem,
+    block_size,
+    data_file_name,
+    data_file_rank,
+    is_data_file_name,
+    metadata_file_name,
+)
+from .._index.container import IndexFile, read_head
 from .._index.locations import RankPlaces
-from .._index.schema import item_key
+from .._index.reader import Index
+from .._index.schema import ItemKey, item_key
 from .._index.writer import encode
 from .._runtime.forks import Descriptor
 from .._runtime.threads import cores
 from .._storage.base import FileInfo, MemoryReader, RangeReader, ReadTuning, Sink, Storage
 from .._storage.local_io import read_into
 from ..errors import WriteError
-from .protocol import Keep, KeptContent
+from .protocol import Extent, Keep, KeptContent, KeptHead
+from .replicas import RemotePart
 
 _SLICE = 1 << 20  # what is copied is hashed while it is in the processor's cache
+_REMOTE_SLICE = 8 << 20  # each is a request
+_STREAMS = 4  # at once from other hosts, where there are fewer cores
 
 
 class KeptCheckpoint(Storage):
@@ -36,44 +47,64 @@ class KeptCheckpoint(Storage):
 
     Args:
         path: For messages.
-        states: Of the ranks, each with its buffer, which is closed here. Of what several of them have, the last one's
-            is loaded: that of the rank that loads.
+        states: Of the ranks, each with its buffer, here or on another host, which is closed here. Of what several of
+            them have, the last one's is loaded: that of the rank that loads.
 
     Attributes:
         is_whole: The states of all ranks are there.
+        places: Where the part of each rank is, for messages.
 
     Raises:
         CheckpointError: an item cannot be described; names its key.
     """
 
-    def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor]]) -> None:
+    def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor | RemotePart]]) -> None:
+        self.places: dict[int, str] = {}
         self.is_whole = len(states) == states[0][0].state.head.world_size
         self.path = self.location = path
-        self.reads = ReadTuning(max_threads=cores(), min_threads=cores(), slice_bytes=_SLICE)
+        is_remote = any(isinstance(buffer, RemotePart) for _, buffer in states)
+        threads = max(cores(), _STREAMS) if is_remote else cores()
+        self.reads = ReadTuning(
+            max_threads=threads, min_threads=threads, slice_bytes=_REMOTE_SLICE if is_remote else _SLICE
+        )
         self._files: dict[str, memoryview] = {}
-        self._buffers = {_names(content)[0]: _Buffer(buffer, content.state.nbytes) for content, buffer in states}
-        plans = [kept_plan(content.state) for content, _ in states]
+        self._buffers = {
+            _names(content.state.head)[0]: _reader(buffer, content.state.nbytes) for content, buffer in states
+        }
+        indexes = [_index(content.state) for content, _ in states]
         meta = StorageMeta(save_id=states[0][0].state.head.id)
-        metadata = Metadata({}, planner_data=_merged(plans), storage_meta=meta)
-        described = metadata.state_dict_metadata
-        parts = [self._add(content, plan, described) for (content, _), plan in zip(states, plans, strict=True)]
+        metadata = Metadata({}, planner_data=_merged(indexes), storage_meta=meta)
+        for index in indexes:
+            _add_entries(index.state_dict_metadata, metadata.state_dict_metadata)
+        parts = [self._add(content, index) for (content, _), index in zip(states, indexes, strict=True)]
         record = states[0][0].state.head.record
         self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
+
+    def part_in(self, words: str) -> int | None:
+        """The rank whose part an error is about, which names the file; None if that is not known."""
+        ranks = (
+            data_file_rank(name) for name in self._files | self._buffers if is_data_file_name(name) and name in words
+        )
+        return next(ranks, None)
 
     def close(self) -> None:
         """Lets go of the memory: nothing is read any more."""
         for buffer in self._buffers.values():
             buffer.let_go()
 
-    def _add(self, content: KeptContent, plan: KeptItems, known: dict[str, Any]) -> RankPlaces:
+    def _add(self, content: KeptContent, index: Metadata) -> RankPlaces:
         """Adds a rank's state; returns where everything is."""
         state, head = content.state, content.state.head
-        names = _names(content)
+        names = _names(head)
         self._files[names[1]] = memoryview(state.inline)
-        places = {}
-        for item in plan.items:
-            _describe(item, known)
-            places[item_key(item.plan.index)] = _place(item, names, content)
+        digests = {
+            (names[extent.is_inline], extent.offset, extent.nbytes): digests
+            for extent, digests in zip(state.extents, content.digests, strict=True)
+        }
+        places = {
+            key: item._replace(digests=digests[item.file, item.offset, item.length]) if item.file else item
+            for key, item in index.storage_data["items"].items()
+        }
         return RankPlaces.of(head.rank, places, {names[0]: state.nbytes, names[1]: len(state.inline)})
 
     def open(self, name: str) -> RangeReader:
@@ -105,6 +136,10 @@ class KeptCheckpoint(Storage):
         raise OSError(f"{self.path} cannot be written to")
 
 
+def _reader(buffer: Descriptor | RemotePart, nbytes: int) -> _Buffer | RemotePart:
+    return buffer if isinstance(buffer, RemotePart) else _Buffer(buffer, nbytes)
+
+
 class _Buffer(RangeReader):
     """A staging buffer of another process.
 
@@ -123,42 +158,15 @@ class _Buffer(RangeReader):
         self._descriptor.close()
 
 
-def _names(content: KeptContent) -> list[str]:
+def _names(head: KeptHead) -> list[str]:
     """The files that a rank's state is in: its buffer, and what is not in that."""
-    head = content.state.head
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
 
-def _merged(plans: Sequence[KeptItems]) -> Any:
-    """The paths of keys of all ranks, as torch's planner merges them; None where planners have something else."""
-    if not all(isinstance(plan.planner_data, dict) for plan in plans):
-        return None
-    return {key: path for plan in reversed(plans) for key, path in plan.planner_data.items()}
-
-
-def _describe(item: KeptItem, known: dict[str, Any]) -> None:
-    """Adds an item to the metadata of the state dict. Ranks may have the same ones."""
-    key, data = item.plan.index.fqn, item.plan.tensor_data
-    if data is None:
-        known.setdefault(key, BytesStorageMetadata())
-        return
-    tensor = known.setdefault(key, TensorStorageMetadata(data.properties, data.size, []))
-    if data.chunk not in tensor.chunks:
-        tensor.chunks.append(data.chunk)
-
-
-def _place(item: KeptItem, names: Sequence[str], content: KeptContent) -> StoredItem:
-    """The location of an item, in the first file, a buffer, or the second one."""
-    if item.extent is None:
-        return StoredItem.empty(item.dtype, item.kind)
-    extent = content.state.extents[item.extent]
-    file, digests = names[extent.is_inline], content.digests[item.extent]
-    return StoredItem(file, item.name, extent.offset, extent.nbytes, item.dtype, item.kind, digests)
-
-
-# --- the plan of a kept state -----------------------------------------------------------------------------------------
+# --- the description of a kept state ----------------------------------------------------------------------------------
 #
-# The keeper passes it on without decoding it: the items, and where in memory each is.
+# An index, as a checkpoint's, of this rank's part. Keepers pass it on without decoding it. They take the digests, which
+# are zeros in it.
 
 
 class KeptItem(NamedTuple):
@@ -167,28 +175,71 @@ class KeptItem(NamedTuple):
     Attributes:
         plan: As the planner made it.
         name, kind, dtype: As in a `StoredItem`.
-        extent: The number of its bytes among the extents; None if it has none.
+        extent: Where its bytes are; None if it has none.
     """
 
     plan: WriteItem
     name: str
     kind: str
     dtype: str
-    extent: int | None
+    extent: Extent | None
 
 
-class KeptItems(NamedTuple):
-    """The items of a kept state."""
+def description_of(
+    head: KeptHead, items: Sequence[KeptItem], planner_data: object, nbytes: int, inline_nbytes: int
+) -> bytes:
+    """The description of a state.
 
-    items: Sequence[KeptItem]
-    planner_data: Any
+    Args:
+        head: What it is.
+        items: What is in it.
+        planner_data: Of the plan.
+        nbytes, inline_nbytes: Of the buffer, and of what is not in that.
 
-    def pickled(self) -> bytes:
-        """The pickle that a keeper is given."""
-        return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
+    Raises:
+        CheckpointError: an item cannot be described; names its key.
+    """
+    names = _names(head)
+    entries: dict[str, Any] = {}
+    places: dict[ItemKey, StoredItem] = {}
+    for item in items:
+        key, data = item.plan.index.fqn, item.plan.tensor_data
+        entry = (
+            BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [data.chunk])
+        )
+        _add_entries({key: entry}, entries)
+        places[item_key(item.plan.index)] = _place(item, names)
+    paths = planner_data if isinstance(planner_data, dict) else None
+    part = RankPlaces.of(head.rank, places, {names[0]: nbytes, names[1]: inline_nbytes})
+    return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
 
 
-def kept_plan(state: Keep) -> KeptItems:
-    """Reads the items of a kept state. A process of this user kept it: connections to others are refused."""
-    plan: KeptItems = pickle.loads(state.description)
-    return plan
+def _place(item: KeptItem, names: Sequence[str]) -> StoredItem:
+    """The location of an item, in the first file, a buffer, or the second one."""
+    if item.extent is None:
+        return StoredItem.empty(item.dtype, item.kind)
+    is_inline, offset, nbytes = item.extent
+    count = -(-nbytes // block_size(nbytes))
+    digests = bytes(8 * (count + (count > 1)))
+    return StoredItem(names[is_inline], item.name, offset, nbytes, item.dtype, item.kind, digests)
+
+
+def _index(state: Keep) -> Metadata:
+    """The description, decoded; raises `MetadataError` if it makes no sense."""
+    path = f"the description of rank {state.head.rank}"
+    return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()
+
+
+def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
+    """Adds what a rank has to the metadata of the state dict. Ranks may have the same chunks."""
+    for key, entry in entries.items():
+        tensor = known.setdefault(key, entry)
+        if tensor is not entry and isinstance(entry, TensorStorageMetadata):
+            tensor.chunks += [chunk for chunk in entry.chunks if chunk not in tensor.chunks]
+
+
+def _merged(indexes: Sequence[Metadata]) -> Any:
+    """The paths of keys of all ranks, as torch's planner merges them; None where planners have something else."""
+    if not all(isinstance(index.planner_data, dict) for index in indexes):
+        return None
+    return {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}

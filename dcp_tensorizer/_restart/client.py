@@ -19,17 +19,25 @@ from .protocol import (
     Answer,
     Claimed,
     ClaimRequest,
+    Copy,
+    CopyStatus,
+    DropCopies,
     End,
     Forget,
+    Forgotten,
     Found,
     Keep,
     KeptContent,
     Look,
+    LookAtCopy,
+    Opened,
+    OpenToPeers,
     Request,
     Take,
     WrittenDigests,
 )
 from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
+from .wire import Address
 
 if TYPE_CHECKING:
     from .._staging.shared_memory import SharedBuffer
@@ -98,8 +106,12 @@ class KeeperProcess(ChildProcess):
         if state_id in self.kept:
             self._tell_digests(state_id)
 
-    def forget(self, ids: Collection[str]) -> None:
+    def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
         """Lets the keeper forget some of the states that it keeps: their buffers are free, also if this fails.
+
+        Args:
+            ids: Of these states.
+            but_copied: One that is being copied to another host stays.
 
         Raises:
             WriteError: it does not answer, and is ended: it keeps nothing any more.
@@ -108,11 +120,31 @@ class KeeperProcess(ChildProcess):
         if not forgotten:
             return
         try:
-            self._ask(Forget(tuple(forgotten)))
+            answer = self._ask(Forget(tuple(forgotten), but_copied))
         except BaseException:
             self._lose()
             raise
-        self._release(forgotten)
+        self._release(answer.ids if isinstance(answer, Forgotten) else forgotten)
+
+    def open_to_peers(self, host: str, secret: bytes) -> Address:
+        """Lets the keepers of other hosts reach it, at an address of this host; raises `WriteError`."""
+        answer = self._ask(OpenToPeers(host, secret))
+        assert isinstance(answer, Opened)
+        return answer.address
+
+    def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
+        """Lets the keeper begin to copy a state to another one, see `Copy`; raises `WriteError`."""
+        self._ask(Copy(state_id, to, rate, keep))
+
+    def drop_copies(self) -> None:
+        """Lets the other keeper forget what it has of this rank; raises `WriteError`."""
+        self._ask(DropCopies())
+
+    def copy_status(self) -> CopyStatus:
+        """What has become of the last copy; raises `WriteError`."""
+        answer = self._ask(LookAtCopy())
+        assert isinstance(answer, CopyStatus)
+        return answer
 
     def end(self, deadline: Deadline = NEVER) -> None:
         """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
@@ -164,12 +196,12 @@ class KeeperProcess(ChildProcess):
 
             in_background(tell, name="digests", daemon=True)
 
-    def _ask(self, request: Request, fds: Sequence[int] = ()) -> None:
+    def _ask(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """Raises `WriteError` if it refuses, and `KeeperDied`."""
         if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted its holder
             raise WriteError(f"the keeper (pid {self.pid}) is busy")
         try:
-            answer = self._exchange(request, fds, _ANSWER_SECONDS)
+            answer: Answer = self._exchange(request, fds, _ANSWER_SECONDS)
         except BaseException as error:
             self._lose()
             if isinstance(error, EOFError | TimeoutError):
@@ -179,6 +211,7 @@ class KeeperProcess(ChildProcess):
             self._lock.release()
         if isinstance(answer, Failed):
             raise WriteError(f"the keeper (pid {self.pid}) refuses: {answer.message}")
+        return answer
 
 
 class Visit:
@@ -226,13 +259,13 @@ class Visit:
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
-    def take(self, state_id: str) -> tuple[KeptContent, Descriptor]:
-        """A state, and its buffer.
+    def take(self, state_id: str, rank: int) -> tuple[KeptContent, Descriptor]:
+        """A rank's part of a state, and its buffer.
 
         Raises:
             ReadError: it is not there any more.
         """
-        answer, fds = self._ask(Take(state_id), _DIGEST_SECONDS)
+        answer, fds = self._ask(Take(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, KeptContent):
             why = answer.message if isinstance(answer, Failed) else "it gave no answer"
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")

@@ -10,10 +10,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from .._format.names import metadata_file_name
 from .._index.container import find_index
@@ -25,7 +27,9 @@ from ..errors import CheckpointError, ReadError, describe
 from .checkpoint import KeptCheckpoint
 from .client import Visit, visits
 from .protocol import KeptContent, KeptHead
+from .replicas import RemotePart
 from .runtime_directory import SAVES, identity, job_name, location_of
+from .wire import Address
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -117,30 +121,57 @@ class Predecessors:
                 states.setdefault(head.id, {})[head.rank] = head
         return [KeptParts(by_rank) for by_rank in states.values()]
 
-    def open(self, state_id: str, rank: int, path: str) -> KeptCheckpoint:
+    @property
+    def held(self) -> list[Held]:
+        """All that these keepers have and give to other hosts."""
+        return [Held(v.found.address, v.found.heads) for v in self._visits if v.found.address is not None]
+
+    def open(
+        self,
+        state_id: str,
+        rank: int,
+        path: str,
+        elsewhere: Mapping[int, Sequence[Address]] = MappingProxyType({}),
+        damaged: Collection[tuple[int, str]] = (),
+    ) -> KeptCheckpoint:
         """A state as a checkpoint, of which a rank gets its own part where several have the same.
 
         Args:
             state_id: Which one.
             rank: That loads it.
             path: For messages.
+            elsewhere: Parts that are wanted, too, by the ranks that they are of, and where other hosts have them.
+            damaged: Parts that are not used: the rank that they are of, and where they are.
 
         Raises:
-            ReadError: a keeper does not have it any more, or it cannot be read.
+            ReadError: nobody has it any more, or it cannot be read.
         """
-        by_rank = {head.rank: visit for visit in self._visits for head in visit.found.heads if head.id == state_id}
-        parts: list[tuple[KeptContent, Descriptor]] = []
+        places: dict[int, list[Visit | Address]] = {}
+        for visit in self._visits:
+            for head in visit.found.heads:
+                if head.id == state_id:
+                    places.setdefault(head.rank, []).append(visit)
+        here = {visit.found.address for visit in self._visits}
+        for other, addresses in elsewhere.items():
+            places.setdefault(other, []).extend(address for address in addresses if address not in here)
+        parts: list[tuple[KeptContent, Descriptor | RemotePart]] = []
+        used: dict[int, str] = {}
         try:
-            for other in sorted(by_rank, key=lambda other: (other == rank, other)):
-                parts.append(by_rank[other].take(state_id))
+            for other in sorted(places, key=lambda other: (other == rank, other)):
+                usable = [place for place in places[other] if (other, _name_of(place)) not in damaged]
+                place, part = _taken(usable, state_id, other)
+                used[other] = _name_of(place)
+                parts.append(part)
             checkpoint = KeptCheckpoint(path, parts)
         except BaseException as error:
             for _, buffer in parts:
-                buffer.close()
+                (buffer.let_go if isinstance(buffer, RemotePart) else buffer.close)()
             if not isinstance(error, Exception):  # a KeyboardInterrupt
                 raise
             raise ReadError(f"{path} cannot be read: {describe(error)}") from error  # it is of another release, say
-        self.nbytes = parts[-1][0].state.nbytes
+        checkpoint.places = used
+        last = parts[-1][1]
+        self.nbytes = parts[-1][0].state.nbytes if isinstance(last, Descriptor) else 0
         return checkpoint
 
     def forget_all_but(self, state_id: str) -> None:
@@ -160,6 +191,37 @@ class Predecessors:
         visits, self._visits = self._visits, []
         for visit in visits:
             visit.close()
+
+
+class Held(NamedTuple):
+    """The parts of states that a keeper has, and where other hosts reach it."""
+
+    address: Address
+    heads: tuple[KeptHead, ...]
+
+
+def _name_of(place: Visit | Address) -> str:
+    """The name of a place that has a part, for messages."""
+    if isinstance(place, Address):
+        return f"the keeper at {place!r}"
+    return f"the keeper of process {place.found.trainer} on {socket.gethostname()}"
+
+
+def _taken(
+    places: Sequence[Visit | Address], state_id: str, rank: int
+) -> tuple[Visit | Address, tuple[KeptContent, Descriptor | RemotePart]]:
+    """Takes a part from the first place that gives it; raises `ReadError` if none does."""
+    failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
+    for place in places:
+        try:
+            if isinstance(place, Visit):
+                return place, place.take(state_id, rank)
+            remote = RemotePart(place, state_id, rank)
+            return place, (remote.record(), remote)
+        except ReadError as error:
+            failure = error
+            logger.warning("rank %d's part is not taken from %s: %s", rank, _name_of(place), str(error))
+    raise failure
 
 
 def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -24,22 +25,33 @@ from .._runtime.channel import Channel, Done, Failed, Ready
 from .._runtime.child import at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._storage.local_io import read_into
+from ..errors import WriteError, describe
 from .protocol import (
     Answer,
     Claimed,
     ClaimRequest,
+    Copy,
+    CopyStatus,
+    DropCopies,
     End,
     Extent,
     Forget,
+    Forgotten,
     Found,
     Keep,
     KeptContent,
+    KeptHead,
     Look,
+    LookAtCopy,
+    Opened,
+    OpenToPeers,
     Request,
     Take,
     WrittenDigests,
 )
+from .replicas import NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
 from .runtime_directory import is_own_peer, listen, remove, touch
+from .wire import Address
 
 _NICENESS = 10  # below the writer process: its digests are not waited for
 _SLICE = 1 << 20  # what is read is hashed while it is in the processor's cache
@@ -55,11 +67,12 @@ class _KeptState:
     training waits.
     """
 
-    def __init__(self, state: Keep, fd: int) -> None:
+    def __init__(self, state: Keep, fd: int, *, is_replica: bool = False) -> None:
         if os.fstat(fd).st_size < state.nbytes:
             raise ValueError(f"it has not the {state.nbytes:,} bytes that it should have")
         self.state = state
         self.fd = fd
+        self.is_replica = is_replica
         self.is_forgotten = self.is_digested = False
         self.digests: Future[tuple[bytes, ...]] = Future()
 
@@ -113,7 +126,11 @@ class Keeper:
         self._job = job
         self._trainer = trainer
         self._seconds = seconds
-        self._kept: dict[str, _KeptState] = {}
+        self._kept: dict[tuple[str, int], _KeptState] = {}  # by id and rank: the trainer's own, and replicas
+        self._claimed_by = ""  # the last run of a job that has claimed this keeper
+        self._server: ReplicaServer | None = None
+        self._copy = CopyStatus()
+        self._copied: tuple[Address, KeptHead] | None = None  # where copies are, and of what
         self._claims: dict[object, str] = {}  # by connection: the run of a job that waits, or has taken
         self._is_orphaned = self._is_over = False
         self._deadline: float | None = None
@@ -124,7 +141,7 @@ class Keeper:
         """Answers the requests of one connection until its other end is gone."""
         try:
             with suppress(OSError):
-                channel.serve(lambda request, fds: self._answer(request, fds, channel))
+                channel.serve(lambda request, fds: self._answer(request, fds, channel, is_trainer=is_trainer))
         finally:
             with self._changed:
                 if self._claims.pop(channel, None) is not None:
@@ -159,26 +176,36 @@ class Keeper:
             self._deadline = None if self._claims else time.monotonic() + seconds
             self._changed.notify_all()
 
-    def _answer(self, request: Request, fds: list[int], channel: Channel) -> tuple[Answer, list[int]]:
+    def _answer(
+        self, request: Request, fds: list[int], channel: Channel, *, is_trainer: bool
+    ) -> tuple[Answer, list[int]]:
         match request:
             case Keep():
                 return self._keep(request, fds[0]), []
             case WrittenDigests(number, known):
                 with self._changed:
-                    if number in self._kept:
-                        self._digest(self._kept[number], known)
+                    if (kept := self._own(number)) is not None:
+                        self._digest(kept, known)
                 return Done(), []
-            case Forget(ids):
-                self._forget(ids)
-                return Done(), []
+            case Forget(ids, but_copied):
+                return Forgotten(self._forget(ids, is_trainer=is_trainer, but_copied=but_copied)), []
+            case OpenToPeers(host, secret):
+                return self._open_to_peers(host, secret), []
+            case Copy():
+                return self._begin_copy(request), []
+            case LookAtCopy():
+                return self._copy, []
+            case DropCopies():
+                return self._drop_copies(), []
             case Look():
                 with self._changed:
                     heads = tuple(kept.state.head for kept in self._kept.values())
-                    return Found(self._job, self._trainer, self._is_orphaned, heads), []
+                    address = None if self._server is None else self._server.address
+                    return Found(self._job, self._trainer, self._is_orphaned, heads, address), []
             case ClaimRequest(job):
                 return Claimed(self._claim(job, channel)), []
-            case Take(number):
-                return self._take(number)
+            case Take(state_id, rank):
+                return self._take(state_id, rank)
             case End():
                 with self._changed:
                     self._is_over = True
@@ -192,7 +219,7 @@ class Keeper:
             os.close(fd)
             return Failed(f"the staging buffer cannot be read: {error}")
         with self._changed:
-            self._kept[state.head.id] = kept
+            self._kept[state.head.id, state.head.rank] = kept
             self._wait_anew()
             if self._is_orphaned or not state.digests_follow:
                 self._digest(kept)
@@ -204,37 +231,138 @@ class Keeper:
             kept.is_digested = True
             self._digesting.submit(kept.take_digests, known)
 
-    def _forget(self, numbers: Sequence[str]) -> None:
+    def _own(self, state_id: str) -> _KeptState | None:
+        """The trainer's own part of a state."""
+        of_state = (kept for (other, _), kept in self._kept.items() if other == state_id)
+        return next((kept for kept in of_state if not kept.is_replica), None)
+
+    def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
+        """Forgets states: the trainer its own parts, a successor all that is there of them."""
         with self._changed:
-            forgotten = [self._kept.pop(number) for number in numbers if number in self._kept]
+            stays = self._copy.id if but_copied and self._copy.is_running else None
+            over = [state_id for state_id in ids if state_id != stays]
+            keys = [key for key, kept in self._kept.items() if key[0] in over and not (is_trainer and kept.is_replica)]
+            forgotten = [self._kept.pop(key) for key in keys]
             self._wait_anew()
         for kept in forgotten:
             kept.forget()
             self._digesting.submit(kept.close)
+        return tuple(over)
 
     def _claim(self, job: str, channel: Channel) -> bool:
         with self._changed:
             if not self._is_orphaned or any(other != job for other in self._claims.values()):
                 return False
-            self._claims[channel] = job
+            self._claims[channel] = self._claimed_by = job
             self._wait_anew()
             return True
 
-    def _take(self, number: str) -> tuple[Answer, list[int]]:
+    def _take(self, state_id: str, rank: int) -> tuple[Answer, list[int]]:
+        try:
+            content = self.content(state_id, rank, _DIGEST_SECONDS)
+        except TimeoutError:
+            return Failed("it has no digests: there was no time to take them"), []
         with self._changed:
-            kept = self._kept.get(number)
-            if kept is not None:
-                self._digest(kept)
-        if kept is None:
-            return Failed("it is not kept any more"), []
+            kept = self._kept.get((state_id, rank))
+            if content is None or kept is None or kept.is_forgotten:
+                return Failed("it is not kept any more"), []
+            return content, [kept.fd]
+
+    # --- replicas ---------------------------------------------------------------------------------------------------
+
+    def _open_to_peers(self, host: str, secret: bytes) -> Answer:
+        try:
+            self._server = self._server or ReplicaServer(self, host, secret)
+        except (OSError, WriteError) as error:
+            return Failed(f"it cannot be reached from other hosts at {host}: {error}")
+        return Opened(self._server.address)
+
+    def _begin_copy(self, request: Copy) -> Answer:
+        with self._changed:
+            kept = self._own(request.id)
+            if kept is None or self._copy.is_running:
+                return Failed("it is not kept" if kept is None else "another state is being copied")
+            self._digest(kept)  # a save may take long to say them
+            fd = os.dup(kept.fd)
+            self._copied = request.to, kept.state.head
+            self._copy = CopyStatus(request.id, is_running=True)
+        threading.Thread(target=self._run_copy, args=(request, kept, fd), name="copy", daemon=True).start()
+        return Done()
+
+    def _drop_copies(self) -> Answer:
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            try:
+                drop_copies(*copied)
+            except OSError as error:
+                return Failed(f"the keeper at {copied[0]!r} cannot be reached: {error}")
+        return Done()
+
+    def _run_copy(self, request: Copy, kept: _KeptState, fd: int) -> None:
+        status = CopyStatus(request.id)
         try:
             digests = kept.digests.result(_DIGEST_SECONDS)
-        except (CancelledError, TimeoutError) as error:
-            return Failed(f"it has no digests: {type(error).__name__}"), []
+            throttle = Throttle(request.rate)
+            content = KeptContent(kept.state, digests)
+            copy_part(request.to, content, fd, request.keep, throttle, lambda: not kept.is_forgotten)
+        except NotCopied as error:
+            status = CopyStatus(
+                request.id,
+                problem=str(error),
+                is_claimed=error.is_claimed,
+                is_full=error.is_full,
+                is_given_up=kept.is_forgotten,
+            )
+        except BaseException as error:
+            status = CopyStatus(request.id, problem=describe(error), is_given_up=kept.is_forgotten)
+        finally:
+            os.close(fd)
+            with self._changed:
+                self._copy = status
+
+    def refusal(self) -> str:
+        """Returns why no copies are taken any more; empty if they are."""
+        return f"a later run of this job ({self._claimed_by}) has claimed this keeper" if self._claimed_by else ""
+
+    def add_replica(self, content: KeptContent, fd: int) -> None:
+        """Adds a replica, which is whole, with its buffer."""
+        kept = _KeptState(content.state, fd, is_replica=True)
+        kept.is_digested = True
+        kept.digests.set_result(content.digests)
         with self._changed:
-            if kept.is_forgotten:
-                return Failed("it is not kept any more"), []
-            return KeptContent(kept.state, digests), [kept.fd]
+            self._kept[content.state.head.id, content.state.head.rank] = kept
+            self._wait_anew()
+
+    def drop_replicas(self, head: KeptHead, keep: str) -> list[tuple[int, int]]:
+        """Forgets the replicas of a rank and run but one; returns their buffers and sizes, which are the caller's."""
+        with self._changed:
+            keys = [
+                (state_id, rank)
+                for (state_id, rank), kept in self._kept.items()
+                if kept.is_replica and rank == head.rank and kept.state.head.job == head.job and state_id != keep
+            ]
+            dropped = [self._kept.pop(key) for key in keys]
+        return [(kept.fd, kept.state.nbytes) for kept in dropped]
+
+    def content(self, state_id: str, rank: int, seconds: float) -> KeptContent | None:
+        """A part of a state; None if it is not there. Raises `TimeoutError` if its digests are not there in time."""
+        with self._changed:
+            kept = self._kept.get((state_id, rank))
+            if kept is None:
+                return None
+            self._digest(kept)
+        try:
+            return KeptContent(kept.state, kept.digests.result(seconds))
+        except CancelledError:
+            return None
+        except FutureTimeout:
+            raise TimeoutError from None
+
+    def buffer(self, state_id: str, rank: int) -> int | None:
+        """A descriptor of the buffer of a part, which is the caller's to close; None if it is not there."""
+        with self._changed:
+            kept = self._kept.get((state_id, rank))
+            return None if kept is None or kept.is_forgotten else os.dup(kept.fd)
 
 
 def _accept(listener: socket.socket, keeper: Keeper) -> None:

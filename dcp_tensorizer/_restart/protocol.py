@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .._index.schema import SaveRecord
 from .._runtime.channel import Done, Failed
+from .wire import Address
 
 
 class Extent(NamedTuple):
@@ -39,6 +40,7 @@ class KeptHead(NamedTuple):
         folder: The device and the inode of the job's folder; None where it has none, or had not been made yet.
         path: Where it was being saved; empty if that is for a manager to say.
         replaces: The id of the checkpoint that was at the path; None if there was none.
+        host: That kept it (see `this_host`), whose name for the folder that is; empty if it is not known.
     """
 
     id: str
@@ -52,6 +54,7 @@ class KeptHead(NamedTuple):
     folder: tuple[int, int] | None = None
     path: str = ""
     replaces: str | None = None
+    host: str = ""
 
     @property
     def step(self) -> int:
@@ -98,9 +101,90 @@ class WrittenDigests:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep these states no more. The trainer writes to their buffers when this is answered."""
+    """Keep these states no more. The trainer writes to their buffers when this is answered.
+
+    Attributes:
+        ids: Of the states.
+        but_copied: One that is being copied stays.
+    """
 
     ids: tuple[str, ...]
+    but_copied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """These of them are not kept any more, or never were."""
+
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)  # it holds a secret
+class OpenToPeers:
+    """Take replicas from keepers on other hosts, and give them: from the trainer.
+
+    Attributes:
+        host: The address of this host to listen on.
+        secret: Of the run.
+    """
+
+    host: str
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Where the keeper is reached from other hosts."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy a state, which is kept, to a keeper on another host: from the trainer.
+
+    Attributes:
+        id: Of the state.
+        to: That keeper.
+        rate: Bytes a second; 0: any number.
+        keep: The id of the newest state that all hosts have confirmed; empty if there is none.
+    """
+
+    id: str
+    to: Address
+    rate: float
+    keep: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtCopy:
+    """Say what has become of the last copy: from the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropCopies:
+    """Let the keeper on the other host forget all that it has of this rank: from the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStatus:
+    """What has become of the last copy.
+
+    Attributes:
+        id: Of the state; empty if none was copied.
+        is_running: It is under way.
+        problem: Why it has failed; empty if it has not.
+        is_claimed: A later run of the job has the partner now.
+        is_full: The partner has no memory for it.
+        is_given_up: The memory of the state was needed.
+    """
+
+    id: str = ""
+    is_running: bool = False
+    problem: str = ""
+    is_claimed: bool = False
+    is_full: bool = False
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +200,15 @@ class Found:
         job: The run of the job.
         trainer: The process id of the trainer.
         is_orphaned: The trainer is gone.
-        heads: Of the states that are kept, the oldest first.
+        heads: Of the parts of states that are there, the trainer's own and replicas, the oldest first.
+        address: Where it is reached from other hosts; None if it is not.
     """
 
     job: str
     trainer: int
     is_orphaned: bool
     heads: tuple[KeptHead, ...]
+    address: Address | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +227,15 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Give me a state, or its digests alone: from a successor."""
+    """Give me a rank's part of a state: from a successor."""
 
     id: str
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class KeptContent:
-    """A kept state; the descriptor of its buffer comes with it. ``digests`` are as in `StoredItem`, one an extent."""
+    """A part of a state, with the descriptor of its buffer; ``digests`` are as in `StoredItem`, one an extent."""
 
     state: Keep
     digests: tuple[bytes, ...]
@@ -159,5 +246,7 @@ class End:
     """End, because the states are no longer needed: from the trainer or a successor."""
 
 
-Request = Keep | WrittenDigests | Forget | Look | ClaimRequest | Take | End
-Answer = Done | Found | Claimed | KeptContent | Failed
+Request = (
+    Keep | WrittenDigests | Forget | OpenToPeers | Copy | LookAtCopy | DropCopies | Look | ClaimRequest | Take | End
+)
+Answer = Done | Forgotten | Opened | CopyStatus | Found | Claimed | KeptContent | Failed

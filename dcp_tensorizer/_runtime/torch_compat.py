@@ -328,6 +328,14 @@ def group_store(group: ProcessGroup) -> Store:
     return _get_process_group_store(group)
 
 
+def store_host(group: ProcessGroup) -> str | None:
+    """The host of that store; None where it is of another kind than a server."""
+    store = group_store(group)
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return getattr(store, "host", None)
+
+
 def group_timeout(group: ProcessGroup) -> timedelta:
     """How long a collective of a group waits for a missing rank."""
     kinds = {kind.type: kind for kind in group._device_types}

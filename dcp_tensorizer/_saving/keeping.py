@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from .._format.tensor_bytes import host_bytes
-from .._restart.checkpoint import KeptItem, KeptItems
+from .._restart.checkpoint import KeptItem, description_of
 from .._restart.client import KeeperDied, KeeperProcess
 from .._restart.find import committed_id, loaded
 from .._restart.protocol import Extent, Keep, KeptHead
@@ -249,12 +249,13 @@ def described(
     items, extents, inline = [], list[Extent](), bytearray()
     resolved = resolve(wanted, planner, lambda tensor: buffer.locate(tensor) is not None)
     for planned, item in zip(wanted.items, resolved, strict=True):
-        number = None
+        extent = None
         if item.has_bytes:
-            number, offset = len(extents), buffer.locate(item.tensor)
-            extents.append(Extent(offset is None, len(inline) if offset is None else offset, item.tensor.nbytes))
+            offset = buffer.locate(item.tensor)
+            extent = Extent(offset is None, len(inline) if offset is None else offset, item.tensor.nbytes)
+            extents.append(extent)
             if offset is None:
                 inline += host_bytes(item.tensor)
-        items.append(KeptItem(planned, item.name, item.kind, item.dtype, number))
-    description = KeptItems(items, plan.planner_data).pickled()
+        items.append(KeptItem(planned, item.name, item.kind, item.dtype, extent))
+    description = description_of(head, items, plan.planner_data, buffer.nbytes, len(inline))
     return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)

@@ -225,7 +225,7 @@ def taken_from(sockets: Path, number: str) -> tuple[KeptContent, dict[Extent, by
     assert connection is not None
     with closing(Visit(connection)) as visit:
         visit.look(WAIT)
-        content, buffer = visit.take(number)
+        content, buffer = visit.take(number, 0)
     digests = {}
     for extent in content.state.extents:
         digester = Digester(block_size(extent.nbytes))

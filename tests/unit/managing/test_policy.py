@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from dcp_tensorizer._managing.agreement import Agreement
+from dcp_tensorizer._managing.copies import NO_COPY, CopyVote
 from dcp_tensorizer._managing.policy import Action, Vote, decide
 
 NONE = Vote(5, stop=False, force=False, is_due=False, is_last=False, is_there=False, failures=0)
@@ -21,7 +22,8 @@ class Others(Agreement):
         self._others = others
 
     def largest(self, *numbers: int) -> list[int]:
-        return [max(values) for values in zip(numbers, *self._others, strict=True)]
+        others = ([*other, *[0] * (len(numbers) - len(other))] for other in self._others)  # that say nothing of copies
+        return [max(values) for values in zip(numbers, *others, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,7 @@ def test_one_rank(changes: dict[str, bool], action: Action) -> None:
         False,
         vote.stop or vote.force or vote.is_due,
         False,
+        NO_COPY,
     )
 
 
@@ -69,6 +72,7 @@ def test_what_other_ranks_know_does_not_count() -> None:
         False,
         False,
         False,
+        NO_COPY,
     )
     assert decide(Others(1, [0, 0, 5, -5, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0]), NONE) == (
         Action.SAVE,
@@ -78,6 +82,7 @@ def test_what_other_ranks_know_does_not_count() -> None:
         False,
         True,
         False,
+        NO_COPY,
     )
 
 
@@ -91,6 +96,7 @@ def test_a_signal_or_a_wish_of_any_rank_counts() -> None:
         False,
         True,
         False,
+        NO_COPY,
     )
     assert decide(Others(0, [0, 1, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), NONE) == (
         Action.SAVE,
@@ -100,6 +106,7 @@ def test_a_signal_or_a_wish_of_any_rank_counts() -> None:
         False,
         True,
         False,
+        NO_COPY,
     )
 
 
@@ -114,6 +121,7 @@ def test_what_any_rank_says_of_its_memory_counts() -> None:
         False,
         True,
         False,
+        NO_COPY,
     )
     assert decide(Others(0, [0, 0, 5, -5, 0, 0, 0, 0, 1, 1, 0, 0, 1, 0]), due) == (
         Action.SAVE,
@@ -123,6 +131,7 @@ def test_what_any_rank_says_of_its_memory_counts() -> None:
         True,
         True,
         False,
+        NO_COPY,
     )
 
 
@@ -138,3 +147,11 @@ def test_ranks_at_different_steps() -> None:
     """The error says which."""
     with pytest.raises(ValueError, match="the ranks save different steps, from 5 to 7"):
         decide(Others(0, [0, 0, 7, -7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), NONE)
+
+
+def test_what_any_rank_says_of_copies_counts() -> None:
+    """That one is under way, has failed, or is not made any more; and that another run has the partner."""
+    quiet = [0, 0, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    vote = dataclasses.replace(NONE, copy=CopyVote(is_running=True))
+    assert decide(Others(1, [*quiet, 0, 1, 0, 0]), vote).copy == CopyVote(is_running=True, has_failed=True)
+    assert decide(Others(1, [*quiet, 0, 0, 1, 1]), NONE).copy == CopyVote(ends=True, is_superseded=True)

@@ -85,7 +85,7 @@ class _Keeper(Visit):
         self.found = Found("run", 7, True, (kept,))
         self.has_ended = has_ended
 
-    def take(self, state_id: str) -> tuple[KeptContent, Descriptor]:
+    def take(self, state_id: str, rank: int) -> tuple[KeptContent, Descriptor]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
         return KeptContent(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), Descriptor(

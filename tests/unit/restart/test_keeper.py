@@ -22,6 +22,7 @@ from dcp_tensorizer._restart.protocol import (
     End,
     Extent,
     Forget,
+    Forgotten,
     Found,
     Keep,
     KeptContent,
@@ -83,7 +84,7 @@ def test_what_a_save_has_digested_is_not_digested_again(buffer: int) -> None:
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"of a save"})) == Done()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
         assert ask(trainer, WrittenDigests("gone", {})) == Done()
-        assert ask(visitor, Take("a")) == KeptContent(awaited, (b"of a save", digests_of(b"abc")))
+        assert ask(visitor, Take("a", 0)) == KeptContent(awaited, (b"of a save", digests_of(b"abc")))
 
 
 @pytest.mark.parametrize("dies", ["before it is told", "afterwards"])
@@ -96,7 +97,7 @@ def test_what_no_save_has_written_is_digested_when_the_trainer_is_gone(buffer: i
         assert ask(trainer, awaited, (buffer,)) == Done()
         keeper.orphan()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
-        assert ask(visitor, Take("a")) == KeptContent(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
+        assert ask(visitor, Take("a", 0)) == KeptContent(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
 
 
 def test_a_state_is_given_with_its_digests(buffer: int) -> None:
@@ -105,17 +106,17 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
     with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
         assert ask(trainer, state("a"), (buffer,)) == Done()
         assert ask(visitor, Look()) == Found("run", 7, False, (state("a").head,))
-        content = ask(visitor, Take("a"))
+        content = ask(visitor, Take("a", 0))
         assert isinstance(content, KeptContent)
         assert content.state == state("a")
         assert [len(digest) for digest in content.digests] == [8, 8]
         os.pwrite(buffer, b"y", 64)
         assert ask(trainer, state("b"), (buffer,)) == Done()
-        other = ask(visitor, Take("b"))
+        other = ask(visitor, Take("b", 0))
         assert isinstance(other, KeptContent)
         assert other.digests[0] != content.digests[0]
         assert other.digests[1] == content.digests[1]
-        assert isinstance(ask(visitor, Take("c")), Failed)
+        assert isinstance(ask(visitor, Take("c", 0)), Failed)
 
 
 def test_what_is_forgotten_is_gone(buffer: int) -> None:
@@ -124,7 +125,7 @@ def test_what_is_forgotten_is_gone(buffer: int) -> None:
     with connected(keeper, is_trainer=True) as trainer:
         for number in "abc":
             ask(trainer, state(number), (buffer,))
-        assert ask(trainer, Forget(("a", "unknown"))) == Done()
+        assert isinstance(ask(trainer, Forget(("a", "unknown"))), Forgotten)
         found = ask(trainer, Look())
         assert isinstance(found, Found)
         assert [head.id for head in found.heads] == ["b", "c"]
@@ -170,7 +171,7 @@ def test_how_long_it_waits(buffer: int) -> None:
         with connected(keeper, is_trainer=True) as trainer:
             ask(trainer, state("a", 0.01), (buffer,))
             ask(trainer, state("b", 600.0), (buffer,))
-        assert isinstance(ask(visitor, Take("b")), KeptContent)
+        assert isinstance(ask(visitor, Take("b", 0)), KeptContent)
         assert waiting.is_alive()
         ask(visitor, Forget(("b",)))
         waiting.join()

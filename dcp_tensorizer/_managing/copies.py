@@ -1,0 +1,285 @@
+"""Copies of a job's states on other hosts, which outlive the loss of a host: as the trainers see them.
+
+The keepers copy. The trainers decide together, in the reduction at the beginning of each step, which state is copied:
+the same on all ranks, the newest one when no copy is under way. A copy counts when all ranks have it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from .._restart.client import KeeperProcess
+from .._restart.peers import (
+    Peer,
+    Room,
+    address_of,
+    address_towards,
+    is_local,
+    lack_of_room,
+    partners,
+    ranks_beside,
+    this_host,
+)
+from .._restart.replicas import RESERVE
+from .._restart.wire import SECRET_BYTES, Address
+from .._runtime.memory_limit import available_memory
+from .._runtime.torch_compat import store_host
+from ..errors import CheckpointError, WriteError
+from .agreement import Agreement
+
+logger = logging.getLogger("dcp_tensorizer")
+
+DEFAULT_RATE = 500e6
+"""Bytes a second that each host sends for copies, unless the user says otherwise."""
+
+
+LEAST_RATE = 1e6
+"""The least that is allowed: a partner gives up that hears nothing for a minute."""
+
+
+class CopyOptions(NamedTuple):
+    """The user's options for copies.
+
+    Attributes:
+        copies: How many hosts have each state, its own among them.
+        rate: Bytes a second that each host sends; None: any number.
+        failure_domain: What fails together with this host; None: the host alone.
+        interface: The name or the address of the network interface; None: that which reaches the coordinator.
+    """
+
+    copies: int = 1
+    rate: float | None = DEFAULT_RATE
+    failure_domain: str | None = None
+    interface: str | None = None
+
+
+class CopyVote(NamedTuple):
+    """The knowledge of one rank about copies; in a decision, what any rank has said.
+
+    Attributes:
+        is_running: A copy is under way.
+        has_failed: The copy that was ordered last is not whole.
+        ends: This rank's states are copied no more.
+        is_superseded: A later run of the job has the keeper that this rank's states are copied to.
+    """
+
+    is_running: bool = False
+    has_failed: bool = False
+    ends: bool = False
+    is_superseded: bool = False
+
+
+NO_COPY = CopyVote()
+
+
+class Copies:
+    """The copies of a job's states, as one rank sees them. Does nothing for one copy.
+
+    Args:
+        agreement: Of all ranks.
+        options: The user's.
+
+    Attributes:
+        is_on: States are copied; the same on all ranks.
+        confirmed: The id of the newest state that is copied from all ranks; empty if there is none.
+    """
+
+    def __init__(self, agreement: Agreement, options: CopyOptions) -> None:
+        self.is_on = options.copies > 1
+        self.confirmed = ""
+        self._agreement = agreement
+        self._options = options
+        self._peers: list[Peer] = []
+        self._partner_of: list[int] = []
+        self._partner: Address | None = None
+        self._rate = 0.0
+        self._has_room = False
+        self._tries = 0
+        self._ordered = ""  # the state that was to be copied last; the same on all ranks
+        self._begun = ""  # the same, if this rank's keeper has begun with it
+        self._problem = ""  # of the last copy
+        self._ends = ""  # why this rank's states are copied no more
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns whether there is a partner, and memory for the replicas."""
+        return self.is_on and self._has_room
+
+    @property
+    def are_awaited(self) -> bool:
+        """Returns whether no state of this run has been copied yet, and one may be."""
+        return self.is_on and not self.confirmed
+
+    @property
+    def ordered(self) -> str:
+        """The id of the state that is being copied; empty if none is."""
+        return self._ordered
+
+    # --- all ranks together -----------------------------------------------------------------------------------------
+
+    def begin(self, keeper: KeeperProcess | None) -> None:
+        """Finds each rank's partner, and lets the keepers reach each other. All ranks call it.
+
+        Args:
+            keeper: Of this rank; None if it could not be started.
+
+        Raises:
+            WriteError: a rank is gone.
+        """
+        if not self.is_on:
+            return
+        own = self._look_around()
+        gathered = self._agreement.gathered((own, secrets.token_bytes(SECRET_BYTES)))
+        self._peers, secret = [peer for peer, _ in gathered], gathered[0][1]
+        self._partner_of = partners(self._peers)
+        if not self._partner_of:
+            what = "on one host" if self._options.failure_domain is None else "in one failure domain"
+            self._end(f"all ranks are {what}, and no other one can hold replicas")
+            return
+        if any(is_local(peer.address) for peer in self._peers):
+            self._peers = self._agreement.gathered(self._look_towards_others(own))
+        address, problem = self._opened(keeper, self._peers[self._agreement.rank], secret)
+        addresses = self._agreement.gathered((address, problem))
+        if (why := next((f"rank {n}: {p}" for n, (a, p) in enumerate(addresses) if a is None), "")) != "":
+            self._end(why)
+            return
+        self._partner = addresses[self._partner_of[self._agreement.rank]][0]
+        beside = ranks_beside(self._peers, self._agreement.rank)
+        self._rate = (self._options.rate or 0.0) / len(beside)
+        if self._agreement.is_first:
+            hosts = len({peer.host for peer in self._peers})
+            logger.info(
+                "states are copied between %d hosts; this one's to the host of rank %d", hosts, self._partner_of[0]
+            )
+
+    def look_for_room(self, nbytes: int, missing: int) -> bool:
+        """Looks on all hosts whether the replicas fit there; once. All ranks call it.
+
+        Args:
+            nbytes: Of a state of this rank.
+            missing: Staging buffers that this rank has not allocated yet.
+
+        Returns whether it should be asked once more, when what earlier runs have kept has been given back.
+        """
+        if not self.is_on or self._has_room:
+            return False
+        rooms = self._agreement.gathered(Room(nbytes, missing, available_memory()))
+        why = lack_of_room(self._peers, self._partner_of, rooms, RESERVE)
+        self._has_room = not why
+        self._tries += 1
+        if why and self._tries > 1:
+            self._end(why)
+        return bool(why) and self.is_on
+
+    def advance(self, vote: CopyVote) -> None:
+        """Takes what any rank has said. All ranks call it with the same."""
+        if not self.is_on:
+            return
+        if vote.ends:
+            self._end(self._ends or "another rank's are not")
+        elif self._ordered and not vote.is_running:
+            if not vote.has_failed:
+                self.confirmed = self._ordered
+            self._ordered = ""
+
+    def order(self, state_id: str) -> bool:
+        """Says whether the state that is staged next is to be copied. All ranks call it alike."""
+        if not self.is_ready or self._ordered:
+            return False
+        self._ordered = state_id
+        return True
+
+    # --- this rank --------------------------------------------------------------------------------------------------
+
+    def start(self, keeper: KeeperProcess, state_id: str) -> None:
+        """Lets the keeper begin to copy a state that it keeps. If it cannot, the others hear of it at the next step."""
+        assert self._partner is not None
+        try:
+            keeper.copy(state_id, self._partner, self._rate, self.confirmed)
+        except WriteError as error:
+            logger.info("a state is not copied to another host: %s", str(error))
+        else:
+            self._begun = state_id
+
+    def forget(self, keeper: KeeperProcess | None) -> None:
+        """Forgets all copies: the job goes on from something else, or makes no more of them."""
+        self.confirmed = ""
+        if self._begun and keeper is not None and keeper.is_ours:
+            try:
+                keeper.drop_copies()
+            except WriteError as error:
+                logger.warning("the copies of states on another host may still be there: %s", str(error))
+        self._begun = ""
+
+    def vote(self, keeper: KeeperProcess | None) -> CopyVote:
+        """Looks at the copy that was begun last."""
+        if not self.is_on:
+            return CopyVote()
+        if self._ends or not self._ordered:
+            return CopyVote(ends=bool(self._ends))
+        if keeper is None or self._begun != self._ordered:
+            return CopyVote(has_failed=True)
+        try:
+            status = keeper.copy_status()
+        except WriteError:
+            return CopyVote(has_failed=True)
+        if status.problem and status.problem != self._problem:
+            self._problem = status.problem
+            log = logger.info if status.is_given_up else logger.warning
+            log("a state was not copied to another host: %s", status.problem)
+        if status.is_full:
+            self._ends = status.problem
+        return CopyVote(status.is_running, bool(status.problem), bool(self._ends), status.is_claimed)
+
+    def give_up(self, why: str) -> None:
+        """This rank's states are copied no more. The others are told at the next step."""
+        self._ends = why
+
+    def _end(self, why: str) -> None:
+        self.is_on, self._ordered = False, ""
+        logger.warning("states are not copied to other hosts, as with copies=1: %s", why)
+
+    # --- addresses --------------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> Peer:
+        host = this_host()
+        domain = self._options.failure_domain
+        peer = Peer(host, host if domain is None else f"domain {domain}", "")
+        try:
+            interface = self._options.interface
+            found = address_towards(_coordinator()) if interface is None else address_of(interface)
+        except OSError as error:
+            return peer._replace(problem=f"it has no address that others can reach: {error}")
+        return peer._replace(address=found)
+
+    def _look_towards_others(self, own: Peer) -> Peer:
+        """The coordinator's own name may lead to itself alone: the route to another host says more."""
+        others = [peer.address for peer in self._peers if peer.host != own.host and not is_local(peer.address)]
+        if not is_local(own.address) or not others or self._options.interface is not None:
+            return own
+        try:
+            return own._replace(address=address_towards(others[0]), problem="")
+        except OSError as error:
+            return own._replace(problem=f"it has no address that others can reach: {error}")
+
+    def _opened(self, keeper: KeeperProcess | None, own: Peer, secret: bytes) -> tuple[Address | None, str]:
+        if not own.address or keeper is None:
+            return None, own.problem or "it has no keeper"
+        try:
+            return keeper.open_to_peers(own.address, secret), ""
+        except CheckpointError as error:
+            return None, str(error)
+
+
+def _coordinator() -> str:
+    """The name or the address of the host by which the ranks have found each other."""
+    if address := os.environ.get("MASTER_ADDR"):
+        return address
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return (store_host(group) if group is not None else None) or socket.gethostname()

@@ -1,0 +1,139 @@
+"""Hosts of a job, told apart, and which of them holds the replicas of which."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from .._storage.local import boot_id
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+_ANY_PORT = 9  # nothing is sent there
+
+
+class Peer(NamedTuple):
+    """A rank, as the others see it.
+
+    Attributes:
+        host: Its host; see `this_host`.
+        domain: What fails together with it.
+        address: The IP address by which its host is reached; empty if none was found.
+        problem: Why none was found.
+    """
+
+    host: str
+    domain: str
+    address: str
+    problem: str = ""
+
+
+@functools.cache
+def this_host() -> str:
+    """The name of this host: ranks that have the same one lose their memory together.
+
+    That of a machine alone may be the same on each of several that were cloned, and after a restart.
+    """
+    boot = ""
+    with suppress(OSError):
+        boot = boot_id().strip()
+    return f"{boot} {os.uname().nodename}"
+
+
+def partners(peers: Sequence[Peer]) -> list[int]:
+    """For each rank, the rank whose keeper holds its replica; none if there is one failure domain alone.
+
+    The domains are a ring, in the order of their first ranks, and so are the hosts where nothing says more. Each host
+    has one of the next domain, and its ranks those of that host.
+    """
+    domains: dict[str, dict[str, list[int]]] = {}
+    for rank, peer in enumerate(peers):
+        domains.setdefault(peer.domain, {}).setdefault(peer.host, []).append(rank)
+    if len(domains) < 2:
+        return []
+    ring = [list(hosts.values()) for hosts in domains.values()]
+    found = [0] * len(peers)
+    for number, hosts in enumerate(ring):
+        following = ring[(number + 1) % len(ring)]
+        for position, ranks in enumerate(hosts):
+            theirs = following[position % len(following)]
+            for local, rank in enumerate(ranks):
+                found[rank] = theirs[local % len(theirs)]
+    return found
+
+
+def ranks_beside(peers: Sequence[Peer], rank: int) -> list[int]:
+    """The ranks of the host that a rank is on."""
+    return [other for other, peer in enumerate(peers) if peer.host == peers[rank].host]
+
+
+def address_towards(other: str) -> str:
+    """The address of this host on the interface by which another one is reached; raises `OSError`."""
+    found = socket.getaddrinfo(other, _ANY_PORT, type=socket.SOCK_DGRAM)
+    for number, (family, kind, protocol, _, place) in enumerate(found):
+        try:
+            with socket.socket(family, kind, protocol) as sock:
+                sock.connect(place)  # sends nothing: it asks for the route
+                return str(sock.getsockname()[0])
+        except OSError:
+            if number + 1 == len(found):
+                raise
+    raise OSError(f"{other} has no address")
+
+
+def address_of(interface: str) -> str:
+    """The address of an interface of this host, or that address itself; raises `OSError` if there is none."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(interface))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def is_local(address: str) -> bool:
+    """Returns whether an address leads to the host itself, from wherever it is asked."""
+    return not address or ipaddress.ip_address(address).is_loopback
+
+
+class Room(NamedTuple):
+    """The memory of a rank's host, and what this rank needs of it.
+
+    Attributes:
+        nbytes: Of a state of this rank.
+        missing: Staging buffers that it has not allocated yet.
+        available: Bytes that are available to it; None if that is not known.
+    """
+
+    nbytes: int
+    missing: int
+    available: int | None
+
+
+def lack_of_room(peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int) -> str:
+    """Why two replicas of each state, the last and the next, do not fit on some host; empty if they do.
+
+    Args:
+        peers: All ranks.
+        partner_of: As `partners` gives it.
+        rooms: Of each rank.
+        reserve: Bytes that are left to others on each host.
+    """
+    for first in {peer.host: rank for rank, peer in reversed(list(enumerate(peers)))}.values():
+        ranks = set(ranks_beside(peers, first))
+        bounds = [room.available for rank in ranks if (room := rooms[rank]).available is not None]
+        if not bounds:
+            continue
+        staging = sum(rooms[rank].missing * rooms[rank].nbytes for rank in ranks)
+        replicas = sum(2 * room.nbytes for rank, room in enumerate(rooms) if partner_of[rank] in ranks)
+        if staging + replicas + reserve > min(bounds):
+            return (
+                f"the host of rank {first} has {min(bounds):,} bytes of memory available. Replicas there take "
+                f"{replicas:,}, staging buffers {staging:,} more, and {reserve:,} are left to others"
+            )
+    return ""

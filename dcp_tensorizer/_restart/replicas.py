@@ -1,0 +1,678 @@
+"""Replicas of kept states on keepers of other hosts: how a keeper takes them, gives them, and copies its own.
+
+    source                                           partner
+    Offer (which state, how large, what to keep) ──▶ looks for memory, and allocates all of it
+                                                 ◀── Accepted, or Refused
+    several connections: Block, its bytes ─────────▶ compares each with its XXH3-128
+    Record (the layout, the digests) last ─────────▶ from here on the replica is there, whole
+                                                 ◀── Done
+
+A restart takes the record of a part of a state, and reads ranges of its bytes, from whichever keeper holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import ExitStack, closing, suppress
+from typing import Annotated, Protocol
+
+import msgspec
+import xxhash
+from msgspec import Meta, Struct
+
+from .._runtime.forks import anonymous_file, free_in_child
+from .._runtime.memory_limit import available_memory
+from .._runtime.threads import cores
+from .._storage.base import RangeReader
+from .._storage.local_io import read_into
+from ..errors import ReadError, describe
+from .protocol import KeptContent, KeptHead
+from .wire import MAX_BYTES, Address, Wire, WireError, listen_on
+
+BLOCK = 1 << 20
+"""Bytes that are copied, and checked, at once."""
+RESERVE = 256 << 20
+"""Bytes of memory that are left to others beside a replica."""
+
+_STREAMS = 4  # of a copy; one carries some 1 GB/s
+_ALLOCATE = 256 << 20  # at once: others are seen to allocate meanwhile
+_MAX_RECORD = 1 << 30
+_MAX_CONNECTIONS = 256
+_WAIT_SECONDS = 20.0  # the other end gives up after 60
+_MAX_LENGTHS = 4096
+
+_Count = Annotated[int, Meta(ge=0, le=2**50)]
+_Id = Annotated[str, Meta(max_length=64)]
+
+
+class Offer(Struct, tag="offer", array_like=True):
+    """Take a replica of this part of a state, and forget the others of that rank and run, but for one.
+
+    Attributes:
+        head: What it is.
+        nbytes: Of the buffer.
+        record_nbytes: Of the record.
+        keep: The id of the newest state that all hosts have confirmed; empty if there is none.
+    """
+
+    head: KeptHead
+    nbytes: _Count
+    record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)]
+    keep: _Id
+
+
+class Join(Struct, tag="join", array_like=True):
+    """This connection brings blocks of an offer."""
+
+    copy: _Id
+
+
+class Drop(Struct, tag="drop", array_like=True):
+    """Forget all replicas of the rank and run of this part."""
+
+    head: KeptHead
+
+
+class Block(Struct, tag="block", array_like=True):
+    """A block follows; its XXH3-128."""
+
+    number: _Count
+    nbytes: Annotated[int, Meta(ge=1, le=BLOCK)]
+    digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Sent(Struct, tag="sent", array_like=True):
+    """This connection brings no more blocks."""
+
+
+class Record(Struct, tag="record", array_like=True):
+    """The record follows: all blocks have been sent."""
+
+    digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class TakeRecord(Struct, tag="take", array_like=True):
+    """Give me the record of a part of a state."""
+
+    id: _Id
+    rank: _Count
+
+
+class ReadRanges(Struct, tag="read", array_like=True):
+    """Give me bytes of a part, from an offset on, in pieces of these lengths."""
+
+    id: _Id
+    rank: _Count
+    offset: _Count
+    lengths: Annotated[list[_Count], Meta(max_length=_MAX_LENGTHS)]
+
+
+class Accepted(Struct, tag="accepted", array_like=True):
+    """The offer is taken: its name."""
+
+    copy: _Id
+
+
+class Following(Struct, tag="following", array_like=True):
+    """So many bytes follow."""
+
+    nbytes: _Count
+
+
+class Wait(Struct, tag="wait", array_like=True):
+    """The answer takes longer."""
+
+
+class Ok(Struct, tag="ok", array_like=True):
+    """Done."""
+
+
+class Refused(Struct, tag="refused", array_like=True):
+    """It is not done.
+
+    Attributes:
+        why: In words.
+        is_claimed: A later run of the job has claimed this keeper.
+        is_full: There is no memory for it.
+    """
+
+    why: str
+    is_claimed: bool = False
+    is_full: bool = False
+
+
+class NotCopied(Exception):
+    """A state was not copied.
+
+    Attributes:
+        is_claimed, is_full: As in `Refused`.
+    """
+
+    def __init__(self, why: str, *, is_claimed: bool = False, is_full: bool = False) -> None:
+        super().__init__(why)
+        self.is_claimed, self.is_full = is_claimed, is_full
+
+
+def encoded(content: KeptContent) -> bytes:
+    """The record of a part: all of it but its buffer."""
+    return msgspec.msgpack.encode(content)
+
+
+def decoded(record: bytes | memoryview) -> KeptContent:
+    """The part that a record describes; raises `WireError` if it makes no sense."""
+    try:
+        content = msgspec.msgpack.decode(record, type=KeptContent)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"a record that makes no sense: {error}") from None
+    state = content.state
+    ends = (len(state.inline) if extent.is_inline else state.nbytes for extent in state.extents)
+    is_inside = all(
+        extent.offset >= 0 and extent.nbytes >= 0 and extent.offset + extent.nbytes <= end
+        for extent, end in zip(state.extents, ends, strict=True)
+    )
+    if not is_inside or len(content.digests) != len(state.extents) or state.nbytes < 0:
+        raise WireError("a record that describes more than there is")
+    return content
+
+
+# --- the side that has replicas ---------------------------------------------------------------------------------------
+
+
+class Parts(Protocol):
+    """The parts of states that a keeper holds: its trainer's own, and replicas."""
+
+    def refusal(self) -> str:
+        """Why no copies are taken any more; empty if they are."""
+
+    def add_replica(self, content: KeptContent, fd: int) -> None:
+        """Adds a replica, which is whole, with its buffer."""
+
+    def drop_replicas(self, head: KeptHead, keep: str) -> list[tuple[int, int]]:
+        """Forgets the replicas of a rank and run but one; returns their buffers and sizes, which are the caller's."""
+
+    def content(self, state_id: str, rank: int, seconds: float) -> KeptContent | None:
+        """A part; None if it is not there. Raises `TimeoutError` if its digests are not there in time."""
+
+    def buffer(self, state_id: str, rank: int) -> int | None:
+        """A descriptor of the buffer of a part, which is the caller's to close; None if it is not there."""
+
+
+class _Copy:
+    """A copy that is being received."""
+
+    def __init__(self, offer: Offer, fd: int) -> None:
+        self.offer = offer
+        self.fd = fd
+        self.name = secrets.token_hex(16)
+        self.is_over = False
+        self._missing = bytearray(b"\1") * -(-offer.nbytes // BLOCK)
+        self._lock = threading.Lock()
+        self._writers = 0
+
+    def put(self, block: Block, data: memoryview) -> None:
+        """Writes a block; raises `WireError` where it is not what was sent, or of no place."""
+        start = block.number * BLOCK
+        if block.nbytes != min(BLOCK, self.offer.nbytes - start):
+            raise WireError("a block of another size than was offered")
+        if xxhash.xxh3_128_digest(data) != block.digest:
+            raise WireError(f"block {block.number} is not what was sent")
+        with self._lock:
+            if self.is_over:
+                raise WireError("the copy is over")
+            self._writers += 1
+        try:
+            _write(self.fd, data, start)
+            self._missing[block.number] = 0
+        finally:
+            with self._lock:
+                self._writers -= 1
+                if self.is_over and not self._writers:
+                    os.close(self.fd)
+
+    def complete(self) -> int:
+        """Ends it; returns the buffer. Raises `WireError` if a block is missing."""
+        with self._lock:
+            if self.is_over or self._writers or any(self._missing):
+                raise WireError("blocks are missing")
+            self.is_over = True
+            return self.fd
+
+    def abandon(self) -> None:
+        """Gives its memory back. Idempotent."""
+        with self._lock:
+            if not self.is_over:
+                self.is_over = True
+                if not self._writers:
+                    os.close(self.fd)
+
+
+class ReplicaServer:
+    """Takes replicas of peers' states, and gives parts of states, to those who know the secret of the run.
+
+    Args:
+        parts: What the keeper holds.
+        host: The address of this host to listen on.
+        secret: Of the run.
+
+    Attributes:
+        address: Where it is reached.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, parts: Parts, host: str, secret: bytes) -> None:
+        self._parts = parts
+        self._listener = listen_on(host)
+        self.address = Address(host, self._listener.getsockname()[1], secret)
+        self._copies: dict[str, _Copy] = {}
+        self._allocating = threading.Lock()  # one after the other: each sees what the others have taken
+        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        threading.Thread(target=self._accept, name="peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # of descriptors there are none left
+                continue
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="peer", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        own: list[_Copy] = []
+        try:
+            with closing(Wire(connection, self.address.secret, is_server=True)) as wire, ExitStack() as stack:
+                reader = _PartReader(self._parts)
+                stack.callback(reader.close)
+                while True:
+                    match wire.receive(Offer | Join | Record | Drop | TakeRecord | ReadRanges):
+                        case Offer() as offer:
+                            self._offered(wire, offer, own)
+                        case Join(name):
+                            copy = self._copies.get(name)
+                            wire.send(Refused("no such copy") if copy is None else Ok())
+                            if copy is not None:
+                                _receive_blocks(wire, copy)
+                                wire.send(Ok())
+                        case Record(digest):
+                            wire.send(self._recorded(wire, own, digest))
+                        case Drop(head):
+                            for fd, _ in self._parts.drop_replicas(head, keep=""):
+                                os.close(fd)
+                            wire.send(Ok())
+                        case TakeRecord(state_id, rank):
+                            self._give_record(wire, state_id, rank)
+                        case ReadRanges() as wanted:
+                            reader.give(wire, wanted)
+        except (OSError, ValueError):
+            pass  # it is gone, or has said what makes no sense: it begins anew if it wants
+        finally:
+            for copy in own:
+                self._copies.pop(copy.name, None)
+                copy.abandon()
+            connection.close()
+            self._room.release()
+
+    # --- taking replicas --------------------------------------------------------------------------------------------
+
+    def _offered(self, wire: Wire, offer: Offer, own: list[_Copy]) -> None:
+        if why := self._parts.refusal():
+            wire.send(Refused(why, is_claimed=True))
+            return
+        for other in list(self._copies.values()):
+            if other.offer.head.rank == offer.head.rank:  # its source has begun anew
+                other.abandon()
+        with self._allocating:
+            fd, why = self._allocated(offer)
+        if fd is None:
+            wire.send(Refused(why, is_full=True))
+            return
+        copy = _Copy(offer, fd)
+        self._copies[copy.name] = copy
+        own.append(copy)
+        wire.send(Accepted(copy.name))
+        _receive_blocks(wire, copy)
+
+    def _allocated(self, offer: Offer) -> tuple[int | None, str]:
+        """Memory for a replica, that of one which is not needed any more if it has the same size."""
+        dropped = self._parts.drop_replicas(offer.head, offer.keep)
+        fitting = next((fd for fd, nbytes in dropped if nbytes == offer.nbytes), None)
+        for fd, _ in dropped:
+            if fd != fitting:
+                os.close(fd)
+        if fitting is not None:
+            return fitting, ""
+        try:
+            return allocated(offer.nbytes, offer.record_nbytes), ""
+        except (OSError, MemoryError) as error:
+            return None, f"there is no memory for a replica of {offer.nbytes:,} bytes: {error}"
+
+    def _recorded(self, wire: Wire, own: list[_Copy], digest: bytes) -> Struct:
+        if len(own) != 1:
+            raise WireError("a record without an offer")
+        (copy,) = own
+        record = memoryview(bytearray(copy.offer.record_nbytes))
+        wire.receive_bytes(record)
+        if xxhash.xxh3_128_digest(record) != digest:
+            raise WireError("the record is not what was sent")
+        content = decoded(record)
+        if content.state.head != copy.offer.head or content.state.nbytes != copy.offer.nbytes:
+            raise WireError("the record of another state")
+        if why := self._parts.refusal():
+            return Refused(why, is_claimed=True)
+        fd = copy.complete()
+        own.clear()
+        self._copies.pop(copy.name, None)
+        self._parts.add_replica(content, fd)
+        return Ok()
+
+    # --- giving parts -----------------------------------------------------------------------------------------------
+
+    def _give_record(self, wire: Wire, state_id: str, rank: int) -> None:
+        while True:
+            try:
+                content = self._parts.content(state_id, rank, _WAIT_SECONDS)
+            except (TimeoutError, FutureTimeout):
+                wire.send(Wait())
+                continue
+            if content is None:
+                wire.send(Refused("it is not kept any more"))
+                return
+            record = encoded(content)
+            wire.send(Following(len(record)))
+            wire.send_bytes(memoryview(record))
+            return
+
+
+def _receive_blocks(wire: Wire, copy: _Copy) -> None:
+    room = memoryview(bytearray(BLOCK))
+    while not isinstance(block := wire.receive(Block | Sent), Sent):
+        data = room[: block.nbytes]
+        wire.receive_bytes(data)
+        copy.put(block, data)
+
+
+class _PartReader:
+    """Reads parts for one connection, whose buffer stays open from one range to the next."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._open: tuple[str, int] | None = None
+        self._fd: int | None = None
+        self._room = memoryview(bytearray(MAX_BYTES))
+
+    def give(self, wire: Wire, wanted: ReadRanges) -> None:
+        if self._open != (wanted.id, wanted.rank):
+            self.close()
+            self._fd = self._parts.buffer(wanted.id, wanted.rank)
+            self._open = wanted.id, wanted.rank
+        if self._fd is None:
+            wire.send(Refused("it is not kept any more"))
+            return
+        offset = wanted.offset
+        if offset + sum(wanted.lengths) > os.fstat(self._fd).st_size:
+            wire.send(Refused("it has not so many bytes"))
+            return
+        wire.send(Following(sum(wanted.lengths)))
+        for length in wanted.lengths:
+            for start in range(0, length, MAX_BYTES):
+                part = self._room[: min(MAX_BYTES, length - start)]
+                read_into(self._fd, [part], offset + start)
+                wire.send_bytes(part)
+            offset += length
+
+    def close(self) -> None:
+        fd, self._fd, self._open = self._fd, None, None
+        if fd is not None:
+            os.close(fd)
+
+
+def allocated(nbytes: int, beside: int = 0) -> int:
+    """A file in memory of a size, all of it allocated, if others have enough left.
+
+    Args:
+        nbytes: Its size.
+        beside: Bytes that are needed for something else.
+
+    Raises:
+        OSError: there is not enough; says how much there is.
+    """
+    fd = anonymous_file("dcp_tensorizer_replica")
+    try:
+        os.ftruncate(fd, nbytes)
+        for start in range(0, nbytes, _ALLOCATE):
+            available = available_memory()
+            if available is not None and available < nbytes - start + beside + RESERVE:
+                raise OSError(f"{available:,} bytes are available, and {RESERVE:,} have to be left")
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, start, min(_ALLOCATE, nbytes - start))
+        if hasattr(fcntl, "F_ADD_SEALS"):
+            with suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
+# --- the side that copies ---------------------------------------------------------------------------------------------
+
+
+class Throttle:
+    """Lets through so many bytes a second, of all threads together.
+
+    Args:
+        rate: Bytes a second; 0: any number.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._next = 0.0
+        self._lock = free_in_child(threading.Lock())
+
+    def wait(self, nbytes: int) -> None:
+        """Waits until these bytes may go."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._next)
+            self._next = begin + nbytes / self._rate
+        if begin > now:
+            time.sleep(begin - now)
+
+
+def copy_part(
+    address: Address,
+    content: KeptContent,
+    fd: int,
+    keep: str,
+    throttle: Throttle,
+    is_wanted: Callable[[], bool],
+    *,
+    streams: int | None = None,
+) -> None:
+    """Copies a part of a state to a keeper on another host, and returns when that has all of it.
+
+    Args:
+        address: Of that keeper.
+        content: The part.
+        fd: Of its buffer, which may be written to when it is not wanted any more.
+        keep: See `Offer`.
+        throttle: How fast.
+        is_wanted: The copy is not to be given up.
+        streams: Connections; None for a number that suits this machine.
+
+    Raises:
+        NotCopied: it was refused, or is not wanted any more, or the other end is gone.
+    """
+    nbytes, record = content.state.nbytes, encoded(content)
+    count = max(1, min(streams or min(_STREAMS, cores()), -(-nbytes // BLOCK)))
+    numbers = iter(range(-(-nbytes // BLOCK)))
+    taking = free_in_child(threading.Lock())
+
+    def send_blocks(wire: Wire) -> None:
+        room = memoryview(bytearray(BLOCK))
+        while True:
+            with taking:
+                number = next(numbers, None)
+            if number is None:
+                wire.send(Sent())
+                return
+            data = room[: min(BLOCK, nbytes - number * BLOCK)]
+            throttle.wait(data.nbytes)
+            read_into(fd, [data], number * BLOCK)
+            if not is_wanted():
+                raise NotCopied("its memory was needed")
+            wire.send(Block(number, data.nbytes, xxhash.xxh3_128_digest(data)))
+            wire.send_bytes(data)
+
+    def join(name: str) -> None:
+        with closing(address.connect(lower_effort=True)) as wire:
+            _checked(wire.ask(Join(name), Ok | Refused))
+            send_blocks(wire)
+            wire.receive(Ok)
+
+    try:
+        with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
+            offer = Offer(content.state.head, nbytes, len(record), keep)
+            accepted = _checked(wire.ask(offer, Accepted | Refused))
+            assert isinstance(accepted, Accepted)
+            others = [pool.submit(join, accepted.copy) for _ in range(count - 1)]
+            try:
+                send_blocks(wire)
+            finally:
+                errors = [error for other in others if (error := other.exception()) is not None]
+            if errors:
+                raise errors[0]
+            if not is_wanted():  # and so nothing was written to the buffer before all of it was read
+                raise NotCopied("its memory was needed")
+            wire.send(Record(xxhash.xxh3_128_digest(record)))
+            wire.send_bytes(memoryview(record))
+            _checked(wire.receive(Ok | Refused))
+    except (OSError, EOFError) as error:
+        raise NotCopied(f"the keeper at {address!r} cannot be reached, or has ended: {describe(error)}") from error
+
+
+def drop_copies(address: Address, head: KeptHead) -> None:
+    """Lets a keeper on another host forget its replicas of a rank and run; raises `OSError`."""
+    with closing(address.connect()) as wire:
+        wire.ask(Drop(head), Ok)
+
+
+def _checked(answer: Struct) -> Struct:
+    if isinstance(answer, Refused):
+        raise NotCopied(answer.why, is_claimed=answer.is_claimed, is_full=answer.is_full)
+    return answer
+
+
+# --- the side that restarts -------------------------------------------------------------------------------------------
+
+
+class RemotePart(RangeReader):
+    """The buffer of a part of a state that a keeper on another host holds. Several threads read it.
+
+    Args:
+        address: Of the keeper.
+        state_id, rank: Of the state, and of the part.
+    """
+
+    def __init__(self, address: Address, state_id: str, rank: int) -> None:
+        self._address, self._id, self._rank = address, state_id, rank
+        self._idle: list[Wire] = []
+        self._lock = free_in_child(threading.Lock())
+        self.nbytes = 0
+
+    def record(self) -> KeptContent:
+        """The part; raises `ReadError` if it is not there any more."""
+        try:
+            wire = self._taken() or self._address.connect()
+            try:
+                wire.send(TakeRecord(self._id, self._rank))
+                while isinstance(answer := wire.receive(Following | Refused | Wait), Wait):
+                    pass
+                if isinstance(answer, Refused):
+                    raise OSError(answer.why)
+                if answer.nbytes > _MAX_RECORD:
+                    raise WireError("a record that is too large")
+                content = memoryview(bytearray(answer.nbytes))
+                wire.receive_bytes(content)
+                part = decoded(content)
+            except BaseException:
+                wire.close()
+                raise
+        except OSError as error:
+            raise ReadError(f"the keeper at {self._address!r} does not give the state: {describe(error)}") from error
+        self._give_back(wire)
+        if (part.state.head.id, part.state.head.rank) != (self._id, self._rank):
+            raise ReadError(f"the keeper at {self._address!r} gave another state")
+        self.nbytes = part.state.nbytes
+        return part
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        for start in range(0, len(buffers), _MAX_LENGTHS):
+            some = buffers[start : start + _MAX_LENGTHS]
+            self._read(some, offset)
+            offset += sum(buffer.nbytes for buffer in some)
+
+    def _read(self, buffers: Sequence[memoryview], offset: int) -> None:
+        wire = self._taken()
+        if wire is not None:  # it may have been closed for being idle
+            try:
+                self._read_by(wire, buffers, offset)
+                return
+            except OSError:
+                pass
+        self._read_by(self._address.connect(), buffers, offset)
+
+    def _read_by(self, wire: Wire, buffers: Sequence[memoryview], offset: int) -> None:
+        try:
+            lengths = [buffer.nbytes for buffer in buffers]
+            answer = wire.ask(ReadRanges(self._id, self._rank, offset, lengths), Following | Refused)
+            if isinstance(answer, Refused):
+                raise OSError(f"the keeper at {self._address!r}: {answer.why}")
+            for buffer in buffers:
+                wire.receive_bytes(buffer.cast("B"))
+        except BaseException:
+            wire.close()
+            raise
+        self._give_back(wire)
+
+    def _taken(self) -> Wire | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _give_back(self, wire: Wire) -> None:
+        with self._lock:
+            self._idle.append(wire)
+
+    def let_go(self) -> None:
+        """Closes its connections for good."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()

@@ -1,0 +1,226 @@
+"""Connections between keepers on different hosts: TCP, between those who know the secret of one run of a job.
+
+    client ──▶ hello: magic, version, nonce
+           ◀── nonce, proof              keyed BLAKE2b of both nonces: whoever has no secret learns nothing
+           ──▶ proof
+    then frames in both directions, each encrypted and authenticated with a key of this connection and direction:
+    header (kind, bytes of the content), content, MAC
+
+A frame is a message, in MessagePack, or raw bytes that a message has announced. Neither can be larger than is said
+here, so that nobody is made to allocate more. Before the proof nothing is decoded, and some 70 bytes are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from .._format.encryption import FRAME_MAC_BYTES, FrameCipher
+
+MAX_MESSAGE = 1 << 20
+"""Bytes of a message, at most."""
+MAX_BYTES = 4 << 20
+"""Bytes of a frame of raw bytes, at most."""
+SECRET_BYTES = 32
+
+_MAGIC = b"DCPTZRK1"  # with the version
+_NONCE = 32
+_PROOF = 32
+_HEADER = struct.Struct("<BI")
+_MESSAGE, _BYTES = 1, 2
+_HANDSHAKE_SECONDS = 10.0
+_SECONDS = 60.0  # for each frame: of 4 MiB, which a slow network carries in a second
+_LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers look at it
+
+
+class WireError(OSError):
+    """The other end is not who it should be, or says what makes no sense."""
+
+
+class Wire:
+    """One end of a connection. One thread uses it at a time.
+
+    Args:
+        sock: Connected.
+        secret: Of the run.
+        is_server: This end has accepted the connection.
+
+    Raises:
+        WireError: the other end does not know the secret.
+        OSError: it is gone, or silent.
+    """
+
+    def __init__(self, sock: socket.socket, secret: bytes, *, is_server: bool) -> None:
+        self._sock = sock
+        self._out = bytearray()
+        self._in = bytearray()
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(_HANDSHAKE_SECONDS)
+        try:
+            mine, theirs = self._shake_hands(secret, is_server=is_server)
+        except BaseException:
+            sock.close()
+            raise
+        self._sealing, self._opening = FrameCipher(mine), FrameCipher(theirs)
+        sock.settimeout(_SECONDS)
+
+    def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes]:
+        """Proves that both ends know the secret; returns the keys of this end's frames, and of the other's."""
+        own = os.urandom(_NONCE)
+        if is_server:
+            hello = self._read(len(_MAGIC) + _NONCE)
+            if not hello.startswith(_MAGIC):
+                raise WireError("it is no keeper, or one of another version")
+            nonces = bytes(hello[len(_MAGIC) :]) + own
+            self._sock.sendall(own + _derived(secret, b"server", nonces))
+            proof = self._read(_PROOF)
+            expected = _derived(secret, b"client", nonces)
+        else:
+            self._sock.sendall(_MAGIC + own)
+            answer = self._read(_NONCE + _PROOF)
+            nonces, proof = own + bytes(answer[:_NONCE]), answer[_NONCE:]
+            expected = _derived(secret, b"server", nonces)
+        if not hmac.compare_digest(bytes(proof), expected):
+            raise WireError("it does not know the secret of this run")
+        if not is_server:
+            self._sock.sendall(_derived(secret, b"client", nonces))
+        keys = _derived(secret, b"to server", nonces), _derived(secret, b"to client", nonces)
+        return (keys[1], keys[0]) if is_server else keys
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends a message; raises `OSError`, and `WireError` where it is too large."""
+        content = msgspec.msgpack.encode(message)
+        if len(content) > MAX_MESSAGE:
+            raise WireError(f"a message of {len(content):,} bytes is too large")
+        self._send(_MESSAGE, content)
+
+    def receive(self, kind: Any) -> Any:
+        """Receives a message of a type, or of several in a union; raises `OSError`, and `WireError` for any other."""
+        nbytes = self._header(_MESSAGE, MAX_MESSAGE)
+        content = memoryview(bytearray(nbytes))
+        self._open(_MESSAGE, nbytes, content)
+        try:
+            return msgspec.msgpack.decode(content, type=kind)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise WireError(f"a message that makes no sense: {error}") from None
+
+    def ask(self, message: msgspec.Struct, kind: Any) -> Any:
+        """Sends a message, and receives the answer."""
+        self.send(message)
+        return self.receive(kind)
+
+    # --- raw bytes --------------------------------------------------------------------------------------------------
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Sends bytes that a message has announced, in as many frames as they take."""
+        for start in range(0, data.nbytes, MAX_BYTES):
+            self._send(_BYTES, data[start : start + MAX_BYTES])
+
+    def receive_bytes(self, target: memoryview) -> None:
+        """Receives so many bytes that a message has announced. What is there after an error is of no use."""
+        for start in range(0, target.nbytes, MAX_BYTES):
+            part = target[start : start + MAX_BYTES]
+            if self._header(_BYTES, MAX_BYTES) != part.nbytes:
+                raise WireError("other bytes than were announced")
+            self._open(_BYTES, part.nbytes, part)
+
+    # --- frames -----------------------------------------------------------------------------------------------------
+
+    def _send(self, kind: int, content: memoryview | bytes) -> None:
+        header = _HEADER.pack(kind, len(content))
+        frame = self._room("_out", _HEADER.size + len(content) + FRAME_MAC_BYTES)
+        frame[: _HEADER.size] = header
+        self._sealing.seal(content, frame[_HEADER.size :], header)
+        self._sock.sendall(frame)
+
+    def _header(self, kind: int, most: int) -> int:
+        found, nbytes = _HEADER.unpack(self._read(_HEADER.size))
+        if found != kind or nbytes > most:
+            raise WireError(f"a frame of kind {found} and {nbytes:,} bytes, where it makes no sense")
+        return int(nbytes)
+
+    def _open(self, kind: int, nbytes: int, target: memoryview) -> None:
+        sealed = self._room("_in", nbytes + FRAME_MAC_BYTES)
+        self._fill(sealed)
+        if not self._opening.open(sealed, target, _HEADER.pack(kind, nbytes)):
+            raise WireError("a frame was changed on its way")
+
+    def _room(self, name: str, nbytes: int) -> memoryview:
+        """Room of this connection's own, which is kept: a frame after the other goes through it."""
+        if len(buffer := getattr(self, name)) < nbytes:
+            buffer = bytearray(nbytes)
+            setattr(self, name, buffer)
+        return memoryview(buffer)[:nbytes]
+
+    def _read(self, nbytes: int) -> bytearray:
+        content = bytearray(nbytes)
+        self._fill(memoryview(content))
+        return content
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            count = self._sock.recv_into(view)
+            if not count:
+                raise ConnectionResetError("the other end is gone")
+            view = view[count:]
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes it, also for a thread that waits for the other end. Idempotent."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
+    return hashlib.blake2b(_MAGIC + nonces, key=secret, person=purpose, digest_size=32).digest()
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a keeper is reached from other hosts, and by whom.
+
+    Attributes:
+        host: An IP address.
+        port: Of TCP.
+        secret: Of the run; known to its ranks and keepers alone.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        """The place, without the secret."""
+        return f"{self.host}:{self.port}"
+
+    def connect(self, *, lower_effort: bool = False) -> Wire:
+        """A connection to it.
+
+        Args:
+            lower_effort: Let other traffic go first, where the network knows of that.
+
+        Raises:
+            OSError: it is not reached, or does not know the secret.
+        """
+        sock = socket.create_connection((self.host, self.port), _HANDSHAKE_SECONDS)
+        if lower_effort:
+            with suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOWER_EFFORT)
+        return Wire(sock, self.secret, is_server=False)
+
+
+def listen_on(host: str) -> socket.socket:
+    """A socket on an address of this host, on a port that is free; raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=128)

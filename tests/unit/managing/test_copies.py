@@ -1,0 +1,155 @@
+"""Which states are copied to other hosts, and when a copy counts."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer import CheckpointManager, WriteError
+from dcp_tensorizer._index.schema import SaveRecord
+from dcp_tensorizer._managing.agreement import Agreement
+from dcp_tensorizer._managing.copies import Copies, CopyOptions, CopyVote
+from dcp_tensorizer._managing.restart import _Offer, _reached
+from dcp_tensorizer._restart.find import Held
+from dcp_tensorizer._restart.protocol import CopyStatus, KeptHead
+from dcp_tensorizer._restart.wire import Address
+
+
+class _Keeper:
+    """A keeper that copies as it is told to."""
+
+    is_ours = True
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[str, str]] = []
+        self.status = CopyStatus()
+        self.has_dropped = False
+
+    def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
+        self.copied.append((state_id, keep))
+        self.status = CopyStatus(state_id, is_running=True)
+
+    def copy_status(self) -> CopyStatus:
+        return self.status
+
+    def drop_copies(self) -> None:
+        self.has_dropped = True
+
+
+def ready() -> tuple[Copies, Any]:
+    """Copies for which there is a partner, and room."""
+    copies = Copies(Agreement(None), CopyOptions(2))
+    copies._partner, copies._has_room = Address("10.0.0.2", 5, b""), True
+    return copies, _Keeper()
+
+
+def step(copies: Copies, keeper: Any, state_id: str) -> bool:
+    """A step of training, whose state is kept; whether it is copied."""
+    copies.advance(copies.vote(keeper))
+    if is_copied := copies.order(state_id):
+        copies.start(keeper, state_id)
+    return is_copied
+
+
+def test_one_after_the_other() -> None:
+    """The next one is copied when all ranks have the last one, which stays on the other host until then."""
+    copies, keeper = ready()
+    assert step(copies, keeper, "a")
+    assert not step(copies, keeper, "b")
+    assert copies.are_awaited and copies.ordered == "a"
+    keeper.status = CopyStatus("a")
+    assert step(copies, keeper, "c")
+    assert (copies.confirmed, copies.ordered) == ("a", "c")
+    keeper.status = CopyStatus("c")
+    assert step(copies, keeper, "d")
+    assert keeper.copied == [("a", ""), ("c", "a"), ("d", "c")]
+
+
+def test_a_copy_that_fails_on_another_rank() -> None:
+    """It does not count on this one, either."""
+    copies, keeper = ready()
+    step(copies, keeper, "a")
+    keeper.status = CopyStatus("a")
+    assert copies.vote(keeper) == CopyVote()
+    copies.advance(CopyVote(has_failed=True))
+    assert (copies.confirmed, copies.ordered) == ("", "")
+    copies.order("b")
+    assert copies.vote(keeper) == CopyVote(has_failed=True), "its state was not kept here"
+
+
+def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    """No more is copied, on any rank; and what is there is forgotten when the job goes on from something else."""
+    copies, keeper = ready()
+    step(copies, keeper, "a")
+    keeper.status = CopyStatus("a", problem="there is no memory", is_full=True)
+    vote = copies.vote(keeper)
+    assert vote == CopyVote(has_failed=True, ends=True)
+    copies.forget(keeper)
+    assert keeper.has_dropped
+    with caplog.at_level(logging.WARNING):
+        copies.advance(vote)
+    assert not copies.is_on and not copies.order("b")
+    assert "as with copies=1: there is no memory" in caplog.text
+
+
+def test_a_partner_that_a_later_run_has() -> None:
+    """This run learns it."""
+    copies, keeper = ready()
+    step(copies, keeper, "a")
+    keeper.status = CopyStatus("a", problem="claimed", is_claimed=True)
+    assert copies.vote(keeper).is_superseded
+
+
+def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says so, and nothing is copied."""
+    copies = Copies(Agreement(None), CopyOptions(2))
+    with caplog.at_level(logging.WARNING):
+        copies.begin(None)
+    assert not copies.is_on
+    assert "as with copies=1: all ranks are on one host" in caplog.text
+
+
+def head(state_id: str, rank: int, size: int = 2, step_number: int = 1) -> KeptHead:
+    return KeptHead(state_id, 1, "run", rank, size, SaveRecord(step_number, None, (), {}))
+
+
+def test_what_all_hosts_can_put_together() -> None:
+    """A state whose parts are anywhere, once or more; and one that each rank has on its own host."""
+    here, there = Address("a", 1, b""), Address("b", 1, b"")
+    offers = [
+        _Offer({"own": head("own", 0)}, [Held(here, (head("x", 0), head("x", 1), head("half", 0)))], set(), set()),
+        _Offer({"own": head("own", 1), "mine": head("mine", 1)}, [Held(there, (head("x", 1),))], set(), set()),
+    ]
+    reached, elsewhere = _reached(offers)
+    assert set(reached) == {"x", "own"}
+    assert elsewhere["x"] == {0: [here], 1: [here, there]}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"copies": 3}, ValueError, "copies=3 must be 1 or 2"),
+        ({"copies": 2, "survive": 0}, ValueError, "copies=2 needs survive="),
+        ({"copy_rate": "fast"}, TypeError, "copy_rate must be a number of bytes a second"),
+        ({"copy_rate": 1000}, ValueError, "must be at least 1e[+]06 bytes a second"),
+        ({"failure_domain": 7}, TypeError, "failure_domain must be a string, or None"),
+        ({"interface": ""}, TypeError, "interface must be a string, or None"),
+    ],
+)
+def test_options(tmp_path: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """They are checked when they are given."""
+    with pytest.raises(error, match=words):
+        CheckpointManager(tmp_path, **({"survive": 60} | options))
+
+
+def test_no_libsodium(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is needed for copies, and the error says what to do."""
+
+    def missing() -> None:
+        raise OSError("no such library")
+
+    monkeypatch.setattr("dcp_tensorizer._format.encryption._secretbox", missing)
+    with pytest.raises(WriteError, match="needs libsodium"):
+        CheckpointManager(tmp_path, survive=60, copies=2)

@@ -1,0 +1,240 @@
+"""Replicas of states on other keepers: real keepers, connected by TCP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import pytest
+import xxhash
+
+from dcp_tensorizer import ReadError
+from dcp_tensorizer._format.checksums import digests_of
+from dcp_tensorizer._index.schema import SaveRecord
+from dcp_tensorizer._restart import replicas as replicas_module
+from dcp_tensorizer._restart.client import KeeperProcess, Visit, visits
+from dcp_tensorizer._restart.keeper import Keeper
+from dcp_tensorizer._restart.protocol import Claimed, ClaimRequest, CopyStatus, Extent, Keep, KeptContent, KeptHead
+from dcp_tensorizer._restart.replicas import (
+    BLOCK,
+    Accepted,
+    Block,
+    NotCopied,
+    Offer,
+    Ok,
+    Record,
+    Refused,
+    RemotePart,
+    Sent,
+    Throttle,
+    copy_part,
+    decoded,
+    encoded,
+)
+from dcp_tensorizer._restart.wire import Address, Wire, WireError
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
+
+from ...e2e.ranks import eventually
+from ...support import open_descriptors
+from .test_keeper import ask, connected
+
+SECRET = bytes(range(32))
+NBYTES = 3 * BLOCK + 4096
+
+
+def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> Keep:
+    head = KeptHead(number, 1, "run", rank, 2, SaveRecord(1, None, (("b", 0),), {"loss": 0.5}), folder=(1, 2))
+    extents = (Extent(is_inline=False, offset=64, nbytes=nbytes - 64), Extent(is_inline=True, offset=0, nbytes=3))
+    return Keep(head, nbytes, extents, b"what is where", b"abc", 60.0)
+
+
+def content_of(state: Keep, data: bytes) -> KeptContent:
+    return KeptContent(state, (digests_of(data[64:]), digests_of(b"abc")))
+
+
+@pytest.fixture
+def buffer() -> Iterator[SharedBuffer]:
+    shared = SharedBuffer(NBYTES)
+    os.pwrite(shared.fd, os.urandom(NBYTES), 0)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def source() -> Iterator[KeeperProcess]:
+    keeper = KeeperProcess("test-source", "run", 60.0)
+    yield keeper
+    keeper.end()
+
+
+@pytest.fixture
+def partner() -> Iterator[KeeperProcess]:
+    keeper = KeeperProcess("test-partner", "run", 60.0)
+    yield keeper
+    keeper.end()
+
+
+def copied(source: KeeperProcess) -> CopyStatus:
+    """What has become of a copy, when it is over."""
+
+    def over() -> CopyStatus | None:
+        status = source.copy_status()
+        return None if status.is_running else status
+
+    return eventually(over)
+
+
+def found(job: str) -> Visit:
+    (visit,), _ = visits(job, 5.0)
+    return visit
+
+
+def test_a_state_is_copied_and_read_from_afar(
+    source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
+) -> None:
+    """The partner has it whole: it gives it to a process of its host, and range by range to those of others."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    state, data = part("a"), os.pread(buffer.fd, NBYTES, 0)
+    source.keep(state, buffer)
+    source.copy("a", address, 0.0, "")
+    assert copied(source) == CopyStatus("a")
+    with closing(found("test-partner")) as visit:
+        assert visit.found.heads == (state.head,)
+        assert visit.found.address == address
+        content, fd = visit.take("a", 0)
+        assert content == content_of(state, data)
+        assert os.pread(fd.number, NBYTES, 0) == data
+        fd.close()
+    remote = RemotePart(address, "a", 0)
+    assert remote.record() == content
+    pieces = [memoryview(bytearray(n)) for n in (1, 0, BLOCK, 4096)]
+    remote.read_into(pieces, 100)
+    assert b"".join(pieces) == data[100 : 100 + BLOCK + 4097]
+    with pytest.raises(OSError, match="not so many bytes"):
+        remote.read_into(pieces, 2 * BLOCK)
+    remote.let_go()
+    with pytest.raises(ReadError, match="not kept any more"):
+        RemotePart(address, "a", 1).record()
+
+
+def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
+    """But for the one that all hosts have confirmed."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    for number, keep in (("a", ""), ("b", "a"), ("c", "a"), ("d", "c")):
+        source.keep(part(number), buffer)
+        source.copy(number, address, 0.0, keep)
+        assert copied(source) == CopyStatus(number)
+        with closing(found("test-partner")) as visit:
+            assert [head.id for head in visit.found.heads] == ([keep] if keep else []) + [number]
+
+
+def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
+    """Its memory is needed: the partner has nothing of it. One that may stay is left alone until it is over."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    source.keep(part("a"), buffer)
+    source.copy("a", address, 1e6, "")
+    source.forget(["a"], but_copied=True)
+    assert source.kept == {"a": buffer}
+    assert source.copy_status() == CopyStatus("a", is_running=True)
+    source.forget(["a"])
+    assert (source.kept, buffer.is_kept) == ({}, False)
+    assert copied(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
+    with closing(found("test-partner")) as visit:
+        assert visit.found.heads == ()
+
+
+def test_a_partner_that_another_run_has_claimed() -> None:
+    """It takes no more copies of this run, also when the claim is over; and says so."""
+    keeper = Keeper("run", 7, 60.0)
+    address = keeper._open_to_peers("127.0.0.1", SECRET).address  # type: ignore[union-attr]
+    keeper.orphan()
+    with connected(keeper) as visitor:
+        assert ask(visitor, ClaimRequest("next")) == Claimed(holds=True)
+    with pytest.raises(NotCopied, match=r"a later run of this job \(next\) has claimed") as refused:
+        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+    assert refused.value.is_claimed
+
+
+def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for before anything is allocated, and some of it is left to others."""
+    monkeypatch.setattr(replicas_module, "available_memory", lambda: NBYTES + replicas_module.RESERVE)
+    keeper = Keeper("run", 7, 60.0)
+    address = keeper._open_to_peers("127.0.0.1", SECRET).address  # type: ignore[union-attr]
+    before = open_descriptors()
+    with pytest.raises(NotCopied, match="no memory for a replica") as refused:
+        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+    assert refused.value.is_full
+    eventually(lambda: open_descriptors() == before)
+
+
+def test_a_partner_that_is_gone() -> None:
+    """The copy has failed, and the words say where it should have gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1], SECRET)
+    with pytest.raises(NotCopied, match=f"the keeper at 127.0.0.1:{address.port} cannot be reached"):
+        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+
+
+def test_what_is_not_whole_is_not_there() -> None:
+    """A source that says that all has been sent, but has left a block out, or changed one."""
+    keeper = Keeper("run", 7, 60.0)
+    address = keeper._open_to_peers("127.0.0.1", SECRET).address  # type: ignore[union-attr]
+    data = bytes(BLOCK)
+    content = content_of(part("a", nbytes=2 * BLOCK), bytes(2 * BLOCK))
+    record = encoded(content)
+    for is_changed in (False, True):
+        with closing(address.connect()) as wire:
+            offer = Offer(content.state.head, 2 * BLOCK, len(record), "")
+            assert isinstance(wire.ask(offer, Accepted | Refused), Accepted)
+            with pytest.raises(ConnectionError):
+                _send_a_part(wire, data, b"other" if is_changed else data, record)
+    assert keeper.content("a", 0, 0.0) is None
+    eventually(lambda: not [name for name in _open_files() if "replica" in name])
+
+
+def _send_a_part(wire: Wire, data: bytes, digested: bytes, record: bytes) -> None:
+    wire.send(Block(0, BLOCK, xxhash.xxh3_128_digest(digested)))
+    wire.send_bytes(memoryview(data))
+    wire.send(Sent())
+    wire.send(Record(xxhash.xxh3_128_digest(record)))
+    wire.send_bytes(memoryview(record))
+    wire.receive(Ok | Refused)
+
+
+def _open_files() -> list[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return names
+
+
+def test_a_record_that_describes_more_than_there_is() -> None:
+    """A read would go past the end of the buffer."""
+    content = content_of(part("a"), bytes(NBYTES))
+    assert decoded(encoded(content)) == content
+    for bad in (
+        KeptContent(content.state, content.digests[:1]),
+        KeptContent(part("a", nbytes=2 * BLOCK), ()),
+        KeptContent(Keep(content.state.head, 64, content.state.extents, b"", b"abc", 1.0), content.digests),
+    ):
+        with pytest.raises(WireError, match="more than there is"):
+            decoded(encoded(bad))
+    with pytest.raises(WireError, match="makes no sense"):
+        decoded(b"\x80\x05.")
+
+
+def test_the_rate() -> None:
+    """All threads together are let through at it, the first at once."""
+    throttle = Throttle(1e6)
+    threads = [threading.Thread(target=throttle.wait, args=(10_000,)) for _ in range(6)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - started >= 0.05

@@ -1,0 +1,168 @@
+"""Connections between keepers: who gets in, and what is found when bytes are changed on their way."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+
+from dcp_tensorizer._restart import wire as wire_module
+from dcp_tensorizer._restart.wire import MAX_BYTES, MAX_MESSAGE, Address, Wire, WireError, listen_on
+
+SECRET = bytes(range(32))
+
+
+class Word(msgspec.Struct, tag="word", array_like=True):
+    text: str
+
+
+class Number(msgspec.Struct, tag="number", array_like=True):
+    value: int
+
+
+def both(client_secret: bytes = SECRET, server_secret: bytes = SECRET) -> tuple[Any, Any]:
+    """The results of both ends: connections, or what was raised."""
+    ends = socket.socketpair()
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(Wire, end, secret, is_server=is_server)
+            for end, secret, is_server in zip(ends, (client_secret, server_secret), (False, True), strict=True)
+        ]
+    return tuple(_outcome(future) for future in made)  # type: ignore[return-value]
+
+
+def _outcome(future: Future[Wire]) -> Wire | BaseException:
+    return future.exception() or future.result()
+
+
+def relayed(change: Callable[[bytes], bytes]) -> tuple[Wire, Wire]:
+    """Both ends, and somebody between them who changes what the client says after the proof."""
+    listener = listen_on("127.0.0.1")
+    client_side, near = socket.socketpair()
+    address = Address("127.0.0.1", listener.getsockname()[1], SECRET)
+
+    def carry(source: socket.socket, target: socket.socket, *, changes: bool) -> None:
+        left = 8 + 32 + 32  # hello and proof
+        while data := source.recv(left or 1 << 16):
+            target.sendall(change(data) if changes and not left else data)
+            left = max(0, left - len(data))
+        target.close()
+
+    far = socket.create_connection((address.host, address.port))
+    for pair, changes in (((near, far), True), ((far, near), False)):
+        threading.Thread(target=carry, args=pair, kwargs={"changes": changes}, daemon=True).start()
+    connection, _ = listener.accept()
+    listener.close()
+    with ThreadPoolExecutor(2) as pool:
+        client = pool.submit(Wire, client_side, SECRET, is_server=False)
+        server = pool.submit(Wire, connection, SECRET, is_server=True)
+    return client.result(), server.result()
+
+
+def test_messages_and_bytes() -> None:
+    """Both travel in both directions, of any size that is allowed, and of none."""
+    client, server = both()
+    client.send(Word("hello"))
+    assert server.receive(Word | Number) == Word("hello")
+    for nbytes in (0, 1, 70_000):
+        data = bytes(i % 251 for i in range(nbytes))
+        server.send_bytes(memoryview(data))
+        target = bytearray(nbytes)
+        client.receive_bytes(memoryview(target))
+        assert bytes(target) == data
+    server.send(Number(7))
+    assert client.receive(Number) == Number(7)
+    client.close()
+    with pytest.raises(ConnectionError):
+        server.receive(Word)
+    server.close()
+
+
+def test_who_does_not_know_the_secret() -> None:
+    """The client finds out first, and proves nothing; the server waits for a proof that does not come."""
+    client, server = both(client_secret=bytes(32))
+    assert isinstance(client, WireError) and "does not know the secret" in str(client)
+    assert isinstance(server, ConnectionError)
+
+
+def test_who_repeats_what_he_has_heard() -> None:
+    """A proof is good for one connection."""
+    ends = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(Wire, ends[1], SECRET, is_server=True)
+        ends[0].sendall(b"DCPTZRK1" + bytes(32))
+        heard = ends[0].recv(64)
+        ends[0].sendall(heard[32:])
+        assert isinstance(server.exception(), WireError)
+    ends[0].close()
+
+
+def test_who_is_no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other words, and none at all, end the connection."""
+    monkeypatch.setattr(wire_module, "_HANDSHAKE_SECONDS", 0.05)
+    for words in (b"GET / HTTP/1.1\r\nHost: keeper.example.com:80\r\n\r\n", b""):
+        ends = socket.socketpair()
+        ends[0].sendall(words)
+        with pytest.raises(OSError, match=r"it is no keeper|timed out"):
+            Wire(ends[1], SECRET, is_server=True)
+        ends[0].close()
+
+
+def test_a_changed_frame() -> None:
+    """One bit is enough, wherever it is."""
+    for place in (-1, 5):
+        client, server = relayed(lambda data, place=place: _flipped(data, place))  # type: ignore[misc]
+        client.send(Word("hello"))
+        with pytest.raises(WireError, match="changed on its way"):
+            server.receive(Word)
+        client.close()
+        server.close()
+
+
+def test_a_frame_that_is_repeated() -> None:
+    """Frames are counted."""
+    client, server = relayed(lambda data: data * 2)
+    client.send(Word("hello"))
+    assert server.receive(Word) == Word("hello")
+    with pytest.raises(WireError, match="changed on its way"):
+        server.receive(Word)
+    client.close()
+    server.close()
+
+
+def _flipped(data: bytes, place: int) -> bytes:
+    changed = bytearray(data)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+def test_what_is_too_large() -> None:
+    """Nobody is made to allocate more than a frame may have."""
+    client, server = both()
+    with closing(client), closing(server):
+        with pytest.raises(WireError, match="is too large"):
+            client.send(Word("x" * MAX_MESSAGE))
+        client._sock.sendall(wire_module._HEADER.pack(2, MAX_BYTES + 1))
+        with pytest.raises(WireError, match="makes no sense"):
+            server.receive_bytes(memoryview(bytearray(MAX_BYTES + 1)))
+
+
+def test_what_was_not_expected() -> None:
+    """A message is not taken for bytes, nor for another one."""
+    for receive in (lambda wire: wire.receive_bytes(memoryview(bytearray(5))), lambda wire: wire.receive(Number)):
+        client, server = both()
+        with closing(client), closing(server):
+            client.send(Word("hello"))
+            with pytest.raises(WireError, match="makes no sense"):
+                receive(server)
+
+
+def test_an_address_has_no_secret_in_its_name() -> None:
+    """It may be in a log."""
+    assert repr(Address("10.0.0.1", 5, SECRET)) == "10.0.0.1:5"
