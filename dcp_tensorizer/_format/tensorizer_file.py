@@ -25,7 +25,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -145,73 +145,54 @@ def lay_out(
     compare files. Raises `ValueError` if the names do not fit into the index.
     """
     position = len(MAGIC) + HEAD.size + capacity
-    index: list[tuple[_Description, Entry[T]]] = []
+    hashes = _hashes(0, bytes(32)) if sha256 else _NO_CRC32
+    version = _PLAIN if cipher is None else ENCRYPTED
+    entries: list[Entry[T]] = []
+    listing: list[tuple[int, bytes]] = []  # of the index: the least data version, and the rest of the entry
     for tensor in tensors:
-        description = _describe(tensor)
-        entry = _entry(tensor, description, position, cipher, alignment, sha256=sha256 and cipher is None)
-        index.append((description, entry))
-        position = entry.offset + entry.length
-    return FileLayout(
-        _head(index, cipher is not None, capacity), tuple(entry for _, entry in index), position + len(END), cipher
-    )
-
-
-class _Description(NamedTuple):
-    """A tensor as headers and the index describe it, and the least data version that has room for its shape."""
-
-    name: bytes
-    kind: int
-    dtype: bytes
-    shape: bytes
-    version: int
-
-
-def _describe(tensor: TensorLayout) -> _Description:
-    dtype, shape, version = _describe_elements(tensor.dtype, tensor.shape, tensor.nbytes)
-    return _Description(tensor.name.encode(), _KINDS.get(tensor.kind, _STATE_DICT), dtype, shape, version)
+        name, kind = tensor.name.encode(), _KINDS.get(tensor.kind, _STATE_DICT)
+        dtype, shape, least = _describe_elements(tensor.dtype, tensor.shape, tensor.nbytes)
+        elements = bytes((len(dtype),)) + dtype + shape
+        block, proof = 0, hashes
+        if cipher is not None:
+            block = block_size(tensor.nbytes, encrypted=True)
+            proof = _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
+        hashes_offset = START.size + len(name) + len(elements)
+        nbytes = hashes_offset + len(proof) + _LENGTH.size
+        # Readers find the length of the data at the end of the header, so that padding may precede it.
+        padding = -(position + nbytes) % alignment
+        start = START.pack(nbytes + padding, 0, kind, len(name))
+        header = start + name + elements + proof + bytes(padding) + _LENGTH.pack(tensor.nbytes)
+        offset = position + len(header)
+        has_sha256 = sha256 and cipher is None
+        entries.append(
+            Entry(tensor, position, header, hashes_offset, offset, tensor.nbytes, padding, block, has_sha256)
+        )
+        place = _PLACE.pack(position, offset, tensor.nbytes)
+        listing.append((least, _NAME.pack(len(name)) + name + bytes((kind,)) + elements + place))
+        version = max(version, least, _OPAQUE if b"\0" in dtype else _PLAIN)
+        position = offset + tensor.nbytes
+    head = _head(listing, sum(entry.length for entry in entries), version, cipher is not None, capacity)
+    return FileLayout(head, tuple(entries), position + len(END), cipher)
 
 
 @functools.lru_cache(4096)  # most of thousands of tensors have the same dtype and shape
 def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, bytes, int]:
+    """The dtype and the shape as a file has them, and the least data version that has room for the shape."""
     is_long = any(extent >> 32 for extent in shape)
     packed = struct.pack(f"<B{len(shape)}{'Q' if is_long else 'I'}", len(shape), *shape)
     return _dtype_name(dtype, shape, nbytes), packed, LONG if is_long else _PLAIN
 
 
-def _entry(
-    tensor: T, description: _Description, position: int, cipher: Cipher | None, alignment: int, *, sha256: bool
-) -> Entry[T]:
-    """A tensor whose header begins at ``position``.
-
-    Readers find the length of the data at the end of the header, so that padding may precede it.
-    """
-    name, kind, dtype, shape, _ = description
-    described = name + bytes((len(dtype),)) + dtype + shape
-    block = 0 if cipher is None else block_size(tensor.nbytes, encrypted=True)
-    no_hashes = _NO_CRC32 if not sha256 else _hashes(0, bytes(32))
-    proof = no_hashes if cipher is None else _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
-    hashes_offset = START.size + len(described)
-    nbytes = hashes_offset + len(proof) + _LENGTH.size
-    padding = -(position + nbytes) % alignment
-    start = START.pack(nbytes + padding, 0, kind, len(name))
-    header = start + described + proof + bytes(padding) + _LENGTH.pack(tensor.nbytes)
-    offset = position + len(header)
-    return Entry(tensor, position, header, hashes_offset, offset, tensor.nbytes, padding, block, sha256)
-
-
-def _head(index: Sequence[tuple[_Description, Entry[T]]], is_encrypted: bool, capacity: int) -> bytes:
-    """The bytes before the first entry."""
-    version = ENCRYPTED if is_encrypted else _PLAIN
-    for description, _ in index:
-        version = max(version, description.version, _OPAQUE if b"\0" in description.dtype else _PLAIN)
+def _head(listing: Sequence[tuple[int, bytes]], total: int, version: int, is_encrypted: bool, capacity: int) -> bytes:
+    """The bytes before the first entry, of a file of ``total`` bytes of data."""
     is_versioned = version == LONG
-    listing = b"".join(_index_entry(description, entry, is_versioned) for description, entry in index)
-    if len(listing) > capacity:
-        raise ValueError(f"{len(index):,} names do not fit into the index of one tensorizer file")
+    index = b"".join(struct.pack("<I", least) + entry if is_versioned else entry for least, entry in listing)
+    if len(index) > capacity:
+        raise ValueError(f"{len(listing):,} names do not fit into the index of one tensorizer file")
     flags = (VERSIONED_INDEX | (ENCRYPTED_FLAG if is_encrypted else 0)) if is_versioned else 0
-    total = sum(entry.length for _, entry in index)
-    head = MAGIC + HEAD.pack(version, flags.to_bytes(32, "little"), total, len(index), capacity)
-    return head + listing.ljust(capacity, b"\0")
+    head = MAGIC + HEAD.pack(version, flags.to_bytes(32, "little"), total, len(listing), capacity)
+    return head + index.ljust(capacity, b"\0")
 
 
 def _hashes(crc32: int, sha256: bytes) -> bytes:
@@ -236,21 +217,6 @@ def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes
         sections.insert(0, _PASSPHRASE.pack(_DERIVED, _BY_PWHASH, *costs, len(salt)) + salt)
     body = struct.pack("<H", len(sections)) + b"".join(_LENGTH.pack(len(part)) + part for part in sections)
     return _LENGTH.pack(len(body)) + body
-
-
-def _index_entry(description: _Description, entry: Entry[T], is_versioned: bool) -> bytes:
-    name, kind, dtype, shape, version = description
-    return b"".join(
-        (
-            struct.pack("<I", version) if is_versioned else b"",
-            _NAME.pack(len(name)),
-            name,
-            bytes((kind, len(dtype))),
-            dtype,
-            shape,
-            _PLACE.pack(entry.header_offset, entry.offset, entry.length),
-        )
-    )
 
 
 def _dtype_name(name: str, shape: tuple[int, ...], nbytes: int) -> bytes:
