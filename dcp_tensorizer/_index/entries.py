@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._format.tensor_bytes import dtype_name
+from .._runtime.recent import Recent
 from ..errors import WriteError
 from .chunks import ChunkLayout, Region, check_numbers, expand, runs_of
 from .locations import RankPlaces, hashes_of
@@ -146,26 +146,20 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
 
 # --- writing the section of entries -----------------------------------------------------------------------------------
 
-_KEPT = 4  # sections: a job may save its model and its optimizer in turn, and other states between them
 
+def entries_section(rules: StateRules, parts: Sequence[RankPlaces], recent: Recent[bytes] | None = None) -> bytes:
+    """The section of a state dict's entries; raises `WriteError`, naming the key, if a key cannot be stored.
 
-class EntryWriter:
-    """Makes sections of entries. Keeps those of the last saves, and uses them again for the same contents."""
-
-    def __init__(self) -> None:
-        self._kept: deque[tuple[tuple[bytes, ...], bytes]] = deque(maxlen=_KEPT)
-
-    def section(self, rules: StateRules, parts: Sequence[RankPlaces]) -> bytes:
-        """The section of a state dict's entries; raises `WriteError`, naming the key, if a key cannot be stored.
-
-        ``parts`` are the ranks' reports of what they wrote. If several ranks wrote a chunk, the last one's is used.
-        """
-        name = (rules.digest, *(part.table_digest for part in parts))
-        section = next((section for known, section in tuple(self._kept) if known == name), None)
-        if section is None:
-            section = encode_rows(_Owners(parts).entries(rules))
-            self._kept.append((name, section))
-        return section
+    ``parts`` are the ranks' reports of what they wrote. If several ranks wrote a chunk, the last one's is used.
+    ``recent`` has the sections of the last saves, which are used again for the same contents.
+    """
+    name = (rules.digest, *(part.table_digest for part in parts))
+    section = None if recent is None else recent.find(name)
+    if section is None:
+        section = encode_rows(_Owners(parts).entries(rules))
+    if recent is not None:
+        recent.keep(name, section)
+    return section
 
 
 class _Owners:

@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from .._format.encryption import Cipher
 from .._format.names import MAX_INLINE_BYTES
 from .._runtime.gc_pause import collector_paused
+from .._runtime.recent import Recent
 from .._unpickle.objects import load_object
 from .._version import __version__
 from ..errors import WriteError, describe
 from .container import Part, pack
-from .entries import EntryWriter, StateRules
+from .entries import StateRules, entries_section
 from .locations import InlineItem, RankPlaces, inline_rows
 from .schema import DataFile, Head, KeyRecord, SaveRecord, encode_rows, to_text
 
@@ -31,17 +32,17 @@ def encode(
     *,
     rank: int | None = None,
     cipher: Cipher | None = None,
-    entries: EntryWriter | None = None,
+    recent: Recent[bytes] | None = None,
     record: SaveRecord | None = None,
 ) -> bytes:
     """The contents of ``.metadata``; raises `WriteError`, naming the key, if no reader could read it.
 
     If DCP's ``metadata`` has ``rules``, its entries are not used. ``parts`` are the ranks' reports; if several ranks
-    wrote a chunk, the last one's is used. ``rank`` is set if each rank saves for itself. ``entries`` keeps the sections
+    wrote a chunk, the last one's is used. ``rank`` is set if each rank saves for itself. ``recent`` has the sections
     of earlier saves, so that unchanged ones are not made again.
     """
     rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)
-    section = (entries or EntryWriter()).section(rules, parts)
+    section = entries_section(rules, parts, recent)
     sections = [Part("entries", None, section), *_planner_part(metadata.planner_data)]
     if inline := _inline(parts):
         sections.append(Part("inline", None, encode_rows(inline_rows(inline))))

@@ -19,6 +19,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from .._runtime.recent import Recent
 from ..errors import WriteError
 from .columns import Columns, Integers, Table, Unsupported, columns_of, write_items
 from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_integers
@@ -268,14 +269,14 @@ class History:
         self._world: weakref.ref[Any] | None = None
         self._sent: tuple[Columns, bytes] | None = None
         self._is_answered = True
-        self._known: deque[Reference] = deque(maxlen=_SAVES)
+        self._known: Recent[Reference] = Recent(_SAVES)
         self._received: deque[dict[bytes, EncodedColumns]] = deque(maxlen=_SAVES_OF_COORDINATOR)
-        self._planned: deque[tuple[object, Any]] = deque(maxlen=_SAVES_OF_COORDINATOR)
+        self._planned: Recent[Any] = Recent(_SAVES_OF_COORDINATOR)
 
     def begin(self) -> None:
         """Begins a save. After a save that was not planned, or in another process group, whole plans are sent again."""
         if not self._is_answered or not self._is_same_world():
-            self._known.clear()
+            self._known = Recent(_SAVES)
         self._is_answered = True
 
     def _is_same_world(self) -> bool:
@@ -289,12 +290,12 @@ class History:
     def sending(self, columns: Columns, digest: bytes) -> Reference | None:
         """The reference to send instead of columns; None if the columns must be sent."""
         self._sent, self._is_answered = (columns, digest), False
-        return next((reference for reference in self._known if reference.digest == digest), None)
+        return self._known.find(digest)
 
     def answered(self, answer: Answer) -> Columns:
         """The columns that an answer refers to. From now on the coordinator knows them."""
         assert self._sent is not None and self._sent[1] == answer.reference.digest
-        self._known.append(answer.reference)
+        self._known.keep(answer.reference.digest, answer.reference)
         return self._sent[0]
 
     def end(self) -> None:
@@ -315,11 +316,11 @@ class History:
 
     def find(self, key: object) -> Any:
         """The plan that was made for these contents; None if there is none."""
-        return next((result for known, result in reversed(self._planned) if known == key), None)
+        return self._planned.find(key)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
         """Remembers the ranks' plans, and the result."""
         referable = {plan.digest: plan for plan in plans if plan.may_refer}
         if referable:  # saves of a single rank must not displace others
             self._received.append(referable)
-        self._planned.append((key, result))
+        self._planned.keep(key, result)

@@ -21,10 +21,10 @@ from .._format.names import (
     save_id_in,
 )
 from .._index.container import data_files, find_index
-from .._index.entries import EntryWriter
 from .._index.locations import RankPlaces
 from .._index.schema import SaveRecord
 from .._index.writer import encode
+from .._runtime.recent import Recent
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, Storage
 from ..errors import CheckpointError, WriteError
@@ -100,7 +100,7 @@ def commit(
     sync: bool,
     overwrite: bool = True,
     cipher: Cipher | None = None,
-    entries: EntryWriter | None = None,
+    recent: Recent[bytes] | None = None,
     record: SaveRecord | None = None,
     check: Callable[[], object] = lambda: None,
     is_owned: bool = False,
@@ -119,7 +119,7 @@ def commit(
         overwrite: Replace a checkpoint at the path. Otherwise that is an error, also if another job has committed one
             since the save began.
         cipher: The key of an encrypted checkpoint.
-        entries: Sections of earlier saves, see `encode`.
+        recent: Sections of earlier saves, see `encode`.
         record: The manager's record of the save.
         check: Called just before the metadata is put; raises `Refused` if the save must no longer be committed.
         is_owned: ``check`` ensures that only this run uses the directory. If another run puts metadata there after that
@@ -133,7 +133,7 @@ def commit(
     files = dict(file for part in parts for file in part.files)
     try:
         check_data(storage, files)
-        data = encoded(storage, metadata, parts, rank=rank, cipher=cipher, entries=entries, record=record)
+        data = encoded(storage, metadata, parts, rank=rank, cipher=cipher, recent=recent, record=record)
         name, save_id = metadata_file_name(rank), metadata.storage_meta.save_id
         before = storage.read(name) if is_owned and overwrite else None
         check()

@@ -180,7 +180,7 @@ class Destination:
             "rank": self.metadata_rank,
             "cipher": context.options.write.cipher,
             "record": None if save is None else save.record,
-            "entries": context.engine.entries,
+            "recent": context.engine.sections,
         }
 
     def check_wanted(self) -> None:

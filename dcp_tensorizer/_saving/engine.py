@@ -9,7 +9,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 
-from .._index.entries import EntryWriter
 from .._index.locations import RankPlaces
 from .._runtime.forks import free_in_child, in_child
+from .._runtime.recent import Recent
 from .._runtime.threads import Deadline, is_running
 from .._staging.buffer_pool import StagedSaves
 from .._tiers.target import FlushTarget
@@ -47,7 +47,7 @@ class Engine:
         client: Writes them through the writer process.
         failures: Counts the saves in a row that were not committed.
         objects: Warns about objects that will not load.
-        entries: Makes the entries of indexes.
+        sections: Those of the last indexes, see `entries_section`.
         tables: The coordinator's memory of the ranks' tables of places.
         files: The contents of the files of the last saves.
         keeping: States that are kept in memory during their save, in case this process dies.
@@ -60,7 +60,7 @@ class Engine:
         self.client = WriterClient(devices=devices)
         self.failures = FailureCounter()
         self.objects = ObjectCheck()
-        self.entries = EntryWriter()
+        self.sections: Recent[bytes] = Recent(_SAVES)
         self.tables = KnownTables()
         self.files = KnownFiles()
         self.keeping = Keeping()
@@ -113,7 +113,7 @@ class Engine:
         self.saves.close(deadline, stager)
         self.connection = None
         self.failures, self.objects = FailureCounter(), ObjectCheck()
-        self.entries, self.tables = EntryWriter(), KnownTables()
+        self.sections, self.tables = Recent(_SAVES), KnownTables()
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
@@ -144,6 +144,8 @@ def engine_of_process(*, devices: bool) -> Engine:
 # --- counting failed saves, so that a failure is reported even if its future is dropped -------------------------------
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_SAVES = 4  # to remember: a job may save its model and its optimizer in turn, and other states between them
 _UNTOLD = "it was interrupted, or another rank or a collective failed: the caller of the save has got the error"
 _END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
 _DESTROYED = (
@@ -277,7 +279,6 @@ class FailureCounter:
 # that it sends back, which of them it knows, and keeps these until the save is over. The answer names the rank's save.
 # So an answer that a planner has kept from another save is ignored, and the rank sends its table.
 
-_OFFERED = 4  # a job may save its model and its optimizer in turn, and other states between them
 _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 
 
@@ -297,11 +298,8 @@ class KnownTables:
     """A rank's memory of its own tables' digests, and a coordinator's of all ranks' tables, up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._own: deque[bytes] = deque(maxlen=_OFFERED)
-        self._tables: OrderedDict[bytes, bytes] = OrderedDict()
-        self._nbytes = 0
-        self._lock = free_in_child(threading.Lock())  # saves may run side by side
+        self._own: deque[bytes] = deque(maxlen=_SAVES)
+        self._tables: Recent[bytes] = Recent(max_bytes, size=len)
 
     @property
     def own(self) -> tuple[bytes, ...]:
@@ -310,7 +308,7 @@ class KnownTables:
 
     def find(self, digest: bytes) -> bytes | None:
         """A table by its digest; None if it is unknown."""
-        return self._tables.get(digest)
+        return self._tables.find(digest)
 
     def add_own(self, digest: bytes) -> None:
         """Remembers a table of this rank."""
@@ -318,16 +316,9 @@ class KnownTables:
             self._own.append(digest)
 
     def keep(self, parts: Iterable[RankPlaces]) -> None:
-        """Keeps the tables of a save, and drops the oldest ones."""
-        with self._lock:
-            for part in parts:
-                if part.table_digest in self._tables:
-                    self._tables.move_to_end(part.table_digest)
-                else:
-                    self._tables[part.table_digest] = part.table
-                    self._nbytes += len(part.table)
-            while self._nbytes > self._max_bytes:
-                self._nbytes -= len(self._tables.popitem(last=False)[1])
+        """Remembers the tables of a save."""
+        for part in parts:
+            self._tables.keep(part.table_digest, part.table)
 
 
 class SaveTables:

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._index import entries
-from dcp_tensorizer._index.entries import EntryWriter, StateRules
+from dcp_tensorizer._index.entries import StateRules, entries_section
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._index.schema import decode_entries
+from dcp_tensorizer._runtime.recent import Recent
 from dcp_tensorizer.errors import WriteError
 
 RANKS, KEYS = 16, 5
@@ -62,18 +63,19 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_a_repeat_looks_for_no_chunk(hashed: list[int]) -> None:
     """Other digests and file names change nothing in the entries, and nothing of them is made again."""
-    writer, rules = EntryWriter(), StateRules.of(described())
-    section = writer.section(rules, parts())
+    recent: Recent[bytes] = Recent(4)
+    rules = StateRules.of(described())
+    section = entries_section(rules, parts(), recent)
     assert sum(hashed) == KEYS * RANKS + 1
-    assert writer.section(StateRules.of(described()), parts("b", b"87654321")) is section
+    assert entries_section(StateRules.of(described()), parts("b", b"87654321"), recent) is section
     assert sum(hashed) == KEYS * RANKS + 1
 
 
 @pytest.mark.parametrize("change", ["properties", "layout", "keys", "order", "places"])
 def test_what_changed_is_made_anew(change: str) -> None:
     """It is what a writer without a memory makes."""
-    writer = EntryWriter()
-    before = writer.section(StateRules.of(described()), parts())
+    recent: Recent[bytes] = Recent(4)
+    before = entries_section(StateRules.of(described()), parts(), recent)
     changed, written = described(), parts()
     if change == "properties":
         changed["w1"] = entry(dtype=torch.int32)
@@ -85,18 +87,18 @@ def test_what_changed_is_made_anew(change: str) -> None:
         changed = dict(reversed(changed.items()))
     else:
         written = parts(last=RANKS - 1)
-    after = writer.section(StateRules.of(changed), written)
+    after = entries_section(StateRules.of(changed), written, recent)
     assert after != before
-    assert after == EntryWriter().section(StateRules.of(changed), written)
+    assert after == entries_section(StateRules.of(changed), written)
 
 
 def test_several_state_dicts_are_remembered(hashed: list[int]) -> None:
     """A job may save its model and its optimizer in turn."""
-    writer = EntryWriter()
+    recent: Recent[bytes] = Recent(4)
     states = [{"w0": entry()}, {"w1": entry()}, {"w2": entry()}]
-    first = [writer.section(StateRules.of(state), parts()) for state in states]
+    first = [entries_section(StateRules.of(state), parts(), recent) for state in states]
     count = len(hashed)
-    assert [writer.section(StateRules.of(state), parts("b")) for state in states] == first
+    assert [entries_section(StateRules.of(state), parts("b"), recent) for state in states] == first
     assert len(hashed) == count
 
 
@@ -105,7 +107,7 @@ def test_tensors_of_one_shape_share_a_layout() -> None:
     rules = StateRules.of(described())
     assert (len(rules.layouts), len(rules.properties)) == (1, 1)
     assert rules.rows.tolist() == [[0, 0]] * KEYS + [[-1, -1]]
-    assert len(decode_entries(EntryWriter().section(rules, parts())).layouts) == 1
+    assert len(decode_entries(entries_section(rules, parts())).layouts) == 1
 
 
 def test_entries_come_back_from_rules() -> None:

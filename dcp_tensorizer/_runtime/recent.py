@@ -1,0 +1,48 @@
+"""A bounded memory of results by the digests of what they were made from, so that a repeated save makes them once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from .forks import free_in_child
+
+_T = TypeVar("_T")
+
+
+def _one(result: object) -> int:
+    return 1
+
+
+class Recent(Generic[_T]):
+    """The results of the last keys. A key stands for contents, so a result may be lost, but is never wrong.
+
+    Several threads may use it. It keeps as many results as ``most``, or as many as have that ``size`` together. A copy,
+    also one in another process, is empty.
+    """
+
+    def __init__(self, most: int, size: Callable[[_T], int] = _one) -> None:
+        self._most = self._room = most
+        self._size = size
+        self._results: OrderedDict[Any, _T] = OrderedDict()
+        # reentrant, because a signal handler that saves may interrupt its holder
+        self._changing = free_in_child(threading.RLock())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recent, (self._most, self._size)
+
+    def find(self, key: object) -> _T | None:
+        """The result for a key; None if it is not known."""
+        return self._results.get(key)
+
+    def keep(self, key: object, result: _T) -> None:
+        """Remembers a result as the newest, in place of the oldest ones."""
+        with self._changing:
+            if key in self._results:
+                self._room += self._size(self._results.pop(key))
+            self._results[key] = result
+            self._room -= self._size(result)
+            while self._room < 0:
+                self._room += self._size(self._results.popitem(last=False)[1])
