@@ -32,7 +32,7 @@ from ._managing.copies import DEFAULT_RATE
 from ._managing.goodput import GoodputClock, GoodputReport
 from ._managing.job import Job
 from ._managing.lineage import logger
-from ._managing.policy import Action, SavePolicy, Schedule, StopSignals
+from ._managing.policy import Action, SaveInterval, SavePolicy, Schedule, StopSignals
 from ._managing.restore import Selection, StatePart
 from ._managing.retention import Retention
 from ._managing.step_folder import StepNames
@@ -74,7 +74,9 @@ class CheckpointManager:
         name: The names of their directories. ``"step-{:06}"`` pads the number. Directories are recognised by the
             number, padded or not.
         save_every: Save when a multiple of this many steps has been reached since the last save.
-        save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. With neither,
+        save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. ``"auto"``: as
+            many as lose the least time, by what saves cost and how often the job has failed in all its runs.
+            ``(60, 3600)``: the same, with a least and a greatest value. Without ``save_every`` and ``save_interval``,
             every call of `save` saves; with both, either is enough.
         keep_latest: Keep this many of the newest checkpoints. Checkpoints that none of the three rules keeps are
             deleted after the next commit, except the newest. Without rules everything is kept.
@@ -117,7 +119,7 @@ class CheckpointManager:
         *,
         name: str = "step-{}",
         save_every: int | None = None,
-        save_interval: float | None = None,
+        save_interval: SaveInterval | None = None,
         keep_latest: int | None = None,
         keep_every: int | None = None,
         keep_best: str | tuple[str, Literal["min", "max"]] | None = None,
@@ -139,8 +141,9 @@ class CheckpointManager:
         check_path(folder)
         options: dict[str, Any] = dict(writer_options)
         names = StepNames(name)
-        in_memory = None if survive_every is None else Schedule(survive_every, None)
-        policy = SavePolicy(Schedule(save_every, save_interval), in_memory)
+        self._clock = GoodputClock()
+        in_memory = None if survive_every is None else Schedule(survive_every, None, clock=self._clock)
+        policy = SavePolicy(Schedule(save_every, save_interval, clock=self._clock), in_memory)
         self._retention = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
@@ -157,7 +160,6 @@ class CheckpointManager:
             together = None if group is None else Together(group)
             if together is not None:
                 together.accompany_saves(self._writer, limits.timeout)
-            self._clock = GoodputClock()
             self._job = Job(
                 self._folder,
                 names,
@@ -244,7 +246,7 @@ class CheckpointManager:
         self._stopping = decision.stopping
         if decision.action is not Action.NOTHING and (wait or self._stopping):
             self.wait()
-        self._clock.stalled(since)
+        self._clock.stalled(since, saves=decision.action is Action.SAVE)
         return future
 
     def restore(

@@ -64,6 +64,9 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
     branch: tuple[tuple[str, _Count], ...]
     metrics: dict[str, float]
     job: str = ""  # the run of the job, if it keeps states in memory (``survive``)
+    lived: float = 0.0  # seconds that the job has run up to here, in all its runs
+    restarts: _Count = 0  # how often it has gone on after a run that failed
+    is_end: bool = False  # the job had been told to stop: nothing is lost if it ends here
 
 
 class Head(Struct, gc=False):

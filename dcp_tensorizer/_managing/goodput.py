@@ -7,8 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from .._runtime.forks import free_in_child
+
+# The time to a failure that is assumed of a job that has not failed yet, in seconds. It is short, so that a new job
+# saves often. Each hour without a failure shows that it is longer.
+ASSUMED = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,9 @@ class GoodputReport:
         stall_seconds: Time that training spent in `save`, without `wait` and `close`.
         restore_seconds: Time spent in `restore`.
         durable_seconds: From the call to the commit, on average over the saves.
+        saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.
+        lived_seconds: Time that the job has run, in all its runs, each up to the save that the next one restored.
+        restarts: Number of times that the job went on after a run that failed. A run that was told to stop did not.
     """
 
     seconds: float
@@ -30,6 +38,9 @@ class GoodputReport:
     stall_seconds: float
     restore_seconds: float
     durable_seconds: float
+    saving_seconds: float = 0.0
+    lived_seconds: float = 0.0
+    restarts: int = 0
 
     @property
     def goodput(self) -> float:
@@ -41,18 +52,24 @@ class GoodputReport:
     def stall_per_save(self) -> float:
         """Seconds that training waits for one save."""
         tries = self.saves + self.failures
-        return self.stall_seconds / tries if tries else 0.0
+        return self.saving_seconds / tries if tries else 0.0
 
-    def young_interval(self, mean_time_between_failures: float) -> float:
+    @property
+    def mean_time_between_failures(self) -> float:
+        """The seconds between two failures, as far as the job's runs show. Of a new job 10 minutes are assumed."""
+        return (self.lived_seconds + ASSUMED) / (self.restarts + 1)
+
+    def young_interval(self, mean_time_between_failures: float | None = None) -> float:
         """The best interval between two saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
 
         Never less than the time until a save is durable, because the next save would wait for it; 0 before the first
         save.
 
         Args:
-            mean_time_between_failures: Of the whole job, in seconds.
+            mean_time_between_failures: Of the whole job, in seconds; None for what the job's runs show.
         """
-        return max(math.sqrt(2 * self.stall_per_save * mean_time_between_failures), self.durable_seconds)
+        seconds = self.mean_time_between_failures if mean_time_between_failures is None else mean_time_between_failures
+        return max(math.sqrt(2 * self.stall_per_save * seconds), self.durable_seconds)
 
     def __str__(self) -> str:
         interval = (
@@ -65,19 +82,48 @@ class GoodputReport:
         )
 
 
+class Lived(Protocol):
+    """The fields of a checkpoint's record that tell how reliable a job is; see `SaveRecord`."""
+
+    @property
+    def lived(self) -> float: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def is_end(self) -> bool: ...
+
+
 class GoodputClock:
     """Measures the times of a job, on several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
-        self._began = clock()
+        self._began = self._resumed = clock()
+        self._lived, self._restarts = 0.0, 0
         self._lock = free_in_child(threading.Lock())
-        self._stall = self._restore = self._durable = 0.0
+        self._stall = self._saving = self._restore = self._durable = 0.0
         self._saves = self._failures = 0
 
-    def stalled(self, since: float) -> None:
-        """Notes that training has waited since a moment."""
-        self._stall += self.now() - since
+    def resume(self, record: Lived) -> None:
+        """Notes that the job goes on from a checkpoint now."""
+        self._resumed = self.now()
+        self._lived, self._restarts = record.lived, record.restarts + (not record.is_end)
+
+    @property
+    def lived(self) -> float:
+        """The seconds that the job has run, in all its runs."""
+        return self._lived + self.now() - self._resumed
+
+    @property
+    def restarts(self) -> int:
+        """Number of times that the job went on after a run that failed."""
+        return self._restarts
+
+    def stalled(self, since: float, *, saves: bool = False) -> None:
+        """Notes that training has waited since a moment; ``saves``: for a save that began."""
+        seconds = self.now() - since
+        self._stall += seconds
+        self._saving += seconds if saves else 0.0
 
     def restored(self, since: float) -> None:
         """Notes that a checkpoint was restored since a moment."""
@@ -96,12 +142,16 @@ class GoodputClock:
 
     def report(self) -> GoodputReport:
         """The report up to now."""
+        now = self.now()
         with self._lock:
             return GoodputReport(
-                seconds=self.now() - self._began,
+                seconds=now - self._began,
                 saves=self._saves,
                 failures=self._failures,
                 stall_seconds=self._stall,
                 restore_seconds=self._restore,
                 durable_seconds=self._durable / self._saves if self._saves else 0.0,
+                saving_seconds=self._saving,
+                lived_seconds=self._lived + now - self._resumed,
+                restarts=self._restarts,
             )

@@ -254,6 +254,8 @@ class Job:
             return None
         self.place = place
         self._stand_at(place.step)
+        if (restored := kept if isinstance(kept, SaveRecord) else place.tip) is not None:
+            self._clock.resume(restored)
         return place.step
 
     def write_held(self) -> None:
@@ -324,7 +326,7 @@ class Job:
             self._advance()  # staging would wait for that save, too
         self._policy.begin(step, is_due=decision.is_due)
         name = self.place.name_of(step, self._names)
-        record = self.place.record(step, metrics, self.survival.run)
+        record = self.place.record(step, metrics, self.survival.run, self._clock, is_end=decision.stopping)
         keep = self.survival.next_state(record, self.place.tip, self.place.left)
         new = NewStep(self._folder.child(name), name, record)
         if action is Action.SAVE:

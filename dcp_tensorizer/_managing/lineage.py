@@ -10,6 +10,7 @@ from typing import NamedTuple
 from .._index.schema import SaveRecord
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
+from .goodput import GoodputClock
 from .retention import clean_up
 from .step_folder import TRUNK, Branch, Step, StepNames, belongs, current_branch, leave, members, others, read_steps
 
@@ -66,9 +67,12 @@ class Place:
         """The name of a step's directory. An existing one may be padded in another way."""
         return self.names.get(step) or names.name_of(step)
 
-    def record(self, step: int, metrics: dict[str, float], job: str) -> SaveRecord:
+    def record(
+        self, step: int, metrics: dict[str, float], job: str, clock: GoodputClock, *, is_end: bool
+    ) -> SaveRecord:
         """The record of a save for its index."""
-        return SaveRecord(step, (self.tip.save_id or None) if self.tip else None, self.branch, metrics, job)
+        parent = (self.tip.save_id or None) if self.tip else None
+        return SaveRecord(step, parent, self.branch, metrics, job, clock.lived, clock.restarts, is_end)
 
     def warn_of_others(self, path: str) -> None:
         """Warns about checkpoints that are not of this job's branch."""

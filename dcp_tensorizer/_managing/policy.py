@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .._runtime.forks import Home, in_child
-from .._runtime.validation import check_count, check_timeout
+from .._runtime.validation import check_choice, check_count, check_timeout
 from .agreement import Agreement
 from .copies import NO_COPY, CopyVote
+from .goodput import GoodputClock
+
+SaveInterval = float | Literal["auto"] | tuple[float, float]
 
 
 class Action(enum.Enum):
@@ -141,34 +145,59 @@ class Schedule:
 
     Args:
         every: Steps.
-        interval: Seconds. Without either, every step is due.
-        clock: Gives seconds.
+        interval: Seconds; or ``"auto"``, or its least and its greatest value: it is computed from what saves and
+            failures have cost. Without ``every`` and ``interval``, every step is due.
+        clock: Of the job.
 
     Raises:
         TypeError, ValueError: one of them makes no sense.
     """
 
-    def __init__(
-        self, every: int | None, interval: float | None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, every: int | None, interval: SaveInterval | None, *, clock: GoodputClock) -> None:
         check_count("save_every", every, optional=True)
-        if interval is not None:
-            check_timeout(interval, name="save_interval")
         self._every = every
-        self._interval = interval
         self._clock = clock
+        self._bounds = None if interval is None else _bounds(interval)
         self.mark(0)
 
     def mark(self, step: int) -> None:
         """A save of this step has begun, or it has been restored: what is due is counted from here."""
-        self._step, self._moment = step, self._clock()
+        self._step, self._moment = step, self._clock.now()
+
+    @property
+    def interval(self) -> float:
+        """The seconds between two saves, as of now; infinite if only steps count."""
+        if self._bounds is None:
+            return math.inf
+        shortest, longest = self._bounds
+        if shortest == longest:
+            return shortest
+        return min(max(self._clock.report().young_interval(), shortest), longest)
 
     def is_due(self, step: int) -> bool:
         """Returns whether this step is to be saved."""
-        if self._every is None and self._interval is None:
+        if self._every is None and self._bounds is None:
             return True
         by_steps = self._every is not None and step // self._every > self._step // self._every
-        return by_steps or (self._interval is not None and self._clock() - self._moment >= self._interval)
+        return by_steps or self._clock.now() - self._moment >= self.interval
+
+
+def _bounds(interval: SaveInterval) -> tuple[float, float]:
+    """The least and the greatest value of an interval; raises `TypeError` or `ValueError` if it makes no sense."""
+    if isinstance(interval, str):
+        check_choice("save_interval", interval, ("auto",))
+        return 0.0, math.inf
+    if not isinstance(interval, tuple | list):
+        check_timeout(interval, name="save_interval")
+        return interval, interval
+    if len(interval) != 2:
+        raise ValueError(f"save_interval={interval!r} must have two values: the least seconds, and the most")
+    shortest, longest = interval
+    check_timeout(shortest, least=0.0, name="save_interval")
+    check_timeout(longest, name="save_interval")
+    if shortest > longest:
+        raise ValueError(f"save_interval={interval!r} must have the least seconds first, and the most second")
+    return shortest, longest
 
 
 class SavePolicy:

@@ -94,6 +94,7 @@ class Step:
         job: The run of the job that saved it; empty if unknown.
         problem: Why it cannot be read as one of this package; empty if it can.
         recorded: The step in its index, which differs if the directory was renamed or copied; None if there is none.
+        lived, restarts, is_end: As in a `SaveRecord`.
     """
 
     number: int
@@ -105,6 +106,9 @@ class Step:
     job: str = ""
     problem: str = ""
     recorded: int | None = None
+    lived: float = 0.0
+    restarts: int = 0
+    is_end: bool = False
 
 
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
@@ -161,7 +165,17 @@ def step_of(number: int, name: str, head: Head) -> Step:
     if record is None:
         return Step(number, name, save_id, head.saved_at)
     return Step(
-        number, name, save_id, head.saved_at, record.branch or TRUNK, record.metrics, record.job, recorded=record.step
+        number,
+        name,
+        save_id,
+        head.saved_at,
+        record.branch or TRUNK,
+        record.metrics,
+        record.job,
+        recorded=record.step,
+        lived=record.lived,
+        restarts=record.restarts,
+        is_end=record.is_end,
     )
 
 

@@ -32,6 +32,7 @@ from dcp_tensorizer import (
 )
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._loading.validate import read_head
+from dcp_tensorizer._managing.goodput import ASSUMED
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ..support import directories_in, quietly
@@ -96,6 +97,25 @@ def test_what_the_index_says(tmp_path: Path) -> None:
     assert (first.step, first.parent, first.metrics) == (1, None, {})
     assert (second.step, second.parent, second.metrics) == (2, head.save_id, {"loss": 0.5})
     assert second.branch == first.branch
+
+
+def test_a_job_records_how_long_it_has_run_and_how_often_it_failed(tmp_path: Path) -> None:
+    """A run that was told to stop has not failed; what is recorded goes on from the checkpoint that was restored."""
+    with manager_of(tmp_path, save_interval="auto") as manager:
+        manager.save(1, state_of(1), wait=True)
+    with manager_of(tmp_path, save_interval=(0, 0.001), stop_signals=[signal.SIGUSR1]) as manager:
+        assert manager.restore(state_of(0)) == 1
+        signal.raise_signal(signal.SIGUSR1)
+        manager.save(2, state_of(2))
+        assert manager.report().restarts == 1
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(state_of(0)) == 2
+        manager.save(3, state_of(3), wait=True)
+        assert manager.report().mean_time_between_failures < ASSUMED
+    first, second, third = (record_of(tmp_path, f"step-{step}") for step in (1, 2, 3))
+    assert [record.restarts for record in (first, second, third)] == [0, 1, 1]
+    assert [record.is_end for record in (first, second, third)] == [False, True, False]
+    assert 0 < first.lived < second.lived < third.lived
 
 
 def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
