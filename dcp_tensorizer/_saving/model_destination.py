@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,7 +147,7 @@ class ModelDestination(Destination):
     ) -> set[str]:
         storage, sync = self.storage, self._context.options.write.sync_files
         is_lone = self._begun[0].name == SINGLE
-        self.check_commit()
+        self._check_commit()
         for name, content in self._other_files().items():
             if storage.read(name) != content:
                 storage.put(name, content, sync=sync, save_id=save_id)
@@ -164,7 +164,7 @@ class ModelDestination(Destination):
         replaced = set[str]()
         if not is_lone:
             index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
-            self.check_commit()
+            self._check_commit()
             try:
                 storage.put(INDEX, index, sync=sync, replace=not self._is_fresh, save_id=save_id)
             except Refused:
@@ -181,10 +181,6 @@ class ModelDestination(Destination):
     def replaced_index(self) -> bytes | None:
         """The index that was there before the save, if there was one."""
         return self._index
-
-    def check_commit(self) -> None:
-        """Raises `Refused` if the save must not be committed."""
-        self._check_commit()
 
     def _other_files(self) -> dict[str, bytes]:
         """The files that come along, by their names.
@@ -206,8 +202,8 @@ class ModelDestination(Destination):
                 raise Refused(f"{given}, which files= has, cannot be read: {error}") from error
         return found
 
-    def remove_replaced(self, names: set[str]) -> None:
-        """Removes the files of the model that was replaced."""
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes the files of a model that was replaced. They have no records of saves."""
 
         def remove() -> None:
             for name in names:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._runtime.torch_compat import DCP_VERSION, group_of_save, state_of_save
+from .._runtime.torch_compat import group_of_save, state_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.open import open_storage
 from .._writer_process.protocol import FileResult, WriteDone
@@ -30,7 +30,7 @@ from .options import SaveOptions
 from .rank_group import RankGroup
 from .report import SaveReport
 from .saver import SaveDescription, Saver
-from .session import SaveSession, check_trainer_lives
+from .session import SaveSession
 from .ties import live_state, ties_of
 from .versions import VersionsOfWriter
 from .write_plan import Item, resolve
@@ -85,35 +85,17 @@ class ModelSession(SaveSession):
             layout = rank_layout(self._model, files, self.id)
             return [_with(plan, layout) for plan in plans]
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the save, on the coordinator.
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
+        """Makes the save the model at its path; returns the files of the one that it replaces."""
+        assert self._model is not None
+        parts: dict[int, dict[int, Mapping[str, str]]] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            for number, of_file in result.storage_data.parts.items():
+                parts.setdefault(number, {}).update(of_file)
+        self._begin_commit(metadata)
+        return self._destination.commit_files(self._model, parts, self.id)
 
-        Raises `WriteError` if it is not committed, and then the model before is untouched.
-        """
-        destination = self._destination
-        assert self._report is not None and self._model is not None, "write comes first"
-        self._times.commit_begins()
-        with self._or_fail():
-            parts: dict[int, dict[int, Mapping[str, str]]] = {}
-            for result in (result for of_rank in results for result in of_rank):
-                for number, of_file in result.storage_data.parts.items():
-                    parts.setdefault(number, {}).update(of_file)
-            destination.check_wanted()
-            check_trainer_lives(self.path)
-            metadata.version = DCP_VERSION
-            metadata.storage_meta = destination.meta(checkpoint_id=self.path, save_id=self.id)
-            replaced = destination.commit_files(self._model, parts, self.id)
-        self._context.engine.failures.committed()
-        report = self._report = self._times.committed(self._report)
-        try:
-            self._publish_version()
-        finally:
-            if replaced:
-                destination.remove_replaced(replaced)
-            self.end()
-        self._publish(report)
-
-    def _publish_version(self) -> None:
+    def _committed(self) -> None:
         """Publishes the model as the next version, if that is wanted.
 
         Raises:

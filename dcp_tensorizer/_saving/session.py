@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._format.names import StoredItem
-from .._index.locations import RankPlaces
 from .._index.schema import ItemKey, SaveRecord
 from .._runtime.threads import QuickTurns
 from .._runtime.torch_compat import DCP_VERSION
@@ -138,22 +137,25 @@ class SaveSession:
 
         Raises `WriteError` if it is not committed, and then the checkpoint before is untouched.
         """
-        context = self._context
         assert self._report is not None, "write comes first"
         self._times.commit_begins()
         with self._or_fail():
-            replaced, parts = self._commit(metadata, results)
-        context.engine.failures.committed()
+            replaced = self._commit(metadata, results)
+        self._context.engine.failures.committed()
+        report = self._report = self._times.committed(self._report)
+        try:
+            self._committed()
+        finally:
+            # Before the user's callback, because until then a load that began earlier may find files of both saves.
+            if replaced:
+                self._destination.remove(replaced)
+            self.end()
+        self._publish(report)
+
+    def _committed(self) -> None:
+        """Does what follows the commit, before the files that it has replaced are removed."""
         if self._kept is not None:
             self._kept.committed()
-        if self._record is not None:
-            warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
-        report = self._report = self._times.committed(self._report)
-        # Before the user's callback, because until then a load that began earlier may find files of both saves.
-        if replaced:
-            self._destination.remove(replaced)
-        self.end()
-        self._publish(report)
 
     def end(self) -> None:
         """Releases the directory, so that others may clean up there. Idempotent."""
@@ -207,20 +209,26 @@ class SaveSession:
         buffer = None if self._staged_save is None else self._staged_save.buffer
         return buffer is not None and buffer.locate(tensor) is not None
 
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[set[str], list[RankPlaces]]:
-        """Makes the save the checkpoint at its path; returns the ranks' reports."""
-        destination = self._destination
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
+        """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         try:
-            destination.check_wanted()
-            check_trainer_lives(self.path)
+            self._begin_commit(metadata)
         except CheckpointError:  # nothing has been committed or will be
-            destination.remove([name for part in parts for name, _ in part.files])
+            self._destination.remove([name for part in parts for name, _ in part.files])
             raise
+        replaced = self._destination.commit(metadata, parts)
+        if self._record is not None:
+            warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
+        return replaced
+
+    def _begin_commit(self, metadata: Metadata) -> None:
+        """Checks that the save may be committed, and completes DCP's metadata; raises `WriteError`."""
+        self._destination.check_wanted()
+        _check_trainer_lives(self.path)
         # DCP returns this object of the planner to the caller, with the same fields as torch's writer sets.
         metadata.version = DCP_VERSION
-        metadata.storage_meta = destination.meta(checkpoint_id=self.path, save_id=self.id)
-        return destination.commit(metadata, parts), parts
+        metadata.storage_meta = self._destination.meta(checkpoint_id=self.path, save_id=self.id)
 
     def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
         return None if self._record is None else self._context.freshness.compare(self._record.step, places)
@@ -240,7 +248,7 @@ class SaveSession:
         self.end()
 
 
-def check_trainer_lives(path: str) -> None:
+def _check_trainer_lives(path: str) -> None:
     """Raises if the trainer has died: in PROCESS mode its save must not be committed late."""
     trainer = multiprocessing.parent_process()
     if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
