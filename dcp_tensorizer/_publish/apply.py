@@ -151,15 +151,7 @@ class _Source(NamedTuple):
 
 
 class _Directory:
-    """The work on a directory.
-
-    Args:
-        target: The directory.
-        published: The versions.
-        version: The one to get to.
-        on_progress: As for `apply_delta`.
-        may_go_back: To a version that is lower than the directory's: only where it is asked for by number.
-    """
+    """The work on a directory. It goes back to a lower version only if that one was asked for by its number."""
 
     def __init__(
         self,
@@ -230,8 +222,7 @@ class _Directory:
     def _current(self, target: Manifest) -> Manifest | None:
         """The version that the directory has; None if it has no model.
 
-        Raises:
-            StateMismatch: its model is none of the versions.
+        Raises `StateMismatch` if its model is none of the versions.
         """
         content = read_small(self._storage, INDEX)
         if content is not None and b'"dcp_tensorizer"' in content:
@@ -260,10 +251,9 @@ class _Directory:
         )
 
     def _check_base(self, current: Manifest) -> None:
-        """Looks that the directory's version is the one that was published under its number, if that is still there.
+        """Checks that the directory's version is the one that was published under its number, if that is still there.
 
-        Raises:
-            StateMismatch: it comes from another directory of versions.
+        Raises `StateMismatch` if it comes from another directory of versions.
         """
         published = self._published.find(current.version)
         here = {record.origin or name: record.sha256 for name, record in current.files.items()}
@@ -363,7 +353,7 @@ class _Directory:
         for name, record in base.others.items():
             hashed, nbytes = hashlib.sha256(), storage.head(name)
             if nbytes != record.nbytes:
-                raise ChecksumMismatch(f"{storage.path}/{name} has not the {record.nbytes:,} bytes that it had")
+                raise ChecksumMismatch(f"{storage.path}/{name} no longer has its {record.nbytes:,} bytes")
             with (
                 written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write,
                 opened(storage, name) as reader,
@@ -451,14 +441,7 @@ def _lock(descriptor: int) -> bool:
 
 
 class _Tensors:
-    """The work on tensors in memory.
-
-    Args:
-        target: By name.
-        published: The versions.
-        version: The one to get to.
-        on_progress: As for `apply_delta`.
-    """
+    """The work on tensors in memory."""
 
     def __init__(
         self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
@@ -494,10 +477,9 @@ class _Tensors:
         return {tensor.key: tensor for file in files for tensor in file.tensors}
 
     def _start(self, base: Manifest, deltas: Sequence[Any], digests: Mapping[str, str]) -> int:
-        """How many of the deltas the tensors have already, by their digests.
+        """Counts the deltas that the tensors have already, by their digests.
 
-        Raises:
-            StateMismatch: they are no version that leads to the wanted one.
+        Raises `StateMismatch` if they are no version that leads to the wanted one.
         """
         expected = dict(base.tensors)
         start = 0 if expected == digests else None
@@ -526,23 +508,14 @@ class _Tensors:
 
 
 class _View(NamedTuple):
-    """A tensor's bytes, as an array of ``uint8``.
-
-    Attributes:
-        array: Of the tensor itself, or of a copy.
-        give_back: Called when they have changed: copies them to the tensor, if they are a copy.
-    """
+    """A tensor's bytes, as an array of ``uint8``: the tensor's own memory, or a copy."""
 
     array: np.ndarray
-    give_back: Callable[[], object]
+    give_back: Callable[[], object]  # called when the bytes have changed: copies them to the tensor, if they are a copy
 
 
 def _bytes_of(key: str, value: Any, tensor: StoredBytes) -> _View:
-    """A tensor's bytes.
-
-    Raises:
-        StateMismatch: it has another number of them, or is nothing that has bytes.
-    """
+    """A tensor's bytes; raises `StateMismatch` if it has another number of them, or none at all."""
     view = _view(value)
     if view is None:
         raise StateMismatch(

@@ -36,13 +36,7 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """A published version that is a change of the one before.
-
-    Attributes:
-        manifest: Of the version.
-        storage: Of its directory.
-        changes: By the names of the tensors.
-    """
+    """A published version that changes the one before, with the changes by the names of their tensors."""
 
     manifest: Manifest
     storage: Storage
@@ -60,9 +54,7 @@ class Delta:
 def read_delta(published: Published, manifest: Manifest) -> Delta:
     """Reads the headers of a delta's files.
 
-    Raises:
-        MetadataError: they are damaged, or not what the manifest says.
-        ReadError: they cannot be read.
+    Raises `MetadataError` if they are damaged, or not what the manifest says.
     """
     storage = published.folder(manifest.version)
     names: dict[str, set[str]] = {}
@@ -84,11 +76,7 @@ def read_delta(published: Published, manifest: Manifest) -> Delta:
 
 
 class Chain:
-    """Deltas, one upon the other.
-
-    Args:
-        deltas: The lowest version first.
-    """
+    """Deltas that follow one another, the lowest version first."""
 
     def __init__(self, deltas: Sequence[Delta]) -> None:
         self._deltas = deltas
@@ -103,12 +91,10 @@ class Chain:
         return {key for delta in self._deltas for key in delta.changes}
 
     def pieces(self, path: str, reader: RangeReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
-        """Reads a tensor from a file of the version before, and changes it.
+        """Reads a tensor of the version before from a file, and yields it changed.
 
-        Raises:
-            ChecksumMismatch: it has become something else than was published: the file is of another version, or it or
-                a delta is damaged.
-            ReadError: it cannot be read.
+        Raises `ChecksumMismatch` if the result is not what was published: the file is of another version, or it or a
+        delta is damaged.
         """
 
         def read(start: int, block: np.ndarray) -> None:
@@ -120,7 +106,7 @@ class Chain:
         return self.changed(tensor, read)
 
     def changed(self, tensor: StoredBytes, read: _Read) -> Iterator[np.ndarray]:
-        """The same for bytes that a function puts into an array, from a start on."""
+        """As `pieces`, of bytes that a function puts into an array, from a start on."""
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
         with ExitStack() as readers:
             decoders = []
@@ -154,16 +140,7 @@ def copied(
 ) -> None:
     """Reads a safetensors file, changes it by deltas, and passes it on in pieces.
 
-    Args:
-        storage: Where the file is.
-        file: The file, by its header.
-        chain: The deltas.
-        record: The file that it must become.
-        write: Takes the pieces.
-
-    Raises:
-        ChecksumMismatch: it has become another one.
-        ReadError: it cannot be read.
+    Raises `ChecksumMismatch` if the result is not the file of the record.
     """
     hashed = hashlib.sha256()
 

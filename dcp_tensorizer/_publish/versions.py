@@ -40,47 +40,27 @@ _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class FileRecord(Struct, frozen=True, omit_defaults=True):
-    """A file of a model at a version.
-
-    Attributes:
-        nbytes: Its size.
-        sha256: In hexadecimal digits.
-        origin: The name of the same file in the base, where it has another one here.
-    """
+    """A file of a model at a version; the SHA-256 in hexadecimal digits."""
 
     nbytes: _Count
     sha256: _Sha256
-    origin: str = ""
+    origin: str = ""  # the name of the same file in the base, where it has another one here
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True):
-    """A version of a model, by its manifest.
-
-    Attributes:
-        version: Its number.
-        base_version: The number of the version that it is a change of; None of a base, which is whole.
-        chain: The number of the base that it builds upon, by all versions in between; its own number for a base.
-        files: The model's safetensors files at this version, by their names in the base.
-        others: The model's other files; the same at all versions of a chain, so only a base lists them.
-        tensors: The digests of all tensors of a base.
-        weight_map: The file of each tensor: of a delta, of those that changed.
-        published_at: When, in UTC.
-        nbytes: The size of the version's own files, without this manifest.
-        step: Of training, if the publisher has told.
-        replaced: Files that this version has taken the place of, in a directory that deltas are applied to.
-    """
+    """A version of a model, by its manifest; times in UTC."""
 
     version: int
-    base_version: int | None
-    chain: int
-    files: dict[str, FileRecord]
-    others: dict[str, FileRecord]
-    tensors: dict[str, str]
-    weight_map: dict[str, str]
+    base_version: int | None  # the version that it is a change of; None of a base, which is whole
+    chain: int  # the base that it builds upon, by all versions in between; its own number for a base
+    files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base
+    others: dict[str, FileRecord]  # its other files; the same at all versions of a chain, so only a base lists them
+    tensors: dict[str, str]  # the digests of all tensors of a base
+    weight_map: dict[str, str]  # the file of each tensor: of a delta, of those that changed
     published_at: datetime
-    nbytes: int
-    step: int | None = None
-    replaced: tuple[str, ...] = ()
+    nbytes: int  # of the version's own files, without this manifest
+    step: int | None = None  # of training, if the publisher has told
+    replaced: tuple[str, ...] = ()  # files whose place this version took, in a directory that deltas are applied to
 
     @property
     def is_delta(self) -> bool:
@@ -134,12 +114,7 @@ _decode_ours = msgspec.json.Decoder(_Ours).decode
 
 
 def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes:
-    """Returns a manifest as the index that it is written as.
-
-    Args:
-        manifest: The manifest.
-        model_notes: The ``metadata`` of the model's own index.
-    """
+    """Returns a manifest as the index that is written; the ``metadata`` of the model's own index goes into it too."""
     ours = _Ours(
         FORMAT,
         _digits(manifest.chain),
@@ -161,9 +136,8 @@ def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes
 def decode_manifest(content: bytes, path: str) -> Manifest:
     """Reads a manifest.
 
-    Raises:
-        UnsupportedFormat: it is another program's, or a newer release's.
-        MetadataError: it is damaged, or names files that are not in its directory.
+    Raises `UnsupportedFormat` if it is another program's or a newer release's, and `MetadataError` if it is damaged or
+    names files that are not in its directory.
     """
     try:
         if "dcp_tensorizer" not in _decode_any(content).metadata:
@@ -229,11 +203,7 @@ def now() -> datetime:
 
 
 class Published:
-    """A directory of published versions. Only a publisher changes it.
-
-    Args:
-        storage: Of the directory.
-    """
+    """A directory of published versions. Only a publisher changes it."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -254,12 +224,7 @@ class Published:
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns the manifest of a version; None if there is no such version.
-
-        Raises:
-            MetadataError: it is damaged.
-            ReadError: it cannot be read.
-        """
+        """Returns a version's manifest; None if there is no such version. Raises `MetadataError` if it is damaged."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)
@@ -273,7 +238,7 @@ class Published:
         return self._manifests[version]
 
     def manifest(self, version: int) -> Manifest:
-        """The same; raises `NotCommitted` if there is no such version."""
+        """Returns the manifest of a version; raises `NotCommitted` if there is no such version."""
         manifest = self.find(version)
         if manifest is None:
             there = [number for number in self.numbers() if self.find(number) is not None]
@@ -294,15 +259,9 @@ class Published:
         return next((manifest for manifest in found if manifest is not None), None)
 
     def chain(self, version: int, after: int | None = None) -> list[Manifest]:
-        """The versions that lead to one, the lowest first.
+        """Returns the manifests that lead to a version, the lowest first: from a base, or from the one after ``after``.
 
-        Args:
-            version: The last of them.
-            after: The version before the first of them; None: they begin with a base.
-
-        Raises:
-            NotCommitted: one of them is missing.
-            MetadataError: they do not build upon each other.
+        Raises `NotCommitted` if one of them is missing, and `MetadataError` if they do not build upon each other.
         """
         manifest = self.manifest(version)
         chain, first = [manifest], manifest.chain
@@ -339,9 +298,7 @@ class Published:
     def clear(self, version: int) -> None:
         """Removes what is left in a version's directory that has no manifest.
 
-        Raises:
-            Refused: it has one: another publisher has just put it there.
-            OSError: a file cannot be removed.
+        Raises `Refused` if it has one by now: another publisher has just put it there.
         """
         folder = self.folder(version)
         try:
