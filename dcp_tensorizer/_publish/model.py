@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 100_000_000
-"""The most bytes of a header, by the safetensors library, and of an index here."""
+"""The most bytes of a header, as in the safetensors library, and of an index here."""
 
 _ENDING = ".safetensors"
 _MAX_NAME = 255
@@ -56,15 +56,7 @@ _decode_index = msgspec.json.Decoder(_Index).decode
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """The bytes of a tensor in a file.
-
-    Attributes:
-        key: The tensor's name.
-        offset: In the file.
-        nbytes: How many.
-        dtype: As safetensors names it.
-        shape: Of the tensor.
-    """
+    """The bytes of a tensor in a file, from ``offset`` on; the dtype is named as safetensors names it."""
 
     key: str
     offset: int
@@ -75,19 +67,12 @@ class StoredBytes:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file, by its header.
-
-    Attributes:
-        name: Of the file.
-        header: Its bytes up to the first tensor's.
-        tensors: By their offsets.
-        notes: Its ``__metadata__``.
-    """
+    """A safetensors file, by its header."""
 
     name: str
-    header: bytes
-    tensors: tuple[StoredBytes, ...]
-    notes: Mapping[str, Any]
+    header: bytes  # the bytes up to the first tensor's
+    tensors: tuple[StoredBytes, ...]  # by their offsets
+    notes: Mapping[str, Any]  # its ``__metadata__``
 
     @property
     def nbytes(self) -> int:
@@ -97,30 +82,18 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The files of a model's directory.
+    """The files of a model's directory."""
 
-    Attributes:
-        index: The contents of its index; None if there is none, and all tensors are in one file.
-        weights: Its safetensors files, by their names.
-        others: The names of its other files: configuration, tokenizer, and what else lies there.
-    """
-
-    index: bytes | None
-    weights: dict[str, WeightFile]
-    others: tuple[str, ...]
+    index: bytes | None  # the contents of its index; None if there is none, and all tensors are in one file
+    weights: dict[str, WeightFile]  # its safetensors files, by name
+    others: tuple[str, ...]  # the names of its other files: configuration, tokenizer, and what else lies there
 
 
 def read_model(storage: Storage, index: bytes | None = None) -> Model:
     """Reads the index and the headers of a model's directory.
 
-    Args:
-        storage: Of the directory.
-        index: The contents of an index that is no longer there, but whose files are.
-
-    Raises:
-        NotCommitted: there is none.
-        MetadataError: its index or a header is damaged.
-        ReadError: a file cannot be read.
+    ``index`` is one that has been replaced, but whose files are still there. Raises `NotCommitted` if there is no
+    model, and `MetadataError` if its index or a header is damaged.
     """
     if index is None:
         index = read_small(storage, INDEX)
@@ -148,11 +121,9 @@ def _read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
 
 
 def read_small(storage: Storage, name: str) -> bytes | None:
-    """Reads a file that must fit into memory, and is checked to do so; None if there is none.
+    """Reads a file that must fit into memory; None if there is none.
 
-    Raises:
-        MetadataError: it is larger than any file of its kind.
-        ReadError: it cannot be read.
+    Raises `MetadataError` if it is larger than any file of its kind.
     """
     content = storage.read(name, MAX_HEADER + 1)
     if content is not None and len(content) > MAX_HEADER:
@@ -161,7 +132,7 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Returns whether this is a visible file of a directory, and of no other directory."""
+    """Returns whether a name is that of a visible file in the directory itself, not in one below or elsewhere."""
     is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
     return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
 
@@ -173,19 +144,14 @@ def check_plain_name(name: str, path: str) -> None:
 
 
 def check_weight_name(name: str, path: str) -> None:
-    """The same for a name that must be a safetensors file's."""
+    """Raises `MetadataError` if a name that was read leads out of its directory, or is not a safetensors file's."""
     check_plain_name(name, path)
     if not name.endswith(_ENDING):
         raise MetadataError(f"{path} names the file {name!r}, which is no safetensors file")
 
 
 def read_weight_file(storage: Storage, name: str) -> WeightFile:
-    """Reads the header of a safetensors file.
-
-    Raises:
-        MetadataError: it is damaged.
-        ReadError: it cannot be read, or is not there.
-    """
+    """Reads the header of a safetensors file; raises `MetadataError` if it is damaged."""
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name)
     with opened(storage, name) as reader:
@@ -277,9 +243,7 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
 def header_of(sizes: Mapping[str, int], notes: Mapping[str, str]) -> bytes:
     """Returns the beginning of a safetensors file of rows of bytes, up to the first row.
 
-    Args:
-        sizes: The number of bytes in each row, by its name.
-        notes: Its ``__metadata__``.
+    ``sizes`` has the number of bytes in each row by its name, and ``notes`` becomes its ``__metadata__``.
     """
     described: dict[str, Any] = {"__metadata__": dict(notes)}
     position = 0

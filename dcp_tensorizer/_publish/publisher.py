@@ -165,11 +165,9 @@ class Publication:
     def publish(
         self, own: Claim | None, on_progress: _Progress = lambda done, total: None
     ) -> tuple[PublishedVersion, Claim]:
-        """Publishes the version; returns also the claim on the directory, which the next one is to be published with.
+        """Publishes the version; returns also the claim on the directory, which the next version is published with.
 
-        Args:
-            own: The publisher's claim, if it has published there before.
-            on_progress: As for `publish`.
+        ``own`` is the publisher's claim, if it has published there before.
         """
         zstd()
         source = open_storage(self.directory, self.storage_options)
@@ -201,21 +199,10 @@ class _Copy(NamedTuple):
 
 
 def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-    """Removes versions but some of the newest, and those that they build upon.
+    """Removes all versions but some of the newest and those that they build upon; returns the removed ones.
 
     The highest ones go first: so a delta is never there without what it builds upon. Nobody need own the directory:
     what a publisher adds meanwhile builds upon the newest version, which stays.
-
-    Args:
-        folder: The directory of versions.
-        keep_latest: How many versions to keep.
-        dry_run: Remove nothing.
-
-    Returns:
-        The versions that were removed, or would be.
-
-    Raises:
-        OSError: a version cannot be removed.
     """
     versions = [manifest.version for manifest in folder.manifests()]
     needed = folder.needed(versions[-keep_latest:])
@@ -226,7 +213,7 @@ def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) ->
 
 
 class _Encoded(NamedTuple):
-    """What is known of a file when its deltas are made: its record, and how many bytes and tensors have changed."""
+    """A file whose deltas are made: its record, the file of each tensor that changed, and their bytes."""
 
     record: FileRecord
     weight_map: dict[str, str]
@@ -234,16 +221,7 @@ class _Encoded(NamedTuple):
 
 
 class _Publisher:
-    """The work on one version.
-
-    Args:
-        folder: The directory of versions.
-        ownership: The publisher's claim on it.
-        source: The model's directory.
-        model: Its files.
-        step: Of training.
-        on_progress: As for `publish`.
-    """
+    """The work on one version."""
 
     def __init__(
         self,
@@ -278,7 +256,7 @@ class _Publisher:
             self.ownership.check()
             self._target.put(INDEX, encode_manifest(manifest, notes), sync=True, replace=False)
         except BaseException:
-            with suppress(Exception):  # who has begun later clears the directory, and the files are not ours any more
+            with suppress(Exception):  # a later publisher clears the directory, and the files are no longer ours
                 self.ownership.check()
                 if self._target.head(INDEX) is None:
                     self._folder.clear(self._version)
@@ -297,7 +275,7 @@ class _Publisher:
     # --- whole, or what changed? --------------------------------------------------------------------------------------
 
     def _base(self, others: Mapping[str, FileRecord], max_deltas: int) -> tuple[_Base | None, str]:
-        """Returns what a delta can build upon; or None, and why there must be a whole version."""
+        """Returns the version that a delta can build upon; or None, and why a whole version is needed."""
         newest = self._newest
         if newest is None:
             return None, "it is the first version"
@@ -494,19 +472,12 @@ class _Publisher:
 
 
 class _Base(NamedTuple):
-    """What a delta builds upon.
-
-    Attributes:
-        storage: Of the last whole version.
-        manifest: Its manifest.
-        chain: The deltas since.
-        pairs: The files of the model, and of the whole version, that have the same header.
-    """
+    """The last whole version, which a delta builds upon, and the deltas since."""
 
     storage: Storage
     manifest: Manifest
     chain: Chain
-    pairs: list[tuple[WeightFile, WeightFile]]
+    pairs: list[tuple[WeightFile, WeightFile]]  # of the model, and of the whole version, with the same header
 
 
 def _matching(previous: _Copy, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:

@@ -32,13 +32,8 @@ if TYPE_CHECKING:
 class FileJob:
     """Writes the files of one request.
 
-    Args:
-        storage: The checkpoint's directory.
-        files: What to write.
-        contents: Gives the bytes that a source describes.
-        options: How they are written.
-        memory: That of the parts; cleared at the end, but for what it keeps.
-        clock: Of the `time` module, or a test's.
+    ``contents`` gives the bytes that a source describes. ``memory`` is that of the parts; it is cleared at the end, but
+    for what it keeps.
     """
 
     def __init__(
@@ -56,7 +51,7 @@ class FileJob:
         self._contents = contents
         self._options = options
         self._clock = clock
-        # So many seconds after the last file that was adopted no other is tried: all of them are written.
+        # If no file has been adopted for this many seconds, no other is tried: the rest are written.
         self._patience = patience_of(options.limits.timeout)
         self._adopts_until = clock() + self._patience
         self._adopted_bytes = 0
@@ -75,15 +70,11 @@ class FileJob:
         return self._adopted_bytes + self._refusals + sum(sink.bytes_written for sink in self._sinks)
 
     def run(self) -> WriteDone:
-        """Writes everything.
-
-        Raises:
-            WriteError: naming file and cause; what had been written is removed.
-        """
+        """Writes everything; raises `WriteError`, which names file and cause, after it has removed what was written."""
         started = time.perf_counter()
         name = ""
         try:
-            with self._completing:  # as a completion: what is copied when everything is removed would stay
+            with self._completing:  # as a completion: a file copied during a removal would stay
                 adopted = in_threads(self._adopt, self._files)
             results = {result.name: result for result in adopted if result is not None}
             written = [file for file in self._files if file.name not in results]
@@ -92,7 +83,7 @@ class FileJob:
                 completions: list[Future[None]] = []
                 for file in written:
                     if any(completion.done() and completion.exception() for completion in completions):
-                        break  # what follows is lost as well
+                        break  # the files after it are not wanted either
                     name = file.name
                     results[name], parts = self._write(file)
                     completions.append(pool.submit(self._complete, self._sinks[-1], parts))
@@ -114,7 +105,7 @@ class FileJob:
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
         finally:
-            self._memory.clear()  # others may have this job for a while: its error, or what reports on it
+            self._memory.clear()  # the job may live on for a while, in its error or in what reports on it
 
     def remove(self) -> None:
         """Removes the files of this job, as far as there are any."""
@@ -125,14 +116,14 @@ class FileJob:
     def _adopt(self, file: FileRequest) -> FileResult | None:
         """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible in time.
 
-        A server may take longer for its own copy than it is waited for: to try each place would take several times as
-        long as a job may take without progress.
+        A server may take longer for its own copy than the job may take without progress: trying each place would take
+        several times as long.
         """
         for home in file.homes:
             if self._abandoned or self._clock() > self._adopts_until:
                 break
             if _protocol(home.location) != _protocol(self._storage.location):
-                continue  # to open it may take a second
+                continue  # opening it may take a second
             with suppress(CheckpointError):  # then it is written
                 source = self._open_home(home.location)
                 identity = self._storage.adopt(
@@ -142,13 +133,13 @@ class FileJob:
                     self._adopted_bytes += file.nbytes
                     self._adopts_until = self._clock() + self._patience
                     return FileResult(file.name, file.nbytes, (), identity, adopted=True)
-            self._refusals += 1  # to be refused is progress, too
+            self._refusals += 1  # a refusal is progress, too
         return None
 
     def abandon(self) -> None:
-        """Removes the files while another thread may still be writing them, of which none is completed any more.
+        """Removes the files while another thread may still be writing them; none of them is completed any more.
 
-        A file that is being completed is waited for: removed before its completion has arrived, it would stay.
+        A file that is being completed is waited for: if it were removed before its completion arrived, it would stay.
         """
         self._abandoned = True
         with self._completing:
@@ -196,7 +187,7 @@ _PIECE = 16 << 20  # after each, there has been progress
 
 
 class DigestJob:
-    """Takes the XXH3-128 of tensors: of so many bits that equality can rest on it."""
+    """Takes the XXH3-128 of tensors, which has enough bits for equality to rest on it."""
 
     def __init__(
         self, tensors: Sequence[TensorSource], contents: Callable[[TensorSource], memoryview], *, thread_count: int

@@ -51,17 +51,12 @@ class EarlierFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileRequest:
-    """One tensorizer file, its tensors in file order.
-
-    Attributes:
-        homes: Where the same bytes are already. It is written only if it can be adopted from none of them.
-        nbytes: Of the file; only known if there are homes.
-    """
+    """One tensorizer file, its tensors in file order."""
 
     name: str
     tensors: tuple[TensorSource, ...]
-    homes: tuple[EarlierFile, ...] = ()
-    nbytes: int = 0
+    homes: tuple[EarlierFile, ...] = ()  # of the same bytes: it is written only if none of them can be adopted
+    nbytes: int = 0  # of the file; only known if there are homes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,54 +83,36 @@ class DeviceTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Copy GPU memory of the trainer to a shared buffer.
+    """Copy GPU memory of the trainer to a shared buffer."""
 
-    Attributes:
-        buffer: Number of the buffer.
-        device: A GPU that something is on.
-        storages: What torch needs to open each; it can be opened once.
-        tensors: What is in them.
-        buffers: As in a `WriteRequest`.
-    """
-
-    buffer: int
-    device: int
-    storages: tuple[tuple[Any, ...], ...]
+    buffer: int  # its number
+    device: int  # a GPU that one of the tensors is on
+    storages: tuple[tuple[Any, ...], ...]  # what torch needs to open each storage, which can be opened once
     tensors: tuple[DeviceTensor, ...]
     buffers: tuple[BufferInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class WriteRequest:
-    """Write ``files`` below ``path`` and make them durable. Buffers not in ``buffers`` are let go.
-
-    Attributes:
-        context: What the process had that asked for the save, at that moment; None for what it has now.
-    """
+    """Write ``files`` below ``path`` and make them durable. Buffers not in ``buffers`` are let go."""
 
     path: str
     options: WriteOptions
     files: tuple[FileRequest, ...]
-    context: ProcessContext | None = None
+    context: ProcessContext | None = None  # when and where the save was asked for; None for the present one
     buffers: tuple[BufferInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class SharedWriteRequest:
-    """Write pieces of tensors into files below ``path`` that other processes write, too, and make them durable.
-
-    Attributes:
-        pieces: What goes where; the sources are ``tensors``, by their numbers.
-        dtypes: The dtype that each tensor is written as.
-        context, buffers: As in a `WriteRequest`.
-    """
+    """Write pieces of tensors into files below ``path`` that other processes write, too, and make them durable."""
 
     path: str
     options: WriteOptions
     files: tuple[SharedFilePart, ...]
-    pieces: Pieces
+    pieces: Pieces  # which tensor, by its number in ``tensors``, goes where
     tensors: tuple[TensorSource, ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # the dtype that each tensor is written as
     context: ProcessContext | None = None
     buffers: tuple[BufferInfo, ...] = ()
 
@@ -151,16 +128,10 @@ class FlushRequest:
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Publish a model that has been written, as the next version of a directory.
-
-    Attributes:
-        publication: What, where, and how.
-        own: The claim on that directory; None before the first version.
-        context: As in a `WriteRequest`.
-    """
+    """Publish a model that has been written, as the next version of a directory."""
 
     publication: Publication
-    own: Claim | None
+    own: Claim | None  # the claim on that directory; None before the first version
     context: ProcessContext | None = None
     buffers: tuple[BufferInfo, ...] = ()
 
@@ -175,7 +146,7 @@ class PublishDone:
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """Say what is in these tensors. Buffers not in ``buffers`` are let go."""
+    """Take the digests of these tensors. Buffers not in ``buffers`` are let go."""
 
     tensors: tuple[TensorSource, ...]
     thread_count: int
@@ -191,19 +162,13 @@ class DigestResult:
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """A file that is complete, and durable where that was asked for, and where its tensors are in it.
-
-    Attributes:
-        tensors: Empty, if it was adopted.
-        identity: What it will be known again by; None where files are not adopted.
-        adopted: It was not written: the same bytes were there.
-    """
+    """A file that is complete, and durable where that was asked for, with the places of its tensors."""
 
     name: str
     nbytes: int
-    tensors: tuple[StoredItem, ...]
-    identity: FileIdentity | None = None
-    adopted: bool = False
+    tensors: tuple[StoredItem, ...]  # empty if it was adopted
+    identity: FileIdentity | None = None  # what it will be recognised by; None where files are not adopted
+    adopted: bool = False  # it was not written, because the same bytes were there
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,9 @@ _NICENESS_BUSY = 7  # also lowers the I/O priority, which follows it unless set 
 _NICENESS_SPARE = 19
 _MIN_SPARE_CORES = 0.75  # idle, or used by this process: four threads get less than that where all cores are busy
 _SAMPLE_SECONDS = 0.1
-_MIN_SAMPLES = 3  # in a row: where two trainers keep two cores busy, one sample in some hundreds sees an idle core
+_MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
-# Of the memory for parts, between saves: that is all that two threads and a local disk need. Saves get 3-15% faster.
+# The memory for parts that is kept between saves: all that two threads and a local disk need. Saves get 3-15% faster.
 _KEPT_BYTES = 64 << 20
 _ABANDON_SECONDS = 20.0  # for removing the files, while a whole staged state is kept in memory for no use
 
@@ -67,9 +67,8 @@ _ABANDON_SECONDS = 20.0  # for removing the files, while a whole staged state is
 class SpareCores:
     """The number of cores that were idle, or busy with this process, on average between two samples.
 
-    Args:
-        machine: Gives the first line of ``/proc/stat``: ticks in several states, added up over cores.
-        own: Gives the seconds of CPU time that this process has had.
+    ``machine`` gives the first line of ``/proc/stat``: ticks in several states, added up over cores. ``own`` gives the
+    seconds of CPU time that this process has had.
     """
 
     def __init__(self, machine: Callable[[], str], own: Callable[[], float]) -> None:
@@ -168,7 +167,7 @@ class _Worker:
 
     def _flush(self, target: FlushTarget) -> None:
         if self._flushes is None:
-            from .._tiers.flush import FlushThread  # not for every start: what it needs takes a fifth as long as all
+            from .._tiers.flush import FlushThread  # here, because its imports would make every start a fifth longer
 
             self._flushes = FlushThread(lambda: self._job is not None)
         self._flushes.add(target)
@@ -184,7 +183,7 @@ class _Worker:
         self._connection = storage.connection
         memory, self._part_memory = self._part_memory, PartMemory(_KEPT_BYTES)
         answer = self._run(FileJob(storage, request.files, self._bytes, options, memory))
-        self._part_memory = memory  # that of a job that failed is not kept: some of it may never have come back
+        self._part_memory = memory  # not that of a job that failed: some of it may never have come back
         return answer
 
     def _write_shared(self, request: SharedWriteRequest) -> Answer:
@@ -237,9 +236,9 @@ class _Worker:
     def _use_spare_cores(
         self, job: FileJob | DigestJob | SharedWriteJob | PublishJob, others: set[int], spare: SpareCores
     ) -> None:
-        """Lowers the priority of a job's threads further, as soon as there are seen to be idle cores for them.
+        """Lowers the priority of a job's threads further, as soon as there are idle cores for them.
 
-        Only that of the job's own threads, which end with it: without privileges a priority cannot be raised again.
+        Only the job's own threads, which end with it: without privileges a priority cannot be raised again.
         """
         samples = 0
         while self._job is job:
