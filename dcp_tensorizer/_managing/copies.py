@@ -44,35 +44,21 @@ LEAST_RATE = 1e6
 
 
 class CopyOptions(NamedTuple):
-    """The user's options for copies.
+    """The user's options for copies."""
 
-    Attributes:
-        copies: How many hosts have each state, its own among them.
-        rate: Bytes a second that each host sends; None: any number.
-        failure_domain: What fails together with this host; None: the host alone.
-        interface: The name or the address of the network interface; None: that which reaches the coordinator.
-    """
-
-    copies: int = 1
-    rate: float | None = DEFAULT_RATE
-    failure_domain: str | None = None
-    interface: str | None = None
+    copies: int = 1  # how many hosts have each state, its own among them
+    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
+    failure_domain: str | None = None  # what fails together with this host; None: the host alone
+    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
 
 
 class CopyVote(NamedTuple):
-    """The knowledge of one rank about copies; in a decision, what any rank has said.
+    """The knowledge of one rank about copies; in a decision, whether it holds for any rank."""
 
-    Attributes:
-        is_running: A copy is under way.
-        has_failed: The copy that was ordered last is not whole.
-        ends: This rank's states are copied no more.
-        is_superseded: A later run of the job has the keeper that this rank's states are copied to.
-    """
-
-    is_running: bool = False
-    has_failed: bool = False
-    ends: bool = False
-    is_superseded: bool = False
+    is_running: bool = False  # a copy is under way
+    has_failed: bool = False  # the copy that was ordered last is not whole
+    ends: bool = False  # this rank's states are no longer copied
+    is_superseded: bool = False  # a later run of the job has the keeper that this rank's states are copied to
 
 
 NO_COPY = CopyVote()
@@ -80,10 +66,6 @@ NO_COPY = CopyVote()
 
 class Copies:
     """The copies of a job's states, as one rank sees them. Does nothing for one copy.
-
-    Args:
-        agreement: Of all ranks.
-        options: The user's.
 
     Attributes:
         is_on: States are copied; the same on all ranks.
@@ -124,13 +106,9 @@ class Copies:
     # --- all ranks together -----------------------------------------------------------------------------------------
 
     def begin(self, keeper: KeeperProcess | None) -> None:
-        """Finds each rank's partner, and lets the keepers reach each other. All ranks call it.
+        """Finds each rank's partner, and lets the keepers reach each other.
 
-        Args:
-            keeper: Of this rank; None if it could not be started.
-
-        Raises:
-            WriteError: a rank is gone.
+        All ranks call it; one without a keeper passes None. Raises `WriteError` if a rank is gone.
         """
         if not self.is_on:
             return
@@ -159,13 +137,10 @@ class Copies:
             )
 
     def look_for_room(self, nbytes: int, missing: int) -> bool:
-        """Looks on all hosts whether the replicas fit there; once. All ranks call it.
+        """Checks once whether the replicas fit on all hosts; returns whether to ask again.
 
-        Args:
-            nbytes: Of a state of this rank.
-            missing: Staging buffers that this rank has not allocated yet.
-
-        Returns whether it should be asked once more, when what earlier runs have kept has been given back.
+        All ranks call it, with the size of a state and the number of staging buffers that they have not allocated yet.
+        They ask again when the memory of earlier runs' states has been freed.
         """
         if not self.is_on or self._has_room:
             return False
@@ -198,7 +173,7 @@ class Copies:
     # --- this rank --------------------------------------------------------------------------------------------------
 
     def start(self, keeper: KeeperProcess, state_id: str) -> None:
-        """Lets the keeper begin to copy a state that it keeps. If it cannot, the others hear of it at the next step."""
+        """Lets the keeper begin to copy a state that it keeps; a failure is told to the others at the next step."""
         assert self._partner is not None
         try:
             keeper.copy(state_id, self._partner, self._rate, self.confirmed)
@@ -238,7 +213,7 @@ class Copies:
         return CopyVote(status.is_running, bool(status.problem), bool(self._ends), status.is_claimed)
 
     def give_up(self, why: str) -> None:
-        """This rank's states are copied no more. The others are told at the next step."""
+        """Ends the copies of this rank's states. The others are told at the next step."""
         self._ends = why
 
     def _end(self, why: str) -> None:

@@ -1,6 +1,6 @@
 """Reads a kept state as a checkpoint like any other: an index, and files that are in memory.
 
-So it is planned, read and verified as one on storage is: onto any number of ranks, and any sharding.
+So it is planned, read and verified like one on storage: for any number of ranks, and any sharding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..errors import WriteError
 from .protocol import Extent, Keep, KeptContent, KeptHead
 from .replicas import RemotePart
 
-_SLICE = 1 << 20  # what is copied is hashed while it is in the processor's cache
+_SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
 _REMOTE_SLICE = 8 << 20  # each is a request
 _STREAMS = 4  # at once from other hosts, where there are fewer cores
 
@@ -143,7 +143,7 @@ def _reader(buffer: Descriptor | RemotePart, nbytes: int) -> _Buffer | RemotePar
 class _Buffer(RangeReader):
     """A staging buffer of another process.
 
-    It is read as a file: mapping it first takes as long as copying it.
+    It is read as a file, because mapping it takes as long as copying it.
     """
 
     def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
@@ -154,12 +154,12 @@ class _Buffer(RangeReader):
         read_into(self._descriptor.number, buffers, offset)
 
     def let_go(self) -> None:
-        """Closes it for good; `close` is for those who may open it again."""
+        """Closes it for good; after `close` it can be opened again."""
         self._descriptor.close()
 
 
 def _names(head: KeptHead) -> list[str]:
-    """The files that a rank's state is in: its buffer, and what is not in that."""
+    """The files of a rank's state: its buffer, and the bytes that are not in the buffer."""
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
 
@@ -170,19 +170,13 @@ def _names(head: KeptHead) -> list[str]:
 
 
 class KeptItem(NamedTuple):
-    """An item of a kept state.
-
-    Attributes:
-        plan: As the planner made it.
-        name, kind, dtype: As in a `StoredItem`.
-        extent: Where its bytes are; None if it has none.
-    """
+    """An item of a kept state."""
 
     plan: WriteItem
     name: str
     kind: str
     dtype: str
-    extent: Extent | None
+    extent: Extent | None  # None if it has no bytes
 
 
 def description_of(
@@ -239,7 +233,7 @@ def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
 
 
 def _merged(indexes: Sequence[Metadata]) -> Any:
-    """The paths of keys of all ranks, as torch's planner merges them; None where planners have something else."""
+    """The paths of keys of all ranks, merged as torch's planner does; None if planners have something else."""
     if not all(isinstance(index.planner_data, dict) for index in indexes):
         return None
     return {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}

@@ -1,7 +1,7 @@
 """States whose trainers are gone: the keepers on this machine that have them, and what a rank can load of them.
 
-Each rank decides for itself, because one may read a checkpoint alone. What it decides depends only on what is on its
-machine, so that the ranks of a machine decide alike. Machines that differ are found out when plans are compared.
+Each rank decides for itself, because one may read a checkpoint alone. The decision depends only on the memory of its
+machine, so that the ranks of a machine decide alike. Machines that differ are noticed when plans are compared.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Predecessors:
         return bool(self._visits)
 
     def claim(self, run: str) -> str:
-        """Makes the keepers wait for a run of the job; says why one does not, which is that another run is alive."""
+        """Makes the keepers wait for a run of the job; returns why one does not, which is that another run is alive."""
         deadline = time.monotonic() + _DEATH_SECONDS
         for visit in self._visits:
             while True:
@@ -114,7 +114,7 @@ class Predecessors:
         return ""
 
     def states(self, wanted: Callable[[KeptHead], bool] = lambda head: True) -> list[KeptParts]:
-        """The states that are wanted; of saves, only where the folder is the one that they went to."""
+        """The states that are wanted; those of saves only if the folder is the one that they went to."""
         states: dict[str, dict[int, KeptHead]] = {}
         for head in (head for visit in self._visits for head in visit.found.heads):
             if wanted(head) and (not head.path or head.folder in (None, identity(os.path.dirname(head.path)))):
@@ -180,14 +180,14 @@ class Predecessors:
             visit.forget_all_but(state_id)
 
     def end(self) -> None:
-        """Ends them, and gives their memory back: what they have is not wanted any more. Idempotent."""
+        """Ends the keepers, and frees their memory, because the states are no longer wanted. Idempotent."""
         self.nbytes = 0
         visits, self._visits = self._visits, []
         for visit in visits:
             visit.end()
 
     def close(self) -> None:
-        """Leaves them as they are. Idempotent."""
+        """Leaves the keepers as they are. Idempotent."""
         visits, self._visits = self._visits, []
         for visit in visits:
             visit.close()
@@ -250,15 +250,10 @@ def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
 
 
 def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) -> KeptCheckpoint | None:
-    """Finds the state that was being saved to a path when its processes were killed, if it is newer than what is there.
+    """Finds the state of a save that was killed, if it is newer than the checkpoint at its path.
 
-    Args:
-        path: Of the checkpoint; absolute.
-        storage: Its current contents.
-        rank: That loads, one of ``world_size``.
-
-    Returns:
-        None if there is nothing that this rank can load by itself. The log says why, if there is something.
+    ``path`` is absolute, and ``storage`` is that directory. Returns None if this rank can load nothing by itself; the
+    log says why, if there is something.
     """
     name = location_of(path)
 
@@ -271,14 +266,14 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
     try:
         states = found.states(is_there)
         if not states:
-            logger.warning("%s is in memory, and its folder is another one now: it is not used", name)
+            logger.warning("%s is in memory, but its folder is another one now: it is not used", name)
         elif (chosen := _newest(states, storage, rank, world_size)) is not None:
             checkpoint = found.open(chosen.id, rank, f"{name} (in memory)")
             loaded.add(chosen, found.nbytes)
             logger.info("%s is loaded from memory, where an ended process has left it", name)
             return checkpoint
-    except Exception as error:  # whatever is wrong with what is in memory: storage is there
-        logger.warning("%s is in memory, and cannot be loaded from there: %s", name, describe(error))
+    except Exception as error:  # whatever is wrong with the state in memory, storage remains
+        logger.warning("%s is in memory, but cannot be loaded from there: %s", name, describe(error))
     finally:
         found.close()
     return None
@@ -299,7 +294,7 @@ class Loaded:
         in_child(self, Loaded._let_go)
 
     def _let_go(self) -> None:
-        """Lets go in a forked child: its parent may need them still."""
+        """Lets go in a forked child: its parent may still need them."""
         self._sizes.clear()
 
     @property
@@ -325,7 +320,7 @@ loaded = Loaded()
 
 
 def committed_id(storage: Storage) -> str | None:
-    """The id of the save that is committed; None if there is none, and empty if that is not known."""
+    """The id of the committed save; None if there is none, and empty if it is not known."""
     try:
         index = find_index(storage, metadata_file_name())
     except CheckpointError:
@@ -337,7 +332,7 @@ def _orphans(wanted: Callable[[KeptHead], bool]) -> Predecessors:
     """The keepers whose trainers are gone, and that have a state of a save that is wanted."""
     found, silent = visits(job_name(SAVES), _LOOK_SECONDS)
     for path in silent:
-        logger.warning("what a keeper has in memory is not looked at: it does not answer at %s, so it is stopped", path)
+        logger.warning("the states of a keeper are not looked at: it does not answer at %s, so it is stopped", path)
     orphans = [visit for visit in found if visit.found.is_orphaned and any(map(wanted, visit.found.heads))]
     for visit in found:
         if visit not in orphans:
@@ -352,14 +347,16 @@ def _info(state: KeptParts) -> KeptInfo:
 
 
 def _newest(states: Sequence[KeptParts], storage: Storage, rank: int, world_size: int) -> KeptHead | None:
-    """The newest state that goes on from what is at the path, if all ranks of this machine can load it."""
+    """The newest state that continues from the checkpoint at the path, if all ranks of this machine can load it."""
     now = committed_id(storage)
     for state in sorted(states, key=lambda state: state.head.number, reverse=True):
         head = state.head
         if head.id == now:
             return head if state.is_whole else None  # storage has the same, and all of it
         if now == "" or head.replaces != now:
-            logger.warning("%s is in memory, and another save is committed there since: it is not used", storage.path)
+            logger.warning(
+                "%s is in memory, but another save has been committed there since: it is not used", storage.path
+            )
         elif state.serves(_ranks_here(rank, world_size), world_size):
             return head
         else:
@@ -368,7 +365,7 @@ def _newest(states: Sequence[KeptParts], storage: Storage, rank: int, world_size
 
 
 def _ranks_here(rank: int, world_size: int) -> set[int]:
-    """The ranks of this machine, as a launcher says; all if none says anything."""
+    """The ranks of this machine according to the launcher; all ranks if it does not tell."""
     count, position = ranks_of_node(), os.environ.get("LOCAL_RANK", "")
     if count is None or not position.isdecimal():
         return set(range(world_size))

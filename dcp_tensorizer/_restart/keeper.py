@@ -1,9 +1,9 @@
-"""The keeper: a process of its own beside each trainer, which outlives it and holds its newest states in memory.
+"""The keeper: a process beside each trainer, which outlives it and holds its newest states in memory.
 
-It has the descriptors of the trainer's staging buffers, and no copies. It has their digests, so that a successor sees
-whether what it copies is what was kept. They are those that the writer process has taken. The keeper itself digests
-what no save is to write, and what no save had written when the trainer was gone. Then it waits for a successor, and
-ends after some seconds. It neither reads nor writes storage.
+It has the descriptors of the trainer's staging buffers, not copies of them. It has their digests too, so that a
+successor can check that what it copies is what was kept. The writer process takes the digests of states that a save
+writes. The keeper takes those of the others, and of states that no save had written when the trainer was gone. Then it
+waits for a successor, and ends after some seconds. It neither reads nor writes storage.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from .replicas import NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
-_NICENESS = 10  # below the writer process: its digests are not waited for
-_SLICE = 1 << 20  # what is read is hashed while it is in the processor's cache
-_TOUCH_SECONDS = 6 * 3600.0  # systemd removes from /tmp what is 10 days old; a connection changes no times
+_NICENESS = 10  # below the writer process, because nobody waits for its digests
+_SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
+_TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days, and a connection does not renew them
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all cores
 
@@ -63,13 +63,13 @@ _DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all c
 class _KeptState:
     """A state that is kept.
 
-    The buffer is read as a file. To map it takes as long, and to unmap it takes 25 ms for each GiB of the time in which
+    The buffer is read as a file. Mapping it would take as long, and unmapping it takes 25 ms for each GiB, during which
     training waits.
     """
 
     def __init__(self, state: Keep, fd: int, *, is_replica: bool = False) -> None:
         if os.fstat(fd).st_size < state.nbytes:
-            raise ValueError(f"it has not the {state.nbytes:,} bytes that it should have")
+            raise ValueError(f"it does not have the {state.nbytes:,} bytes that it should have")
         self.state = state
         self.fd = fd
         self.is_replica = is_replica
@@ -77,7 +77,7 @@ class _KeptState:
         self.digests: Future[tuple[bytes, ...]] = Future()
 
     def take_digests(self, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Takes the digests of all that is in it, but for those that are known, unless it is forgotten meanwhile."""
+        """Takes the digests of everything in it that is not ``known``, unless it is forgotten meanwhile."""
         read = memoryview(bytearray(_SLICE))
         try:
             digests = tuple(self._digests(extent, read, known) for extent in self.state.extents)
@@ -116,10 +116,7 @@ class _KeptState:
 class Keeper:
     """Holds the states that are kept, and knows for whom.
 
-    Args:
-        job: The run of the job.
-        trainer: The process id of the trainer.
-        seconds: How long it waits for a successor, as long as it has no state; else as long as those say.
+    It waits for a successor for ``seconds`` while it has no state, and otherwise as long as its states say.
     """
 
     def __init__(self, job: str, trainer: int, seconds: float) -> None:
@@ -131,7 +128,7 @@ class Keeper:
         self._server: ReplicaServer | None = None
         self._copy = CopyStatus()
         self._copied: tuple[Address, KeptHead] | None = None  # where copies are, and of what
-        self._claims: dict[object, str] = {}  # by connection: the run of a job that waits, or has taken
+        self._claims: dict[object, str] = {}  # by connection: the run of a job that has claimed this keeper
         self._is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
@@ -151,7 +148,7 @@ class Keeper:
             channel.close()
 
     def orphan(self) -> None:
-        """The trainer is gone, or wants no more."""
+        """Notes that the trainer is gone, or wants no more."""
         with self._changed:
             if not self._is_orphaned:
                 self._is_orphaned = True
@@ -170,7 +167,7 @@ class Keeper:
                     touch(path)
 
     def _wait_anew(self) -> None:
-        """The time for a successor begins, unless one is there."""
+        """Restarts the time for a successor to come, unless one is there."""
         if self._is_orphaned:
             seconds = max((kept.state.seconds for kept in self._kept.values()), default=self._seconds)
             self._deadline = None if self._claims else time.monotonic() + seconds

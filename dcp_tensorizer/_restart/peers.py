@@ -19,26 +19,19 @@ _ANY_PORT = 9  # nothing is sent there
 
 
 class Peer(NamedTuple):
-    """A rank, as the others see it.
+    """A rank, as the other ranks see it."""
 
-    Attributes:
-        host: Its host; see `this_host`.
-        domain: What fails together with it.
-        address: The IP address by which its host is reached; empty if none was found.
-        problem: Why none was found.
-    """
-
-    host: str
-    domain: str
-    address: str
-    problem: str = ""
+    host: str  # as `this_host` gives it
+    domain: str  # the failure domain: whatever fails together has the same
+    address: str  # the IP address by which its host is reached; empty if none was found
+    problem: str = ""  # why no address was found
 
 
 @functools.cache
 def this_host() -> str:
-    """The name of this host: ranks that have the same one lose their memory together.
+    """The name of this host: ranks with the same one lose their memory together.
 
-    That of a machine alone may be the same on each of several that were cloned, and after a restart.
+    The machine's own name is not enough: clones of a machine may share it, and it stays the same after a restart.
     """
     boot = ""
     with suppress(OSError):
@@ -47,10 +40,10 @@ def this_host() -> str:
 
 
 def partners(peers: Sequence[Peer]) -> list[int]:
-    """For each rank, the rank whose keeper holds its replica; none if there is one failure domain alone.
+    """For each rank, the rank whose keeper holds its replica; empty if there is only one failure domain.
 
-    The domains are a ring, in the order of their first ranks, and so are the hosts where nothing says more. Each host
-    has one of the next domain, and its ranks those of that host.
+    The domains form a ring, in the order of their first ranks; by default each host is one. Each host has a partner in
+    the next domain, whose ranks hold the replicas of its ranks.
     """
     domains: dict[str, dict[str, list[int]]] = {}
     for rank, peer in enumerate(peers):
@@ -97,32 +90,22 @@ def address_of(interface: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Returns whether an address leads to the host itself, from wherever it is asked."""
+    """Returns whether an address leads every host to itself."""
     return not address or ipaddress.ip_address(address).is_loopback
 
 
 class Room(NamedTuple):
-    """The memory of a rank's host, and what this rank needs of it.
+    """The memory of a rank's host, and what this rank needs of it."""
 
-    Attributes:
-        nbytes: Of a state of this rank.
-        missing: Staging buffers that it has not allocated yet.
-        available: Bytes that are available to it; None if that is not known.
-    """
-
-    nbytes: int
-    missing: int
-    available: int | None
+    nbytes: int  # of a state of this rank
+    missing: int  # staging buffers that it has not allocated yet
+    available: int | None  # bytes that are available; None if that is not known
 
 
 def lack_of_room(peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int) -> str:
     """Why two replicas of each state, the last and the next, do not fit on some host; empty if they do.
 
-    Args:
-        peers: All ranks.
-        partner_of: As `partners` gives it.
-        rooms: Of each rank.
-        reserve: Bytes that are left to others on each host.
+    ``reserve`` bytes are left to others on each host.
     """
     for first in {peer.host: rank for rank, peer in reversed(list(enumerate(peers)))}.values():
         ranks = set(ranks_beside(peers, first))

@@ -12,16 +12,10 @@ from .wire import Address
 
 
 class Extent(NamedTuple):
-    """The location of the bytes of a tensor or object.
+    """The location of the bytes of a tensor or object."""
 
-    Attributes:
-        is_inline: In what came with the message; otherwise in the staging buffer.
-        offset: Of the first one.
-        nbytes: How many.
-    """
-
-    is_inline: bool
-    offset: int
+    is_inline: bool  # in the bytes that came with the message; otherwise in the staging buffer
+    offset: int  # of the first one
     nbytes: int
 
 
@@ -65,71 +59,46 @@ class KeptHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep this state: from the trainer, with the descriptor of a staging buffer.
-
-    Attributes:
-        head: What it is.
-        nbytes: Of the buffer.
-        extents: Of all that is in it, for their digests.
-        description: The layout, for a load. A keeper does not decode it.
-        inline: The bytes of what is not in the buffer.
-        seconds: How long it is kept when the trainer is gone.
-        digests_follow: A save writes it, and takes its digests: they come when it is written.
-    """
+    """Keep this state: from the trainer, with the descriptor of a staging buffer."""
 
     head: KeptHead
-    nbytes: int
-    extents: tuple[Extent, ...]
-    description: bytes
-    inline: bytes
-    seconds: float
-    digests_follow: bool = False
+    nbytes: int  # of the buffer
+    extents: tuple[Extent, ...]  # of everything in it, for the digests
+    description: bytes  # the layout, for a load; a keeper does not decode it
+    inline: bytes  # the bytes that are not in the buffer
+    seconds: float  # how long it is kept when the trainer is gone
+    digests_follow: bool = False  # a save writes it and takes its digests, which come when it is written
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenDigests:
-    """A state has been written, with these digests: from the trainer.
-
-    Attributes:
-        id: Of the state.
-        known: As in `StoredItem`, by offset and size in the buffer. Other ranks may have written the rest.
-    """
+    """A state has been written, with these digests: from the trainer."""
 
     id: str
-    known: Mapping[tuple[int, int], bytes]
+    known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; other ranks may have written the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep these states no more. The trainer writes to their buffers when this is answered.
-
-    Attributes:
-        ids: Of the states.
-        but_copied: One that is being copied stays.
-    """
+    """Keep these states no more. The trainer writes to their buffers when this is answered."""
 
     ids: tuple[str, ...]
-    but_copied: bool = False
+    but_copied: bool = False  # a state that is being copied stays
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """These of them are not kept any more, or never were."""
+    """The ids of the states that are no longer kept, or never were."""
 
     ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds a secret
 class OpenToPeers:
-    """Take replicas from keepers on other hosts, and give them: from the trainer.
+    """Take replicas from keepers on other hosts, and give them: from the trainer."""
 
-    Attributes:
-        host: The address of this host to listen on.
-        secret: Of the run.
-    """
-
-    host: str
-    secret: bytes
+    host: str  # the address of this host to listen on
+    secret: bytes  # of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,24 +110,17 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy a state, which is kept, to a keeper on another host: from the trainer.
-
-    Attributes:
-        id: Of the state.
-        to: That keeper.
-        rate: Bytes a second; 0: any number.
-        keep: The id of the newest state that all hosts have confirmed; empty if there is none.
-    """
+    """Copy a state, which is kept, to a keeper on another host: from the trainer."""
 
     id: str
     to: Address
-    rate: float
-    keep: str = ""
+    rate: float  # bytes a second; 0: any number
+    keep: str = ""  # the newest state that all hosts have confirmed; empty if there is none
 
 
 @dataclass(frozen=True, slots=True)
 class LookAtCopy:
-    """Say what has become of the last copy: from the trainer."""
+    """Give the status of the last copy: from the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,47 +130,30 @@ class DropCopies:
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """What has become of the last copy.
+    """The status of the last copy."""
 
-    Attributes:
-        id: Of the state; empty if none was copied.
-        is_running: It is under way.
-        problem: Why it has failed; empty if it has not.
-        is_claimed: A later run of the job has the partner now.
-        is_full: The partner has no memory for it.
-        is_given_up: The memory of the state was needed.
-    """
-
-    id: str = ""
+    id: str = ""  # of the state; empty if none was copied
     is_running: bool = False
-    problem: str = ""
-    is_claimed: bool = False
-    is_full: bool = False
-    is_given_up: bool = False
+    problem: str = ""  # why it has failed; empty if it has not
+    is_claimed: bool = False  # a later run of the job has the partner now
+    is_full: bool = False  # the partner has no memory for it
+    is_given_up: bool = False  # the memory of the state was needed
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Say which states are there: from any process."""
+    """List the states that are there: from any process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The states that are there.
+    """The states that are there, and whose they are."""
 
-    Attributes:
-        job: The run of the job.
-        trainer: The process id of the trainer.
-        is_orphaned: The trainer is gone.
-        heads: Of the parts of states that are there, the trainer's own and replicas, the oldest first.
-        address: Where it is reached from other hosts; None if it is not.
-    """
-
-    job: str
-    trainer: int
+    job: str  # the run of the job
+    trainer: int  # its process id
     is_orphaned: bool
-    heads: tuple[KeptHead, ...]
-    address: Address | None = None
+    heads: tuple[KeptHead, ...]  # of the trainer's own parts of states and of replicas, the oldest first
+    address: Address | None = None  # where it is reached from other hosts; None if it is not
 
 
 @dataclass(frozen=True, slots=True)
