@@ -20,7 +20,7 @@ from dcp_tensorizer import DecryptionError, TensorizerStorageReader, TensorizerS
 from dcp_tensorizer._format import encryption as encryption_module
 
 from ..support import workers
-from .ranks import attempt, eventually, run_ranks
+from .ranks import attempt, eventually, in_turn, run_ranks
 from .training import assert_same, full, random_tensor
 
 WORLD = 4
@@ -226,6 +226,14 @@ def saved(tmp_path_factory):
     return folder, run_ranks(WORLD, _save_on_every_road, folder)
 
 
+@pytest.fixture(scope="module")
+def by_two(saved, plain, tmp_path_factory):
+    """What two ranks, started once, loaded, failed to load, and failed to save; and the folder of those saves."""
+    folder = tmp_path_factory.mktemp("keys")
+    calls = ((_load_resharded, saved[0]), (_load_with_wrong_keys, saved[0], plain), (_disagree, folder))
+    return *zip(*run_ranks(2, in_turn, *calls), strict=True), folder
+
+
 def _windows(content):
     """Every 16 bytes in a row, but for those of zeros, which any tensorizer file has between its parts."""
     return {content[start : start + 16] for start in range(len(content) - 15)} - {bytes(16)}
@@ -270,9 +278,9 @@ def test_the_key_is_nowhere(saved):
         assert not any(form in seen.encode() for form in forms)
 
 
-def test_encrypted_checkpoints_load_resharded(saved):
+def test_encrypted_checkpoints_load_resharded(by_two):
     """Four ranks' rows are loaded as two ranks' columns, bit-exact, by passphrase and by key, from every road."""
-    for outcomes in run_ranks(2, _load_resharded, saved[0]):
+    for outcomes in by_two[0]:
         for road in RESHARDED:
             assert_same(outcomes[road], _tensors() | _objects(), road)
 
@@ -295,7 +303,7 @@ def test_stock_tensorizer_opens_every_file(saved):
     assert_same(torch.cat([rows[name] for name in sorted(rows)]), _tensors()["rows"])
 
 
-def test_keys_that_do_not_fit(saved, plain):
+def test_keys_that_do_not_fit(saved, plain, by_two):
     """A missing, wrong or superfluous key is named on every rank, and no target has changed."""
     messages = {
         "no key": "is encrypted: give its key (encryption=tensorizer.DecryptionParams",
@@ -303,7 +311,7 @@ def test_keys_that_do_not_fit(saved, plain):
         "another passphrase": "another key, or passphrase",
         "a key for a plain one": "is not encrypted, and a key was given",
     }
-    for failures in run_ranks(2, _load_with_wrong_keys, saved[0], plain):
+    for failures in by_two[1]:
         for case, message in messages.items():
             path = plain if "plain" in case else saved[0] / "save"
             assert failures[case].causes.keys() == {0, 1}, case
@@ -313,15 +321,16 @@ def test_keys_that_do_not_fit(saved, plain):
                 assert message in str(cause)
 
 
-def test_ranks_must_have_one_key(tmp_path):
+def test_ranks_must_have_one_key(by_two):
     """Else the save fails on every rank, naming the one that differs, and nothing stays; with one key it succeeds."""
-    for failures in run_ranks(2, _disagree, tmp_path):
+    _, _, failed, folder = by_two
+    for failures in failed:
         assert failures.pop("all the same").causes == {}
         for failure in failures.values():
             (cause,) = failure.causes.values()
             assert type(cause) is WriteError
             assert "rank 1 has another encryption key than the coordinator" in str(cause)
-    left = {path.relative_to(tmp_path).parts[0] for path in _files(tmp_path)}
+    left = {path.relative_to(folder).parts[0] for path in _files(folder)}
     assert left == {"all the same"}
 
 

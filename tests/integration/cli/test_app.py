@@ -429,14 +429,15 @@ def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dic
 
 def test_help_and_version_take_no_torch() -> None:
     """Nor do mistakes in a command: what takes seconds is imported by the commands that need it."""
-    for arguments in (["--version"], ["--help"], ["convert", "--help"], ["convert", "a"]):
-        script = f"""
+    script = """
 import sys
 from dcp_tensorizer._cli.app import run
-run({arguments!r})
-print("torch" in sys.modules, "numpy" in sys.modules)
+for arguments in (["--version"], ["--help"], ["convert", "--help"], ["convert", "a"]):
+    run(arguments)
+    print("torch" in sys.modules, "numpy" in sys.modules)
 """
-        assert run_python(script).stdout.splitlines()[-1] == "False False"
+    lines = run_python(script).stdout.splitlines()
+    assert [line for line in lines if line.startswith(("True ", "False "))] == ["False False"] * 4
     assert run("--version")[:2] == (0, f"dcp-tensorizer {dcp_tensorizer.__version__}\n")
 
 
@@ -677,7 +678,7 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-7", "step-9"}
 
 
-@pytest.mark.parametrize("command", [["verify"], ["ls"], ["--json", "verify"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["ls"], ["--json", "verify"]], ids=" ".join)
 @pytest.mark.parametrize("kind", ["full", "closed"])
 def test_output_that_cannot_be_written(checkpoint: Path, command: list[str], kind: str) -> None:
     """It is no damage: a full disk is exit code 2, and a reader that has closed the pipe the shell's own."""
