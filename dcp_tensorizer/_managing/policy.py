@@ -1,4 +1,4 @@
-"""Decides what all ranks do about a step: one small reduction, in each call of `save`."""
+"""Decides on all ranks what to do about a step, by one small reduction in each call of `save`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SaveInterval = float | Literal["auto"] | tuple[float, float]
 
 
 class Action(enum.Enum):
-    """An action about a step."""
+    """The action for a step."""
 
     NOTHING = enum.auto()
     SAVE = enum.auto()
     JOIN = enum.auto()
     """It is being saved, or was saved last."""
     KEEP = enum.auto()
-    """It was there already."""
+    """It exists already."""
     HOLD = enum.auto()
-    """It is kept in memory alone: no save is due, or the save before it still runs."""
+    """It is kept only in memory: no save is due, or the save before it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Vote:
     """The knowledge of one rank. Of the fields marked with *, only the first rank's count.
 
     Attributes:
-        step: That it is at.
-        stop: It has been told to stop.
-        force: It wants to save, due or not.
+        step: The rank's step.
+        stop: The rank has been told to stop.
+        force: It wants to save, even if no save is due.
         is_due: * A save is due.
         is_last: * The step is being saved, or was saved last.
-        is_there: * The step is there.
+        is_there: * The step exists.
         failures: * How many saves have failed in a row.
         must_write: It wants the step on storage, if it is due.
-        is_busy: The save before still runs, and this step could be held in memory alone.
-        is_due_in_memory: The step is to be held in memory, also if no save is due.
+        is_busy: The save before still runs, and this step could be held only in memory.
+        is_due_in_memory: The step is to be held in memory, even if no save is due.
         has_failed: The newest state could not be kept in memory.
-        ends: It keeps no states in memory any more.
-        is_lost: * Another run has the folder now.
+        ends: It no longer keeps states in memory.
+        is_lost: * Another run has claimed the folder.
         copy: About the copies of states on other hosts.
     """
 
@@ -73,35 +73,20 @@ class Vote:
 
 
 class Decision(NamedTuple):
-    """The decision, the same on each rank.
-
-    Attributes:
-        action: About the step.
-        stopping: Any rank has been told to stop.
-        failures: How many saves have failed in a row.
-        has_failed, ends: As in a `Vote`, of any rank.
-        is_due: A save is due, or was asked for.
-        is_lost: Another run has the folder now.
-        copy: As in a `Vote`, of any rank.
-    """
+    """The decision, the same on each rank."""
 
     action: Action
-    stopping: bool
-    failures: int
-    has_failed: bool
-    ends: bool
-    is_due: bool
-    is_lost: bool = False
-    copy: CopyVote = NO_COPY
+    stopping: bool  # any rank has been told to stop
+    failures: int  # saves that have failed in a row
+    has_failed: bool  # as in `Vote`, on any rank
+    ends: bool  # as in `Vote`, on any rank
+    is_due: bool  # a save is due, or was asked for
+    is_lost: bool = False  # another run has claimed the folder
+    copy: CopyVote = NO_COPY  # as in `Vote`, of any rank
 
 
 def decide(agreement: Agreement, vote: Vote) -> Decision:
-    """Decides on all ranks.
-
-    Raises:
-        ValueError: the ranks are at different steps.
-        WriteError: a rank is gone.
-    """
+    """Decides on all ranks; raises `ValueError` if they are at different steps, and `WriteError` if a rank is gone."""
     first = agreement.is_first
     numbers = agreement.largest(
         vote.stop,
@@ -137,20 +122,14 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
     return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due), bool(is_lost), copy)
 
 
-# When a save is due.
+# --- when a save is due -----------------------------------------------------------------------------------------------
 
 
 class Schedule:
-    """A save is due when a multiple of ``every`` has been reached since the last one, or ``interval`` is over.
+    """A save is due when a multiple of ``every`` steps has been reached since the last one, or ``interval`` is over.
 
-    Args:
-        every: Steps.
-        interval: Seconds; or ``"auto"``, or its least and its greatest value: it is computed from what saves and
-            failures have cost. Without ``every`` and ``interval``, every step is due.
-        clock: Of the job.
-
-    Raises:
-        TypeError, ValueError: one of them makes no sense.
+    The interval is in seconds; or ``"auto"``, or its smallest and its largest value: then it is computed from the cost
+    of saves and failures. Without either, every step is due. Raises `TypeError` or `ValueError` for bad values.
     """
 
     def __init__(self, every: int | None, interval: SaveInterval | None, *, clock: GoodputClock) -> None:
@@ -161,7 +140,7 @@ class Schedule:
         self.mark(0)
 
     def mark(self, step: int) -> None:
-        """A save of this step has begun, or it has been restored: what is due is counted from here."""
+        """Notes that a save of this step has begun, or that it was restored: the next one is due relative to it."""
         self._step, self._moment = step, self._clock.now()
 
     @property
@@ -201,12 +180,7 @@ def _bounds(interval: SaveInterval) -> tuple[float, float]:
 
 
 class SavePolicy:
-    """Decides when a step is due: to be saved, and to be held in memory.
-
-    Args:
-        saves: When a save is due.
-        in_memory: When a step is to be held in memory, whether or not a save is due; None: never.
-    """
+    """Decides when a step is due to be saved, and when to be held in memory (``in_memory``; None: never)."""
 
     def __init__(self, saves: Schedule, in_memory: Schedule | None = None) -> None:
         self._saves = saves
@@ -221,41 +195,32 @@ class SavePolicy:
         return self._in_memory is not None and self._in_memory.is_due(step)
 
     def begin(self, step: int, *, is_due: bool) -> None:
-        """A step is saved or held from now on; ``is_due``: a save of it was due."""
+        """Notes that a step is being saved or held; ``is_due``: a save of it was due."""
         if is_due:
             self._saves.mark(step)
         if self._in_memory is not None:
             self._in_memory.mark(step)
 
     def stand_at(self, step: int) -> None:
-        """The job goes on from a step, and not from its last save: what is due is counted from there."""
+        """Notes that the job goes on from a step, not from its last save: the next one is due relative to it."""
         self.begin(step, is_due=True)
 
 
-# The signals that ask a job to stop.
+# --- signals that ask a job to stop -----------------------------------------------------------------------------------
 
 _handled: set[int] = set()  # by a manager of this process, now or before
 _forking = threading.local()
 
-# A launcher passes on the signal that its scheduler sent to it and to us: that is the same one.
+# A scheduler may signal a job and its launcher, which passes the signal on: both count as one.
 _SAME_SIGNAL_SECONDS = 5.0
 
 
 class StopSignals:
-    """Notes that a signal has come, and lets the job go on. A second one does what it would have done without this.
+    """Notes in ``seen`` that a signal has come, and lets the job go on. A later one has the effect that it had before.
 
-    Handlers that were there before are called as well. Signals that come within 5 seconds count as one: a scheduler
-    may signal a job and its launcher, which signals the job again.
-
-    Args:
-        signals: Their numbers.
-
-    Attributes:
-        seen: A signal has come.
-
-    Raises:
-        TypeError: they are no signals.
-        ValueError: one cannot be handled, or this is not the main thread, which alone can have handlers.
+    Handlers that were there before are called as well. Signals that come within 5 seconds count as one: a scheduler may
+    signal a job and its launcher, which signals the job again. Raises `TypeError` unless they are signals, and
+    `ValueError` if one cannot be handled, or if this is not the main thread, which alone can have handlers.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -277,7 +242,7 @@ class StopSignals:
         in_child(self, StopSignals.restore)  # a worker of a data loader must end when it is told to
 
     def install(self) -> None:
-        """Puts the handlers in place."""
+        """Sets the handlers."""
         try:
             for number in self._signals:
                 self._before[number] = signal.signal(number, self._handle)
@@ -287,9 +252,9 @@ class StopSignals:
             raise
 
     def restore(self) -> None:
-        """Puts back the handlers that were there before, where nobody has put others. Idempotent.
+        """Restores the handlers that were there before, unless others have been set since. Idempotent.
 
-        On another thread than the main one each goes back when its signal comes.
+        On another thread than the main one, each is restored when its signal comes.
         """
         self._over = True
         if threading.current_thread() is threading.main_thread():
@@ -306,7 +271,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = self.seen and time.monotonic() - self._first > _SAME_SIGNAL_SECONDS
-        is_over = self._over or not self._home.is_here  # it may come in a child before the handlers are back
+        is_over = self._over or not self._home.is_here  # in a child, before the handlers are restored
         if (is_second or is_over) and self._put_back(number):
             signal.raise_signal(number)
             return
@@ -318,8 +283,8 @@ class StopSignals:
             before(number, frame)
 
 
-# A signal that comes to a child before it has put the handlers back would be noted by a handler, and dropped by Python:
-# it has to wait, as long as the thread that forks has it blocked.
+# A signal that comes to a child before it has restored the handlers would be noted by a handler, and dropped by Python.
+# So the thread that forks blocks it meanwhile.
 
 
 def _hold_back() -> None:

@@ -21,7 +21,7 @@ from .destination import Destination
 from .model_layout import ModelOptions, ModelPlan
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""The ends of the names of files that hold weights, or tell of them."""
+"""The suffixes of files that hold weights or list them."""
 
 
 class _Index(msgspec.Struct):
@@ -35,15 +35,6 @@ class ModelDestination(Destination):
 
     The coordinator begins the files, all ranks write them, and the coordinator completes them. Until then they have
     other names, which no reader takes for a model's.
-
-    Args:
-        context: Of the writer.
-        storage: The directory.
-        staged_save: What was staged for the save, if anything was.
-        model: What the model is written as.
-
-    Attributes:
-        model: The same.
     """
 
     def __init__(
@@ -68,15 +59,11 @@ class ModelDestination(Destination):
         others = [] if self._index is not None or self._has_single else _weights_in(storage)
         self._is_fresh = self._index is None and not self._has_single and not others
         if not self._is_fresh and not self.model.overwrite:
-            what = f"{others[0]}, of which no index tells" if others else "a model already"
+            what = f"{others[0]}, which no index lists" if others else "a model already"
             raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
 
     def begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
-        """Begins the files of a model, on the coordinator.
-
-        Raises:
-            WriteError: they cannot be begun; none of them is there.
-        """
+        """Begins the files of a model, on the coordinator; raises `WriteError`, and then none of them is left."""
         return self._in_time(lambda: self._begin_files(plan, save_id))
 
     def _begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
@@ -129,16 +116,9 @@ class ModelDestination(Destination):
     ) -> set[str]:
         """Makes the files the model at the path, on the coordinator, when all ranks have written their parts.
 
-        Args:
-            plan: Of the files.
-            parts: What the ranks have written, by the number of the file.
-            save_id: Of the save.
-
-        Returns:
-            The files of the model that it replaces: they can be removed.
-
-        Raises:
-            WriteError: it is not the model there, and the one before is untouched.
+        ``parts`` is what the ranks have written, by the number of the file. Returns the files of the model that it
+        replaces, which can be removed. Raises `WriteError` if it is not the model there; then the one before is
+        untouched.
         """
         return self._in_time(lambda: self._commit_files(plan, parts, save_id))
 
@@ -169,7 +149,7 @@ class ModelDestination(Destination):
                 storage.put(INDEX, index, sync=sync, replace=not self._is_fresh, save_id=save_id)
             except Refused:
                 raise
-            except WriteError:  # it may be in place, or will be: then all files stay
+            except WriteError:  # the index may be in place, or arrive later, so all files stay
                 self._begun = self._completed = ()
                 raise
             replaced = _named_files(self._index) - {file.name for file in self._begun}
@@ -183,11 +163,7 @@ class ModelDestination(Destination):
         return self._index
 
     def _other_files(self) -> dict[str, bytes]:
-        """The files that come along, by their names.
-
-        Raises:
-            Refused: one of them cannot be read, or has the name of a file of the model.
-        """
+        """The user's other files, by name; raises `Refused` if one is unreadable or named like a file of the model."""
         found: dict[str, bytes] = {}
         for given in self.model.files:
             path = Path(given)
@@ -214,7 +190,7 @@ class ModelDestination(Destination):
 
 
 def _weights_in(storage: Storage) -> list[str]:
-    """The files of safetensors in a directory."""
+    """The safetensors files in a directory."""
     try:
         return sorted(file.name for file in storage.listing()[0] if file.name.endswith(".safetensors"))
     except NotCommitted:
@@ -222,7 +198,7 @@ def _weights_in(storage: Storage) -> list[str]:
 
 
 def _named_files(index: bytes | None) -> set[str]:
-    """The files that an index tells of; none if it cannot be read, or they are elsewhere."""
+    """The files that an index lists; none if it cannot be read, or they are elsewhere."""
     if index is None:
         return set()
     with suppress(msgspec.MsgspecError):

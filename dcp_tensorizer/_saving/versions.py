@@ -21,8 +21,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class VersionsOfWriter:
     """Publishes the models of one writer, one after the other.
 
-    The model before is compared with the new one as long as it is there: in its own directory, or in that of the new
-    one, whose save has replaced its index and not removed its files yet.
+    The new model is compared with the one before as long as that is there: in its own directory, or in that of the new
+    one, whose save has replaced its index but not yet removed its files.
     """
 
     def __init__(self, options: Publish, write: WriteOptions) -> None:
@@ -37,16 +37,10 @@ class VersionsOfWriter:
         client: WriterClient | None,
         context: ProcessContext | None,
     ) -> None:
-        """Publishes a model that has just been saved.
+        """Publishes a model that has just been saved, in this process if there is no ``client``.
 
-        Args:
-            model: Its directory.
-            replaced_index: The index that was there before.
-            client: Of the writer process; None: this process publishes it.
-            context: Of the save.
-
-        Raises:
-            CheckpointError: it cannot be published.
+        ``replaced_index`` is the index that was in its directory before. Raises `CheckpointError` if it cannot be
+        published.
         """
         index = replaced_index if self._last == model.location else None
         publication = Publication(

@@ -1,4 +1,4 @@
-"""The way from a rank's items to durable files: through the writer process, or written by this process itself."""
+"""Turns a rank's items into durable files: through the writer process, or in this process."""
 
 from __future__ import annotations
 
@@ -49,24 +49,21 @@ _T = TypeVar("_T")
 logger = logging.getLogger("dcp_tensorizer")
 
 _WRITES_ITSELF = "rank %d: %s; the trainer writes this save itself"
-_MAX_DEATHS = 2  # in copying from GPUs: each costs a save the start of a process
+_MAX_DEATHS = 2  # while copying from GPUs: after each a process must be started
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The result of writing a rank's items, and how many times they were written."""
+    """The result of writing a rank's items, and the number of attempts."""
 
     done: WriteDone
     attempts: int = 1
 
 
 class WriterClient:
-    """Writes one rank's items, and keeps the writer process that does it, for all writers of a process.
+    """Writes one rank's items, and owns the writer process, for all writers of a process.
 
-    Args:
-        devices: Let the process see the trainer's GPUs.
-        start: Starts the process.
-        device: Where unstaged tensors may be, apart from host memory.
+    With ``devices`` the process sees the trainer's GPUs. ``device`` is the accelerator that unstaged tensors may be on.
     """
 
     def __init__(
@@ -76,25 +73,22 @@ class WriterClient:
         self._start = start
         self._device = device
         self._process: WriterProcess | None = None
-        self._identity = identity_of_process()  # that the process was started with
-        self._extra: SharedBuffer | None = None  # for tensors that the planner made anew
+        self._identity = identity_of_process()  # of the process when it was started
+        self._extra: SharedBuffer | None = None  # for tensors that the planner has made
         self._can_snapshot = True
-        self._deaths = 0  # while it copied from GPUs
-        self._ends = 0  # how often the process was ended
-        # Nothing that ends the process waits for it. A signal's handler may interrupt its holder, and save.
+        self._deaths = 0  # of the process, while it copied from GPUs
+        self._ends = 0  # how often `end_process` was called
+        # Not held to end the process. Reentrant, because a signal handler that saves may interrupt its holder.
         self._starting = free_in_child(threading.RLock())
 
     def ensure_process(self, context: ProcessContext | None = None) -> WriterProcess:
-        """The writer process; it is started if there is none, if it has died, or if it is of another user or group.
+        """Returns the writer process.
 
-        Args:
-            context: Of the save that needs it.
-
-        Raises:
-            WriterProcessDied: it cannot be started, or was ended meanwhile.
+        Starts one if there is none, if it has died, or if its user or group is not that of ``context``. Raises
+        `WriterProcessDied` if it cannot be started, or was ended meanwhile.
         """
         if self._process is not None and self._is_fit(self._process, context):
-            return self._process  # without the lock: a handler's save, on another thread, must not wait for its holder
+            return self._process  # without the lock: a signal handler's save must not wait for its holder
         with self._starting:
             before, ends = self._process, self._ends
             if before is not None:
@@ -103,10 +97,10 @@ class WriterClient:
                 before.close()
             self._identity = identity_of_process()
             process = self._start(devices=self._devices)
-            has_other = self._process is not before  # a signal's handler has started it
+            has_other = self._process is not before  # a signal handler has started another
             if not has_other:
                 self._process = process
-            if self._ends != ends:  # by a signal's handler, or another thread
+            if self._ends != ends:  # `end_process` was called by a signal handler or another thread
                 process.close()
                 raise WriterProcessDied("the writer is closed, and its process has ended")
             if has_other:
@@ -115,7 +109,7 @@ class WriterClient:
             return self._process
 
     def _is_fit(self, process: WriterProcess, context: ProcessContext | None) -> bool:
-        """Returns whether a process lives, and has the user and the groups of a save, if a new one would have them."""
+        """Returns whether a process is alive, and has the user and groups of a save, if a new one would have them."""
         if not process.alive:
             return False
         return context is None or context.identity == self._identity or context.identity != identity_of_process()
@@ -133,22 +127,10 @@ class WriterClient:
     ) -> Written:
         """Writes the items, in the writer process if they were staged and it can reach the storage.
 
-        Where nothing was staged, the storage is this process's own memory, somebody has closed the buffer's descriptor,
-        or no process can be started, this process writes them. If the writer process dies, a fresh one writes
-        everything once more: the staged buffer is still there.
-
-        Args:
-            storage: The checkpoint's directory.
-            rank: Of this process.
-            save_id: Of the save.
-            items: What to write.
-            staged_save: What it is in; None where nothing was staged.
-            options: How files are written.
-            is_closed: Whether the writer of this save has been closed, so that nothing is tried again.
-            reuse: Knows what need not be written again, if that is wanted.
-
-        Raises:
-            WriteError: nothing of it is left behind.
+        Otherwise this process writes them: if nothing was staged, if the storage is this process's own memory, if the
+        buffer's descriptor was closed, or if no process can be started. If the writer process dies, a fresh one writes
+        everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. Raises
+        `WriteError`, and then no file is left.
         """
         files = FilesOfSave(storage, rank, save_id, reuse if storage.adopts else None)
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
@@ -160,7 +142,7 @@ class WriterClient:
                 logger.warning(_WRITES_ITSELF, rank, str(error))
                 return Written(self._write_here(files, items, options))
         except WriterProcessDied:
-            pass  # it is tried again, unless the writer is closed
+            pass  # tried again, unless the writer is closed
         with collector_paused():
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
@@ -263,7 +245,7 @@ class WriterClient:
                 return write_there(), attempt
             except Unsendable as error:
                 raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
-            except WriterProcessHung as error:  # another would hang there as long, and so would this process
+            except WriterProcessHung as error:  # another process would hang as well, and so would this one
                 hung = self._process
 
                 def clean(hung: WriterProcess | None = hung) -> None:
@@ -285,7 +267,7 @@ class WriterClient:
                 logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))
             except Exception:
                 raise
-            except BaseException:  # a Ctrl-C, which has ended the process
+            except BaseException:  # a KeyboardInterrupt, which has ended the process
                 remove()
                 raise
         raise AssertionError("unreachable")
@@ -298,12 +280,9 @@ class WriterClient:
         )
 
     def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Lets the writer process copy GPU tensors to their places in a shared buffer; False if it could not.
+        """Lets the writer process copy GPU tensors into a shared buffer; False if it could not.
 
-        Args:
-            timeout: Seconds without progress after which the process is killed.
-            buffer: Where to copy to.
-            copies: What to copy.
+        After ``timeout`` seconds without progress the process is killed.
         """
         if not self._can_snapshot:
             return False
@@ -316,7 +295,7 @@ class WriterClient:
                 withdraw(request.storages)
                 raise
         except WriteError as error:
-            # A refusal will be repeated, so it is not asked again. One death may not be.
+            # A refusal would be repeated, so it is not asked again. A single death may not be repeated.
             self._deaths += isinstance(error, WriterProcessDied)
             self._can_snapshot = isinstance(error, WriterProcessDied) and self._deaths < _MAX_DEATHS
             logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
@@ -330,13 +309,12 @@ class WriterClient:
         return True
 
     def flush(self, request: FlushRequest) -> None:
-        """Lets the writer process flush a local folder from now on; it is started if there is none.
+        """Lets the writer process flush a local folder from now on, and starts one if there is none.
 
-        Raises:
-            WriterProcessDied: it cannot be started, or has ended.
+        Raises `WriterProcessDied` if it cannot be started, or has ended.
         """
         process = self.ensure_process()
-        # On another thread: a signal's handler that interrupts the caller may save, and needs the conversation.
+        # On another thread, because a signal handler that interrupts the caller may save, and needs the process.
         in_background(lambda: process.flush(request, request.target.timeout), daemon=True).result()
 
     def publish(self, request: PublishRequest, timeout: float) -> PublishDone:
@@ -360,9 +338,9 @@ class WriterClient:
         return self._process is not None and self._process.alive
 
     def end_process(self, deadline: Deadline = NEVER) -> None:
-        """Ends the writer process: it finishes what it is doing, but not after the deadline.
+        """Ends the writer process. It finishes its current work, but not after the deadline.
 
-        What it was doing for a writer that is open is done by a fresh process, which is started when it is needed.
+        Work for a writer that is still open is done by a fresh process, which is started when needed.
         """
         self._ends += 1
         process = self._process
@@ -370,13 +348,13 @@ class WriterClient:
             process.close(deadline.within(END_SECONDS))
 
     def free(self) -> None:
-        """Gives the memory back, when no save uses it any more."""
+        """Frees the memory when no save uses it any more."""
         self._keep(None)
 
     def _write_here(self, files: FilesOfSave, items: Sequence[Item], options: WriteOptions) -> WriteDone:
         """Writes the items, in this process."""
         tensors = {item.name: item.tensor for item in items}
-        # Several threads read them, from streams of their own.
+        # Several threads read them, with current streams of their own.
         self._device.side_streams.settle(tensors.values())
 
         def contents(source: TensorSource) -> memoryview:
@@ -393,7 +371,7 @@ class WriterClient:
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
-        """Finds each item's bytes in shared memory. Tensors that the planner made anew are copied there."""
+        """Finds each item's bytes in shared memory. Tensors that the planner has made are copied there."""
         places: dict[str, tuple[int | SharedFile, int]] = {}
         made = []
         for item in items:
@@ -413,7 +391,7 @@ class WriterClient:
         return [item.source(*places[item.name]) for item in items if item.has_bytes], extra
 
     def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
-        """A buffer with room for so many bytes, the one of the save before if it fits; None if none are needed."""
+        """A buffer for ``nbytes`` bytes, the kept one if it fits; None for 0 bytes."""
         extra, self._extra = self._extra, None
         if extra is not None and (not nbytes or not extra.fits(nbytes)):
             extra.close()
@@ -424,7 +402,7 @@ class WriterClient:
         return extra
 
     def _keep(self, extra: SharedBuffer | None) -> None:
-        """Keeps a buffer for the next save, in place of the one that was kept."""
+        """Keeps a buffer for the next save, instead of the one that was kept."""
         extra, self._extra = self._extra, extra
         if extra is not None:
             extra.close()

@@ -188,7 +188,7 @@ def test_files_that_no_index_names_are_not_mixed_with_new_ones(tmp_path: Path) -
     """Somebody may be copying a model in; with overwrite=True they stay, and the index names others."""
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"?")
     words = refused(tmp_path, state(), max_shard_bytes=10_000)
-    assert "holds model-00001-of-00002.safetensors, of which no index tells" in words
+    assert "holds model-00001-of-00002.safetensors, which no index lists" in words
     save(tmp_path, state(), max_shard_bytes=10_000, overwrite=True)
     assert (tmp_path / "model-00001-of-00002.safetensors").read_bytes() == b"?"
     assert set(loaded(tmp_path)) == set(expected())
