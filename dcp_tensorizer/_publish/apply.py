@@ -415,7 +415,7 @@ def _versioned(name: str, version: int) -> str:
 def _locked(path: Path) -> Iterator[None]:
     """Waits for others that change the same directory: the ranks of a server may all do so at once."""
     deadline = time.monotonic() + _LOCK_SECONDS
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         while not _lock(descriptor):
             if time.monotonic() > deadline:

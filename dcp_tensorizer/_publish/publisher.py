@@ -18,7 +18,7 @@ from .._format.delta import PIECE, DeltaEncoder, zstd
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count, check_path
-from .._storage.base import RangeReader, Storage
+from .._storage.base import RangeReader, Refused, Storage
 from .._storage.claim import Claim, Ownership
 from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, WriteError
@@ -254,14 +254,14 @@ class _Publisher:
             self._target.sync_directory()
             notes = read_notes(self._model.index) if base is None else {}
             self.ownership.check()
-            self._target.put(INDEX, encode_manifest(manifest, notes), sync=True, replace=False)
         except BaseException:
-            with suppress(Exception):  # a later publisher clears the directory, and the files are no longer ours
-                self.ownership.check()
-                if self._target.head(INDEX) is None:
-                    self._folder.clear(self._version)
-                    self._target.remove_directory()
+            self._drop()
             raise
+        try:
+            self._target.put(INDEX, encode_manifest(manifest, notes), sync=True, replace=False)
+        except Refused:
+            self._drop()
+            raise  # any other error: the manifest may be there, now or later, and needs its files
         return PublishedVersion(
             self._target.path,
             self._version,
@@ -271,6 +271,13 @@ class _Publisher:
             len(manifest.weight_map),
             why,
         )
+
+    def _drop(self) -> None:
+        """Removes the files of a version that is none, unless another publisher has begun in the meantime."""
+        with suppress(Exception):
+            self.ownership.check()
+            self._folder.clear(self._version)
+            self._target.remove_directory()
 
     # --- whole, or what changed? --------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, WriteError, apply_delta, publish
 from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
+from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import list_versions
 
@@ -217,3 +218,25 @@ def test_versions_in_an_object_store(tmp_path: Path) -> None:
     assert [info.version for info in list_versions("memory://bucket/published")] == [3]
     apply_delta(tmp_path / "copy", "memory://bucket/published/weight_v000003")
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-3")
+
+
+def test_a_manifest_of_which_nobody_knows_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may still put it in place; of one that was refused, nothing is left."""
+    published_versions(tmp_path, 1)
+    original = LocalStorage.put
+
+    def fails(error: type[Exception]) -> None:
+        def put(self: LocalStorage, name: str, *arguments: object, **options: object) -> None:
+            if name == INDEX:
+                raise error("no answer")
+            original(self, name, *arguments, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(LocalStorage, "put", put)
+
+    for error, is_kept in ((Refused, False), (WriteError, True)):
+        fails(error)
+        with pytest.raises(WriteError, match="no answer"):
+            publish(tmp_path / "model-1", tmp_path / "published", max_deltas=1)
+        monkeypatch.undo()
+        assert (tmp_path / "published" / "weight_v000002").exists() == is_kept
+    assert publish(tmp_path / "model-1", tmp_path / "published").version == 2
