@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._saving.report import SaveReport
     from ._writer_process.write_options import SaveLimits
     from .any_format import open_reader
-    from .export import SafetensorsStorageWriter
+    from .export import Export, SafetensorsStorageWriter
     from .manager import CheckpointManager
     from .planner import LoadPlanner, SavePlanner
     from .reader import TensorizerStorageReader
@@ -43,6 +43,7 @@ __all__ = [
     "ChecksumMismatch",
     "ConversionError",
     "DecryptionError",
+    "Export",
     "GoodputReport",
     "LoadPlanner",
     "LoadReport",
@@ -76,6 +77,7 @@ __all__ = [
 _ON_USE = {
     "Applied": "_publish.apply",
     "CheckpointManager": "manager",
+    "Export": "export",
     "GoodputReport": "_managing.goodput",
     "LoadPlanner": "planner",
     "LoadReport": "_loading.report",

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._format.safetensors import MAX_SHARD_BYTES
 from ._publish.publisher import Publish
-from ._runtime.validation import check_callable, check_path, check_storage_options
+from ._runtime.validation import check_callable, check_count, check_path, check_storage_options
 from ._saving.model_layout import ModelOptions
 from ._saving.model_session import ModelSaver
 from ._saving.options import SaveOptions, Staging, threads_of_save
@@ -28,7 +30,63 @@ from .writer import TensorizerStorageWriter
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SafetensorsStorageWriter"]
+__all__ = ["Export", "SafetensorsStorageWriter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What `CheckpointManager` exports for inference, and when: ``CheckpointManager(..., export=Export("models/{}"))``.
+
+    An export is written from the copy that a save has made anyway, when that save is committed. Training waits for no
+    second copy; it waits for the export where it would wait for the save. A failure is logged, and raised by ``wait``
+    and ``close``; the checkpoint of that step is there in any case.
+
+    Attributes:
+        path: Where to; ``{}`` stands for the step. Without it every export replaces the one before, with
+            ``overwrite=True``.
+        every: Export with the next save when a multiple of so many steps has been reached since the last export.
+        at_end: Export the last save of the job when the manager is closed, unless an error or a signal ends the job.
+        include: Patterns of the keys, in the flattened state dict, of what is exported.
+        dtype, rename, max_shard_bytes, files, overwrite, publish, storage_options: As for
+            `SafetensorsStorageWriter`. By default the prefix ``model.`` is cut from the keys.
+
+    Raises:
+        TypeError: an option is of a wrong type.
+        ValueError: an option has a value that is not allowed; or several exports would go to one path.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int | None = None
+    at_end: bool = True
+    include: Sequence[str] = ("model.*",)
+    dtype: torch.dtype | None = None
+    rename: Mapping[str, str] = field(default_factory=lambda: {"model.*": "*"})
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    files: Sequence[str | os.PathLike[str]] = ()
+    overwrite: bool = False
+    publish: Publish | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_path(self.path)
+        check_count("every", self.every, optional=True)
+        if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
+            raise TypeError(f"include must be a list of patterns, and is {self.include!r}")
+        check_storage_options(self.storage_options)
+        ModelOptions.of(self.dtype, self.rename, self.max_shard_bytes, self.files, self.overwrite, self.publish)
+        check_writable(os.fspath(self.path))
+        object.__setattr__(self, "path", absolute_path(self.path))
+        if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
+            raise ValueError(
+                "every= exports several models to one path: put {} for the step into it, or overwrite=True"
+            )
+
+    def path_of(self, step: int) -> str | os.PathLike[str]:
+        """The path of the export of a step."""
+        if isinstance(self.path, Path):
+            return Path(str(self.path).replace("{}", str(step)))
+        return str(self.path).replace("{}", str(step))
 
 
 class SafetensorsStorageWriter(TensorizerStorageWriter):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ._managing.agreement import Agreement, Together, make_groups
 from ._managing.arguments import (
     check_copies,
+    check_export,
     check_metrics,
     check_patterns,
     check_state,
@@ -42,6 +43,7 @@ from ._runtime.validation import check_path, check_timeout
 from ._storage.open import absolute_path
 from ._tiers.tiered_storage import Opener
 from .errors import CheckpointError, WriteError
+from .export import Export
 from .writer import TensorizerStorageWriter, WriterOptions
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ class CheckpointManager:
         failure_domain: A name for what fails together with this host, as a rack: its copies go to another one.
         interface: The network interface for copies, by its name or its address. Without it, the one that reaches the
             coordinator.
+        export: What is also saved as a model for inference, and when: see `Export`.
         process_group: The ranks of the job; by default all.
         reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are taken
             from the writer's; a passphrase is not.
@@ -134,6 +137,7 @@ class CheckpointManager:
         copy_rate: float | None = DEFAULT_RATE,
         failure_domain: str | None = None,
         interface: str | None = None,
+        export: Export | None = None,
         process_group: dist.ProcessGroup | None = None,
         reader_options: Mapping[str, Any] | None = None,
         **writer_options: Unpack[WriterOptions],
@@ -149,6 +153,7 @@ class CheckpointManager:
         self._signals = StopSignals(stop_signals)
         check_survival(survive, survive_every, buffers, options)
         copying = check_copies(copies, copy_rate, failure_domain, interface, survive)
+        check_export(export, options)
         limits, max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **options)
         try:
@@ -173,13 +178,14 @@ class CheckpointManager:
                 survive=survive,
                 buffers=buffers,
                 copies=copying,
+                export=export,
                 clock=self._clock,
                 reader_options=readers,
             )
         except BaseException:
             self._writer.close()
             raise
-        self._stopping = self._closed = self._is_over = False
+        self._stopping = self._closed = self._is_over = self._has_failed = False
         self._home = self._home_of_job = Home()
         self._signals.install()
 
@@ -195,6 +201,7 @@ class CheckpointManager:
             return
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self._job.survival.leave()
+            self._has_failed = True
         with suppress(*() if kind is None else (CheckpointError,)):  # the error of the block itself is raised
             self.close()
 
@@ -355,12 +362,16 @@ class CheckpointManager:
         try:
             if timeout is None and not self._job.survival.has_left:
                 self._job.write_held()
+                if not self._stopping and not self._has_failed:
+                    self._job.saves.export_last()
             elif self._job.saves.held_step is not None:
                 logger.warning("%s: step %d is in memory alone", self._folder.path, self._job.saves.held_step)
         finally:
             self._signals.restore()
-            self._writer.close(timeout)
+            self._job.saves.wait_exported(deadline)
+            self._writer.close(deadline.left)
             self._job.saves.wait(deadline)
+            self._job.saves.end_exports()
             if self._job.saves.failures.count or self._job.saves.is_busy or self._job.saves.held_step is not None:
                 self._job.survival.leave(deadline)  # the newest step exists only in memory
             self._job.survival.end(deadline, has_saved=self._job.saves.has_saved)

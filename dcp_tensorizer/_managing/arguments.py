@@ -15,6 +15,7 @@ from .._format.encryption import decryption_key, require_libsodium
 from .._runtime.validation import check_count, check_type, did_you_mean
 from .._saving.options import check_survival as check_survival_of_writer
 from .._writer_process.write_options import SaveLimits
+from ..export import Export
 from ..writer import TensorizerStorageWriter
 from .copies import LEAST_RATE, CopyOptions
 
@@ -144,6 +145,24 @@ def check_copies(
             raise ValueError("copies=2 needs survive=: it says how long states are kept")
         require_libsodium()
     return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
+
+
+def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
+    """Checks what is exported.
+
+    Raises:
+        TypeError: it is no `Export`.
+        ValueError: the writer's options leave no staged state to export.
+    """
+    if export is None:
+        return
+    check_type("export", export, Export)
+    if writer_options.get("staging") == "shared":
+        raise ValueError("export and staging='shared' exclude each other: what is not copied changes meanwhile")
+    if not writer_options.get("cache_staged_state_dict", True):
+        raise ValueError(
+            "export and cache_staged_state_dict=False exclude each other: the buffer holds what is exported"
+        )
 
 
 def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, given: object) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from .._storage.base import Storage
 from .._storage.claim import Ownership, claim_file_name
 from .._tiers.tiered_storage import NearestStorage
 from ..errors import CheckpointError, ReadError, WriteError, listed
+from ..export import Export
 from ..writer import TensorizerStorageWriter
 from .agreement import Agreement, Together
 from .copies import CopyOptions
+from .exports import Exports
 from .goodput import GoodputClock
 from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
 from .policy import Action, Decision, SavePolicy, Vote, decide
@@ -79,6 +81,7 @@ class Job:
         survive: float = 0.0,
         buffers: int = 2,
         copies: CopyOptions = CopyOptions(),  # noqa: B008 - a tuple
+        export: Export | None = None,
         is_alone: bool = False,
     ) -> None:
         remote = folder.remote if isinstance(folder, NearestStorage) else folder
@@ -105,6 +108,10 @@ class Job:
             self._flushing,
             lambda: self.place,
         )
+        exports = None
+        if export is not None:
+            group = None if together is None else together.group
+            exports = Exports(export, writer, group, self._owner, keeps_states=survive > 0)
         self.saves = Saves(
             writer,
             agreement,
@@ -114,6 +121,7 @@ class Job:
             max_failures=max_failures,
             after=self.retaining.after,
             omits_replicas=not survive,
+            exports=exports,
         )
 
     def alone(self, folder: Storage) -> Job:
@@ -307,6 +315,8 @@ class Job:
         if self._agreement.is_first:
             self.place.warn_of_others(self._folder.path)
         self._policy.stand_at(step)
+        if self.saves.exports is not None:
+            self.saves.exports.stand_at(step)
 
     def _act(
         self, decision: Decision, step: int, state: Mapping[str, Any], metrics: dict[str, float]

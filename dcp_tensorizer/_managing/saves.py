@@ -28,6 +28,7 @@ from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
 from .agreement import Agreement, Together, is_of_ranks
+from .exports import Exports, ties_in
 from .goodput import GoodputClock
 from .restart import OnStaged
 from .restore import StatePart
@@ -104,6 +105,7 @@ class Saves:
         max_failures: int | None,
         after: Callable[[Step], None],
         omits_replicas: bool,
+        exports: Exports | None = None,
     ) -> None:
         self.failures = FailuresInARow()
         self.error: BaseException | None = None
@@ -116,6 +118,7 @@ class Saves:
         self._max_failures = max_failures
         writer.saver.freshness.must_change = tuple(must_change)
         self._after = after
+        self.exports = exports
         self._is_warm = False
         self._last: _StepSave | None = None
         self._held: _Held | None = None
@@ -148,6 +151,7 @@ class Saves:
         since: float,
         refusal: StagingError | None,
         on_staged: OnStaged | None = None,
+        ties: Mapping[str, str] | None = None,
     ) -> Future[str]:
         """Saves the collected state, or fails with ``refusal``, like the save on the other ranks."""
         before, self._is_warm, self._held = self._last, True, None
@@ -156,6 +160,7 @@ class Saves:
             follows = before is not None and before.saved is not None
             omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
         save = _StepSave(new, since)
+        on_staged = self._exporting(collected, on_staged, ties)
         description = SaveDescription(new.record, refusal, omitted, on_staged, save.files)
         response = async_save(
             collected,
@@ -170,15 +175,42 @@ class Saves:
         in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
         return save.future
 
+    def _exporting(
+        self, collected: Mapping[str, Any], on_staged: OnStaged | None, ties: Mapping[str, str] | None
+    ) -> OnStaged | None:
+        """Waits for the last export, and keeps the state that is staged next for another one."""
+        if self.exports is None:
+            return on_staged
+        self._wait_exported()
+        return self.exports.keeping(ties_in(collected) if ties is None else ties, on_staged)
+
+    def _wait_exported(self) -> None:
+        if self.exports is not None:
+            self.wait_exported(NEVER)
+            self.exports.let_go()
+
+    def wait_exported(self, deadline: Deadline) -> None:
+        """Waits for the export of the last save."""
+        if self.exports is not None:
+            self.wait(deadline)
+
+    def end_exports(self) -> None:
+        """Ends what belongs to exports, when the last one is over."""
+        if self.exports is not None:
+            self.exports.close()
+
     def hold(self, new: NewStep, state: Mapping[str, Any], on_staged: OnStaged, *, is_due: bool) -> None:
         """Stages a state that is only written if `write_held` is called; takes the arguments of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
+            staged.staged_save.ties = ties
             self._held = _Held(new, staged, None, is_due)
             on_staged(staged)
 
+        self._wait_exported()
         is_due = is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
         collected, error = _collected(state, self.part)
+        ties = {} if self.exports is None else ties_in(collected)
         if error is not None:  # other ranks hold the step; if it is written, the save must fail on all of them
             self._held = _Held(new, None, _refusal(error), is_due)
             raise error
@@ -189,14 +221,15 @@ class Saves:
         held = self._held
         if held is None or not held.is_due:
             return
-        refusal, state = held.refusal, dict[str, Any]()
+        refusal, state, ties = held.refusal, dict[str, Any](), None
         if held.staged is not None:
             try:
                 held.staged.staged_save.wait_copied()
                 state = dict(held.staged)  # not by `items`, which ties it to a save
+                ties = held.staged.staged_save.ties
             except StagingError as error:
                 refusal = error
-        self._start(held.new, state, self._clock.now(), refusal)
+        self._start(held.new, state, self._clock.now(), refusal, ties=ties)
 
     @property
     def held_step(self) -> int | None:
@@ -237,6 +270,12 @@ class Saves:
     def forget(self) -> None:
         """Forgets the last save, which is over, because the job goes on from something else."""
         self._last = self._held = None
+
+    def export_last(self) -> None:
+        """Exports the last save of the job, if that is wanted, on all ranks."""
+        if self.exports is not None and self._last is not None:
+            self.wait()
+            self.error = self.exports.run_last(self._last.saved) or self.error
 
     def wait(self, deadline: Deadline = NEVER) -> None:
         """Waits for the last save and the work after it.
@@ -284,6 +323,8 @@ class Saves:
                 before.over.result()
             with suppress(Exception):  # it has logged it
                 self._after(save.saved)
+            if self.exports is not None and self.exports.is_due(save.new.record.step):
+                self.error = self.exports.run(save.saved)
         finally:
             self._following.is_here = False
             save.over.set_result(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.open import open_storage
 from .._writer_process.protocol import FileResult, WriteDone
 from .._writer_process.shared_job import PartsWritten, Pieces
-from ..errors import CheckpointError, WriteError
+from ..errors import CheckpointError, StagingError, WriteError
 from .destination import Destination
 from .item_bytes import ItemBytes
 from .keeping import KeptSave
@@ -194,6 +195,8 @@ class ModelSession(SaveSession):
 class ModelSaver(Saver):
     """Begins the saves of a writer of models."""
 
+    source: StagedSave | None = None
+
     def __init__(
         self,
         options: SaveOptions,
@@ -214,6 +217,16 @@ class ModelSaver(Saver):
         staged = super().stage(state_dict, save)
         staged.staged_save.ties = ties
         return staged
+
+    def begin(
+        self,
+        path: str | os.PathLike[str] | None,
+        directory: str | None,
+        staged_save: StagedSave | None,
+        error: StagingError | None = None,
+    ) -> SaveSession:
+        """Begins a save of what was staged for it, or of `source`: see `Saver.begin`."""
+        return super().begin(path, directory, staged_save or self.source, error)
 
     def renewed(self) -> ModelSaver:
         """A new saver with the same options, which shares nothing with this one."""

@@ -3,6 +3,7 @@
 import json
 import uuid
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_tensorizer import SafetensorsStorageWriter, SavePlanner, WriteError
+from dcp_tensorizer import (
+    CheckpointManager,
+    Export,
+    SafetensorsStorageWriter,
+    SavePlanner,
+    TensorizerStorageReader,
+    WriteError,
+)
 from dcp_tensorizer._saving import model_pieces
 from dcp_tensorizer._saving.item_bytes import ItemBytes
 from dcp_tensorizer._storage.local import LocalStorage
@@ -190,3 +198,51 @@ def test_ranks_share_one_upload_for_each_file(s3, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
     assert [list(failure.causes) for _, failure in results] == [[1]] * 3
     assert s3.uploads(prefix) == []
+
+
+def export_steps(rank, folder):
+    """Trains under FSDP2, saves every second step and exports every fourth one, and the last one at the end."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(rank.index)
+    model = torch.nn.Sequential(torch.nn.Linear(50, 61), torch.nn.Linear(61, 50))
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (rank.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "shared": torch.ones(5)}
+    wanted = {}
+    keys = {"include": ["model.*", "shared"], "rename": {"shared": "extra.shared", "model.*": "*"}}
+    export = Export(folder / "models" / "{}", every=4, dtype=torch.bfloat16, **keys)
+    with CheckpointManager(folder / "run", save_every=2, export=export) as manager:
+        for step in range(1, 8):
+            model(torch.rand(4, 50)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.save(step, state)
+            whole = {key: tensor.full_tensor().detach() for key, tensor in model.state_dict().items()}
+            wanted[step] = {key: tensor.to(torch.bfloat16) for key, tensor in whole.items()}
+    words = r"step 4 was saved, and not exported: .*holds a model already"
+    again = CheckpointManager(folder / "again", export=Export(folder / "models" / "4"))
+    again.save(4, state, wait=True)
+    with pytest.raises(WriteError, match=words):
+        again.close()
+    with suppress(KeyError), CheckpointManager(folder / "broken", export=Export(folder / "none")) as manager:
+        manager.save(1, state)
+        raise KeyError
+    return wanted
+
+
+def test_a_manager_exports_what_it_saves(tmp_path):
+    """The model of the very step, cast; the checkpoints stay what they are. A job that fails exports nothing more."""
+    wanted = run_ranks(2, export_steps, tmp_path)[0]
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["4", "6"]
+    for step in (4, 6):
+        found = load_file(tmp_path / "models" / str(step) / "model.safetensors")
+        assert found.pop("extra.shared").tolist() == [1.0] * 5
+        assert {key: torch.equal(found[key], tensor) for key, tensor in wanted[step].items()} == dict.fromkeys(
+            found, True
+        )
+    state = {"shared": torch.zeros(5)}
+    dcp.load(state, storage_reader=TensorizerStorageReader(tmp_path / "run" / "step-6"), no_dist=True)
+    assert state["shared"].tolist() == [1.0] * 5
+    assert not (tmp_path / "none").exists()

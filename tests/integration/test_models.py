@@ -18,7 +18,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import SafetensorsStorageWriter, TensorizerStorageWriter, WriteError, WriterProcessDied, unwrap
+from dcp_tensorizer import (
+    CheckpointManager,
+    Export,
+    SafetensorsStorageWriter,
+    TensorizerStorageWriter,
+    WriteError,
+    WriterProcessDied,
+    unwrap,
+)
 from dcp_tensorizer._format.safetensors import NAMES, PAIRS
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
@@ -293,3 +301,26 @@ def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, mo
     assert "the disk is full" in refused(tmp_path, state(), max_shard_bytes=10_000, overwrite=True)
     assert names(tmp_path) == before
     assert set(loaded(tmp_path)) == set(expected())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"every": 2}, ValueError, "every= exports several models to one path: put {} for the step into it"),
+        ({"every": 0}, ValueError, "every=0 must be an int of at least 1, or None"),
+        ({"include": "model.*"}, TypeError, "include must be a list of patterns, and is 'model.*'"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8 is none of the floating-point dtypes"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_exported_is_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """When it is described, and not when the first export is due."""
+    with pytest.raises(error, match=re.escape(message)):
+        Export("models", **options)
+
+
+@pytest.mark.parametrize("options", [{"staging": "shared"}, {"cache_staged_state_dict": False}])
+def test_a_manager_that_keeps_no_copy_exports_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """There would be nothing to export from."""
+    with pytest.raises(ValueError, match="exclude each other"):
+        CheckpointManager(tmp_path, export=Export(tmp_path / "model"), **options)

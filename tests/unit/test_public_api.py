@@ -19,6 +19,7 @@ from dcp_tensorizer import (
     ChecksumMismatch,
     ConversionError,
     DecryptionError,
+    Export,
     GoodputReport,
     LoadPlanner,
     LoadReport,
@@ -70,6 +71,7 @@ def test_exported_names_are_pinned() -> None:
         "ChecksumMismatch",
         "ConversionError",
         "DecryptionError",
+        "Export",
         "GoodputReport",
         "LoadPlanner",
         "LoadReport",
@@ -288,6 +290,7 @@ def test_not_committed_is_a_file_not_found_error() -> None:
     "cls",
     [
         CheckpointManager,
+        Export,
         GoodputReport,
         LoadPlanner,
         LoadReport,

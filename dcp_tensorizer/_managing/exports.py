@@ -1,0 +1,164 @@
+"""The exports of a job: models for inference, written from the state that a save has staged anyway."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from .._runtime.torch_compat import flatten_state_dict
+from .._saving.model_session import ModelSaver
+from .._saving.ties import ties_of
+from .._staging.staged_save import StagedStateDict
+from .._storage.claim import Ownership
+from ..errors import WriteError, describe, listed, unwrap
+from ..export import Export, SafetensorsStorageWriter
+from ..planner import SavePlanner
+from ..writer import TensorizerStorageWriter
+from .restart import OnStaged
+from .step_folder import Step
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+class Exports:
+    """The exports of one rank. A staged state is kept until the next one is staged, so that it can still be exported.
+
+    Args:
+        export: What is exported, and when.
+        writer: Of the saves.
+        group: The process group of the saves.
+        owner: Tells whether this run still owns the folder of the saves.
+        keeps_states: Somebody else keeps the staged states.
+    """
+
+    def __init__(
+        self,
+        export: Export,
+        writer: TensorizerStorageWriter,
+        group: torch.distributed.ProcessGroup | None,
+        owner: Ownership,
+        *,
+        keeps_states: bool,
+    ) -> None:
+        self._export = export
+        self._group = group
+        self._keeps_states = keeps_states
+        options = writer.saver.options
+        self._writer = SafetensorsStorageWriter(
+            dtype=export.dtype,
+            rename=export.rename,
+            max_shard_bytes=export.max_shard_bytes,
+            files=export.files,
+            overwrite=export.overwrite,
+            publish=export.publish,
+            staging=options.staging,
+            sync_files=options.write.sync_files,
+            thread_count=options.write.thread_count,
+            storage_options=export.storage_options,
+            limits=options.limits,
+        )
+        self._writer.saver.owner = owner
+        self._planner = SavePlanner()
+        self._staged: StagedStateDict | None = None
+        self._exported = 0
+        self._stands_at = 0
+
+    def stand_at(self, step: int) -> None:
+        """The job goes on from a step: what was due up to there has been exported."""
+        self._stands_at = self._exported = step
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether a save of a step is to be exported, too."""
+        every = self._export.every
+        return every is not None and step // every > self._exported // every
+
+    def let_go(self) -> None:
+        """Lets go of the state that was staged last. To be called before the next one is staged, and at the end."""
+        staged, self._staged = self._staged, None
+        if staged is not None and not self._keeps_states and staged.staged_save.buffer is not None:
+            staged.staged_save.buffer.is_kept = False
+
+    def keeping(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
+        """What is to be called with the staged copy of a state of tied tensors: it keeps that for the export."""
+
+        def keep(staged: StagedStateDict) -> None:
+            staged.staged_save.ties = ties
+            self._staged = staged
+            if on_staged is not None:
+                on_staged(staged)
+
+        return keep
+
+    def run(self, saved: Step) -> Exception | None:
+        """Exports the state that was staged last, on all ranks; returns why it failed, if it did."""
+        staged = self._staged
+        if staged is None:
+            return None
+        self._exported = saved.number
+        path = self._export.path_of(saved.number)
+        saver = self._writer.saver
+        assert isinstance(saver, ModelSaver)
+        saver.source = staged.staged_save
+        try:
+            save(
+                self._chosen(staged),
+                checkpoint_id=path,
+                storage_writer=self._writer,
+                planner=self._planner,
+                process_group=self._group,
+            )
+        except (Exception, CheckpointException) as error:  # DCP's does not derive from Exception
+            cause = unwrap(error)
+            failure = WriteError(f"step {saved.number} was saved, and not exported: {describe(cause)}")
+            failure.__cause__ = cause
+            logger.error("%s", failure)
+            return failure
+        finally:
+            saver.source = None
+        return None
+
+    def run_last(self, saved: Step | None) -> Exception | None:
+        """Exports the last save of the job, if that is wanted, and it has not been exported."""
+        if (
+            not self._export.at_end
+            or saved is None
+            or saved.number == self._exported
+            or saved.number <= self._stands_at
+        ):
+            return None
+        return self.run(saved)
+
+    def close(self) -> None:
+        """Ends what belongs to exports."""
+        self.let_go()
+        self._writer.close(0.0)
+
+    def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
+        """The values that are exported, by their keys in the flattened state dict."""
+        flat, _ = flatten_state_dict(dict(staged))  # not by `items`, which ties it to a save
+        omitted = staged.staged_save.omitted
+        chosen = {
+            key: value
+            for key, value in flat.items()
+            if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._export.include)
+        }
+        if not chosen:
+            raise WriteError(
+                f"no key of the state matches {listed(list(self._export.include))}, which Export(include=) has: its "
+                f"keys are {listed(list(flat))}"
+            )
+        return {key: value for key, value in chosen.items() if key not in omitted}
+
+
+def ties_in(collected: Mapping[str, Any]) -> Mapping[str, str]:
+    """The tied tensors of a state: see `ties_of`."""
+    with suppress(Exception):  # staging, or the planner, says more
+        return ties_of(collected)
+    return {}
