@@ -1,4 +1,4 @@
-"""Runs the parts of the soak, one after the other (two and a half hours), and stores the page of what they counted."""
+"""Runs the parts of the soak, one after the other (three and a half hours), and stores the page of what they counted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from . import (
     exchanges,
     faults,
     forks,
+    hosts,
     interleavings,
     managers,
     power_cuts,
@@ -40,6 +41,7 @@ PARTS: dict[str, Part] = {
     "forks": forks.PART,
     "disks": disks.PART,
     "surroundings": surroundings.PART,
+    "hosts": hosts.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 
