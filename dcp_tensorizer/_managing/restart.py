@@ -307,12 +307,12 @@ class Survival:
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
             message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
             self._keeper.keep(message, buffer)
-            if is_copied:
-                self.copies.start(self._keeper, head.id)
         except BaseException:
             if staged_save.buffer is not None:
                 staged_save.buffer.is_kept = False
             raise
+        if is_copied:
+            self.copies.start(self._keeper, head.id)
 
     def _look_for_room(self) -> None:
         """Keeps no more, if another state cannot be staged without the memory of those that are kept."""

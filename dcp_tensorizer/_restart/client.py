@@ -173,10 +173,14 @@ class KeeperProcess(ChildProcess):
         self._channel.hang_up(deadline.within(END_SECONDS))
         self._close_files()
 
+    def _kill(self) -> int | None:
+        if self.is_ours:
+            remove(self._path)
+        return super()._kill()
+
     def _lose(self) -> None:
         """Ends it at once, whatever it does: its buffers are free."""
-        if self._kill() != 0:  # it has neither ended by itself, nor been left to others
-            remove(self._path)
+        self._kill()
         self._close_files()
         self._release(list(self.kept))
 

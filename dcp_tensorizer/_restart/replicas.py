@@ -47,6 +47,7 @@ _ALLOCATE = 256 << 20  # at once: others are seen to allocate meanwhile
 _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
 _WAIT_SECONDS = 20.0  # the other end gives up after 60
+_DROP_SECONDS = 10.0  # and twice as long to connect: less than the trainer waits for its keeper
 _MAX_LENGTHS = 4096
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
@@ -214,7 +215,7 @@ class _Copy:
         self.name = secrets.token_hex(16)
         self.is_over = False
         self._missing = bytearray(b"\1") * -(-offer.nbytes // BLOCK)
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._writers = 0
 
     def put(self, block: Block, data: memoryview) -> None:
@@ -274,7 +275,7 @@ class ReplicaServer:
         self._listener = listen_on(host)
         self.address = Address(host, self._listener.getsockname()[1], secret)
         self._copies: dict[str, _Copy] = {}
-        self._allocating = threading.Lock()  # one after the other: each sees what the others have taken
+        self._allocating = free_in_child(threading.Lock())  # one after the other: each sees what the others have taken
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
 
@@ -580,7 +581,7 @@ def copy_part(
 
 def drop_copies(address: Address, head: KeptHead) -> None:
     """Lets a keeper on another host forget its replicas of a rank and run; raises `OSError`."""
-    with closing(address.connect()) as wire:
+    with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
         wire.ask(Drop(head), Ok)
 
 
@@ -604,6 +605,7 @@ class RemotePart(RangeReader):
     def __init__(self, address: Address, state_id: str, rank: int) -> None:
         self._address, self._id, self._rank = address, state_id, rank
         self._idle: list[Wire] = []
+        self._is_over = False
         self._lock = free_in_child(threading.Lock())
         self.nbytes = 0
 
@@ -668,11 +670,15 @@ class RemotePart(RangeReader):
 
     def _give_back(self, wire: Wire) -> None:
         with self._lock:
-            self._idle.append(wire)
+            if not self._is_over:
+                self._idle.append(wire)
+                return
+        wire.close()
 
     def let_go(self) -> None:
         """Closes its connections for good."""
         with self._lock:
+            self._is_over = True
             idle, self._idle = self._idle, []
         for wire in idle:
             wire.close()

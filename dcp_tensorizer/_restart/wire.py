@@ -51,13 +51,14 @@ class Wire:
         sock: Connected.
         secret: Of the run.
         is_server: This end has accepted the connection.
+        seconds: How long the other end may be silent.
 
     Raises:
         WireError: the other end does not know the secret.
         OSError: it is gone, or silent.
     """
 
-    def __init__(self, sock: socket.socket, secret: bytes, *, is_server: bool) -> None:
+    def __init__(self, sock: socket.socket, secret: bytes, *, is_server: bool, seconds: float = _SECONDS) -> None:
         self._sock = sock
         self._out = bytearray()
         self._in = bytearray()
@@ -70,7 +71,7 @@ class Wire:
             sock.close()
             raise
         self._sealing, self._opening = FrameCipher(mine), FrameCipher(theirs)
-        sock.settimeout(_SECONDS)
+        sock.settimeout(seconds)
 
     def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes]:
         """Proves that both ends know the secret; returns the keys of this end's frames, and of the other's."""
@@ -204,11 +205,12 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         """The place, without the secret."""
         return f"{self.host}:{self.port}"
 
-    def connect(self, *, lower_effort: bool = False) -> Wire:
+    def connect(self, *, lower_effort: bool = False, seconds: float = _SECONDS) -> Wire:
         """A connection to it.
 
         Args:
             lower_effort: Let other traffic go first, where the network knows of that.
+            seconds: How long the other end may be silent.
 
         Raises:
             OSError: it is not reached, or does not know the secret.
@@ -217,7 +219,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         if lower_effort:
             with suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOWER_EFFORT)
-        return Wire(sock, self.secret, is_server=False)
+        return Wire(sock, self.secret, is_server=False, seconds=seconds)
 
 
 def listen_on(host: str) -> socket.socket:
