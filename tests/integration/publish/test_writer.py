@@ -10,7 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import Publish, SafetensorsStorageWriter, apply_delta, publish, unwrap
+from dcp_tensorizer import (
+    CheckpointManager,
+    Export,
+    Publish,
+    SafetensorsStorageWriter,
+    apply_delta,
+    publish,
+    unwrap,
+)
 from dcp_tensorizer._publish.publisher import Publication
 from dcp_tensorizer.tools import list_versions, verify_versions
 
@@ -94,3 +102,23 @@ def test_options_are_checked(make: Any, message: str) -> None:
     """When they are given."""
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_a_manager_publishes_what_it_exports(tmp_path: Path) -> None:
+    """Every second step, from the state that the save has staged; the last step at the end."""
+    export = Export(tmp_path / "model", every=2, overwrite=True, publish=Publish(tmp_path / "published"))
+    with CheckpointManager(tmp_path / "run", save_every=1, export=export) as manager:
+        for step in range(1, 6):
+            manager.save(step, {"model": state(step), "step": step})
+            manager.wait()
+            if step in (2, 4):
+                apply_delta(tmp_path / "copy", tmp_path / "published")
+                assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model")
+    versions = list_versions(tmp_path / "published")
+    assert [(info.version, info.is_delta, info.tensors) for info in versions] == [
+        (3, True, 3),
+        (2, True, 3),
+        (1, False, 4),
+    ]
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model")
