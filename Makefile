@@ -60,6 +60,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.handles
 	$(BIN)/python -m benchmarks.deltas
+	$(BIN)/python -m benchmarks.export
 	$(BIN)/python -m benchmarks.reuse
 	$(BIN)/python -m benchmarks.tiers
 	$(BIN)/python -m benchmarks.mlperf

@@ -1,0 +1,122 @@
+"""What a model as Hugging Face has it costs, beside a checkpoint of the same bytes, and torch's writer.
+
+``python -m benchmarks.export``
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_tensorizer import SafetensorsStorageWriter, TensorizerStorageWriter
+
+from .case import Case, in_ranks
+from .harness import Content, cell, quotient, run, run_cases, spread, table, whole
+from .pages import goals, page
+
+_WORLDS = (1, 2)
+_TENSORS = 60
+_COLUMNS = 1024
+_KINDS = ("a model, in place", "a checkpoint", "torch, with consolidation")
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    size = {"saves": options.saves, "megabytes": options.megabytes, "folder": str(folder)}
+    cases = [{"ranks": world, **size} for world in _WORLDS]
+    results = whole(run_cases(measure_case, cases, 1))
+    return {
+        "saves": options.saves,
+        "megabytes": options.megabytes,
+        "worlds": {str(r["case"]["ranks"]): r["ranks"][0] for r in results},
+    }
+
+
+def measure_case(case: Case, folder: Path) -> list[Any]:
+    return in_ranks(_saves, case["ranks"], case, folder)
+
+
+def _saves(case: Case, folder: Path) -> dict[str, list[float]]:
+    """Saves in each way in turn, and times how long each save takes from the call until it is durable."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = case["megabytes"] * 1_000_000 // (_TENSORS * _COLUMNS * 2)
+    state = {
+        f"layers.{n}.weight": distribute_tensor(torch.randn(rows, _COLUMNS).to(torch.bfloat16), mesh, [Shard(0)])
+        for n in range(_TENSORS)
+    }
+    model, checkpoint = SafetensorsStorageWriter(overwrite=True), TensorizerStorageWriter()
+    mapping = dict.fromkeys(state, 1)
+
+    def torchs(path: str) -> object:
+        return dcp.save(
+            state,
+            storage_writer=HuggingFaceStorageWriter(
+                path, fqn_to_index_mapping=mapping, save_distributed=True, enable_consolidation=True
+            ),
+        )
+
+    ways: dict[str, Callable[[str], object]] = {
+        _KINDS[0]: lambda path: dcp.async_save(state, storage_writer=model, checkpoint_id=path).result(),
+        _KINDS[1]: lambda path: dcp.async_save(state, storage_writer=checkpoint, checkpoint_id=path).result(),
+        _KINDS[2]: torchs,
+    }
+    seconds: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    for number in range(1 + case["saves"]):  # the first one does not count: it allocates the buffer
+        for place, kind in enumerate((*_KINDS[number % 3 :], *_KINDS[: number % 3])):
+            path = folder / f"{number}-{place}"
+            dist.barrier()
+            started = time.perf_counter()
+            ways[kind](str(path))
+            dist.barrier()
+            if number:
+                seconds[kind].append(time.perf_counter() - started)
+            if dist.get_rank() == 0:
+                shutil.rmtree(path)
+    model.close()
+    checkpoint.close()
+    return seconds
+
+
+def render(content: Content) -> str:
+    """The page of results."""
+    rows: list[list[str]] = []
+    wanted = []
+    for world, found in content["worlds"].items():
+        spreads = {kind: spread(found[kind]) for kind in _KINDS}
+        rows.append([world, *(cell(spreads[kind], lambda s: f"{s:.2f}") for kind in _KINDS)])
+        ours = quotient(spreads[_KINDS[0]], spreads[_KINDS[1]])
+        torchs = quotient(spreads[_KINDS[2]], spreads[_KINDS[0]])
+        wanted.append((f"time of a model / of a checkpoint, {world} rank(s)", "<= 1.15", ours))
+        wanted.append((f"torch's time / that of a model, {world} rank(s)", ">= 3", torchs))
+    return page(
+        content,
+        "Models for inference",
+        f"how long it takes until {content['megabytes']} MB of bfloat16, sharded over the ranks, are durable: as a "
+        f"model of Hugging Face that all ranks write in place, as a checkpoint of this package, and by torch's "
+        f"`HuggingFaceStorageWriter` with consolidation, whose files are not fsynced.",
+        f"{content['saves']} saves of each kind, in turns, after one that does not count.",
+        "export",
+        table(("ranks", *(f"{kind} (s)" for kind in _KINDS)), rows),
+        goals(wanted, form="{:.2f}".format),
+    )
+
+
+OPTIONS = {
+    "saves": {"type": int, "default": 5, "help": "of each kind, that are measured"},
+    "megabytes": {"type": int, "default": 2000, "help": "of the model"},
+}
+
+if __name__ == "__main__":
+    run("export", measure, render, about=__doc__, options=OPTIONS)
