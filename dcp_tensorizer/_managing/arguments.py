@@ -1,4 +1,4 @@
-"""Checks of what users give to the manager."""
+"""Checks of the manager's arguments."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from .copies import LEAST_RATE, CopyOptions
 
 
 def check_step(step: object) -> int:
-    """A step as an int.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is below 0, or has more than 63 bits.
-    """
+    """A step as an int; raises `TypeError` for other types, and `ValueError` below 0 or beyond 63 bits."""
     if not isinstance(step, Integral) or isinstance(step, bool):
         raise TypeError(f"step must be an int, and is {type(step).__name__}")
     if not 0 <= int(step) < 2**63:
@@ -35,10 +30,9 @@ def check_step(step: object) -> int:
 
 
 def check_metrics(metrics: object) -> dict[str, float]:
-    """Metrics as plain numbers; a tensor of one element is one.
+    """Metrics as plain numbers; a tensor of one element counts as one.
 
-    Raises:
-        TypeError: they are no mapping from names to numbers; names the metric.
+    Raises `TypeError`, naming the metric, unless they are a mapping from names to numbers.
     """
     if metrics is None:
         return {}
@@ -56,11 +50,7 @@ def check_metrics(metrics: object) -> dict[str, float]:
 
 
 def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
-    """Patterns of keys.
-
-    Raises:
-        TypeError: they are not several strings: one string would be a pattern for each of its letters.
-    """
+    """Patterns of keys; raises `TypeError` for one string, which would be a pattern for each letter."""
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise TypeError(f"{name} must be a list of patterns, and is {patterns!r}")
     if odd := [pattern for pattern in patterns if not isinstance(pattern, str)]:
@@ -69,23 +59,17 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
 
 
 def check_state(state: object) -> None:
-    """Raises `TypeError` unless a state is a mapping: a module itself, say, has no key to be found by."""
+    """Raises `TypeError` unless a state is a mapping. A bare module has no key to be found by."""
     if not isinstance(state, Mapping):
         name = "optimizer" if isinstance(state, torch.optim.Optimizer) else "model"
         raise TypeError(f'state must be a dict, as {{"{name}": {name}}}, and is {type(state).__name__}')
 
 
 def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tuple[SaveLimits, int | None]:
-    """Takes the limits out of the writer's options: for the writer, and how many saves may fail.
+    """Takes the limits out of the writer's options: returns those for the writer, and how many saves may fail.
 
-    The writer knows of failures on one rank alone, and so does not count them here.
-
-    Args:
-        writer_options: Of the writer; the limits are removed.
-        own: The names of the manager's own options.
-
-    Raises:
-        TypeError: they are something else; or an option is none of a writer, nor of a manager.
+    The manager counts failures itself, because a writer only knows those of its own rank. ``own`` are the names of the
+    manager's own options. Raises `TypeError` for other limits, and for options of neither.
     """
     known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
     if unknown := sorted(writer_options.keys() - known):
@@ -101,11 +85,10 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
 
 
 def check_survival(seconds: object, every: object, buffers: object, writer_options: Mapping[str, Any]) -> None:
-    """Checks how long states are to be kept in memory, which of them, and in how many buffers.
+    """Checks the options for states in memory.
 
-    Raises:
-        TypeError: they are no numbers.
-        ValueError: they make no sense, or not together with the writer's options.
+    Raises `TypeError` unless they are numbers, and `ValueError` if they make no sense, or not with the writer's
+    options.
     """
     check_survival_of_writer(
         seconds,
@@ -166,10 +149,9 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
 
 
 def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, given: object) -> dict[str, Any]:
-    """The options of readers: what the writer's say, and what is given for readers.
+    """The options of readers: those ``given``, and those of the writer that apply to readers too.
 
-    Raises:
-        TypeError: what is given is no mapping.
+    Raises `TypeError` for others.
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, and is {type(given).__name__}")

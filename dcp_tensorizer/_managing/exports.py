@@ -30,12 +30,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """The exports of one rank. A staged state is kept until the next one is staged, so that it can still be exported.
 
-    Args:
-        export: What is exported, and when.
-        writer: Of the saves.
-        group: The process group of the saves.
-        owner: Tells whether this run still owns the folder of the saves.
-        keeps_states: Somebody else keeps the staged states.
+    ``owner`` tells whether this run still owns the folder of the saves; ``keeps_states``: somebody else keeps the
+    staged states.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Exports:
         self._stands_at = 0
 
     def stand_at(self, step: int) -> None:
-        """The job goes on from a step: what was due up to there has been exported."""
+        """Notes that the job goes on from a step: exports that were due up to there have been made."""
         self._stands_at = self._exported = step
 
     def is_due(self, step: int) -> bool:
@@ -80,13 +76,15 @@ class Exports:
         return every is not None and step // every > self._exported // every
 
     def let_go(self) -> None:
-        """Lets go of the state that was staged last. To be called before the next one is staged, and at the end."""
+        """Lets go of the state that was staged last. Must be called before the next one is staged, and at the end."""
         staged, self._staged = self._staged, None
         if staged is not None and not self._keeps_states and staged.staged_save.buffer is not None:
             staged.staged_save.buffer.is_kept = False
 
     def keeping(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
-        """What is to be called with the staged copy of a state of tied tensors: it keeps that for the export."""
+        """Returns the function to call with the staged copy of a state with tied tensors: it keeps the copy for the
+        export.
+        """
 
         def keep(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
@@ -136,7 +134,7 @@ class Exports:
         return self.run(saved)
 
     def close(self) -> None:
-        """Ends what belongs to exports."""
+        """Lets go of the last state, and closes the writer of exports."""
         self.let_go()
         self._writer.close(0.0)
 

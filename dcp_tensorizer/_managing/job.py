@@ -1,4 +1,4 @@
-"""A job among the checkpoints of its folder: where it stands, what it saves there, and what it goes on from."""
+"""A job and the checkpoints of its folder: where the job stands, what it saves, and what it resumes from."""
 
 from __future__ import annotations
 
@@ -125,10 +125,9 @@ class Job:
         )
 
     def alone(self, folder: Storage) -> Job:
-        """The job in a forked child: it only restores, by itself, and stands where it did.
+        """The job in a forked child: it only restores, by itself, and is at the same step.
 
-        Args:
-            folder: The same, over connections of the child's own.
+        ``folder`` is the same folder, over connections of the child's own.
         """
         job = Job(
             folder,
@@ -153,11 +152,7 @@ class Job:
         force: bool,
         must_write: bool,
     ) -> tuple[Decision, Future[str] | None]:
-        """Does what all ranks decide about a step; returns that, and what `CheckpointManager.save` returns.
-
-        Raises:
-            CheckpointError: see `CheckpointManager.save`.
-        """
+        """Carries out all ranks' decision about a step; returns it, and the result of `CheckpointManager.save`."""
         self.survival.begin()
         self._claim()
         if self.place is None:
@@ -166,7 +161,7 @@ class Job:
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         if decision.is_lost or decision.copy.is_superseded:
             raise WriteError(self._agreement.decided(lambda: self._owner.lost or _superseded(self._folder.path)))
-        if step < self.place.step:  # on all ranks: they have just compared
+        if step < self.place.step:  # the same on all ranks, which have just compared their steps
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         self.place.step = step
@@ -179,20 +174,20 @@ class Job:
         return decision, self._act(decision, step, state, metrics)
 
     def _claim(self) -> None:
-        """Claims the folder, at the first save of the job."""
+        """Claims the folder at the first save of the job."""
         if self._has_claimed:
             return
         self._has_claimed = True
-        if self._flushing is not None:  # before it is claimed: the flush of each node has to know that it is its own
+        if self._flushing is not None:  # before the claim, which the flush of each node must know as its own
             self._flushing.admit(self._owner.name, self._agreement.decided(lambda: self._owner.id))
             self._agreement.largest(0)
         if self._agreement.is_first:
             self._owner.claim()
 
     def _is_gone(self, step: int) -> bool:
-        """Looks whether somebody has deleted a step that was saved; then the job stands among what is left.
+        """Returns whether somebody has deleted a saved step; then the job stands among the remaining steps.
 
-        Every rank calls it, and only for a step that is not saved because it is there: it costs a request.
+        Every rank calls it, and only for a step that is not saved because it exists, because it costs a request.
         """
         place = self._agreement.decided(lambda: self._place_without(step))
         if place is None:
@@ -204,7 +199,7 @@ class Job:
         return True
 
     def _place_without(self, step: int) -> Place | None:
-        """The place of the job without a step; None if that step is there, is being saved, or cannot be seen."""
+        """The job's place without a step; None if the step exists, is being saved, or cannot be looked up."""
         assert self.place is not None
         if self.saves.is_last(step) and self.saves.is_busy:
             return None
@@ -214,12 +209,12 @@ class Job:
                 return None
             steps = read_steps(self._folder, self._names)
         except CheckpointError as error:
-            logger.warning("whether step %d is still there cannot be seen: %s", step, str(error))
+            logger.warning("it cannot be seen whether step %d is still there: %s", step, str(error))
             return None
         return Place.at(self.place.branch, newest_of(steps, self.place.branch), steps, self.place.step)
 
     def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
-        """Decides about a step on all ranks, from where the job stands."""
+        """Decides about a step on all ranks, from the job's place."""
         assert self.place is not None
         has_failed, ends = self.survival.settle()
         holds = self.survival.holds
@@ -242,11 +237,7 @@ class Job:
         return decide(self._agreement, vote)
 
     def restore(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
-        """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing.
-
-        Raises:
-            CheckpointError: see `CheckpointManager.restore`.
-        """
+        """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing."""
         self.write_held()
         self.saves.wait()
         settle(self._flushing, self._agreement)
@@ -267,27 +258,27 @@ class Job:
         return place.step
 
     def write_held(self) -> None:
-        """Begins the save of the newest step, if that is in memory alone."""
+        """Begins the save of the newest step if it is only in memory."""
         if self.place is not None and self.saves.held_step is not None:
             self._advance()
             self.saves.write_held()
 
     def members(self) -> list[Step]:
-        """The checkpoints of the job's branch; raises what `read_members` does."""
+        """The checkpoints of the job's branch; raises what `read_members` raises."""
         return read_members(self._folder, self._names, self.place)
 
     @property
     def template(self) -> str:
-        """The names of the checkpoints' directories, as the manager was given it."""
+        """The template of the directories' names, as it was given to the manager."""
         return self._names.template
 
     def path(self, step: int) -> str:
-        """The path of the checkpoint of a step, also where there is none yet."""
+        """The path of a step's checkpoint, even if it does not exist yet."""
         name = self._names.name_of(step) if self.place is None else self.place.name_of(step, self._names)
         return self._folder.child(name).location
 
     def _go_back(self, step: int) -> None:
-        """The job is at an earlier step than before, and has restored nothing: what it has saved is of another past."""
+        """Begins a branch, because the job has gone to an earlier step without restoring it."""
         assert self.place is not None
         logger.warning(
             "%s: the job has gone back from step %d to step %d, and not by restore: what it saves from here on is a "
@@ -304,12 +295,12 @@ class Job:
         self._stand_at(max(0, step - 1))
 
     def _advance(self) -> None:
-        """Waits for the last save: from then on the job goes on from that, if it was committed."""
+        """Waits for the last save. If it was committed, the job goes on from it."""
         assert self.place is not None
         self.place.advance(self.saves.settled())
 
     def _stand_at(self, step: int) -> None:
-        """The job goes on from a step, and not from its last save."""
+        """Notes that the job goes on from a step, not from its last save."""
         assert self.place is not None
         self.saves.forget()
         if self._agreement.is_first:
@@ -333,7 +324,7 @@ class Job:
             future.set_result(self.path(step))
             return future
         if action is Action.SAVE or not self.saves.is_busy:
-            self._advance()  # staging would wait for that save, too
+            self._advance()  # staging would wait for that save anyway
         self._policy.begin(step, is_due=decision.is_due)
         name = self.place.name_of(step, self._names)
         record = self.place.record(step, metrics, self.survival.run, self._clock, is_end=decision.stopping)
@@ -348,15 +339,10 @@ class Job:
     def _restore_from_storage(
         self, state: dict[str, Any], selection: Selection, found: RestoreChoice, problem: Problem | None
     ) -> Place | None:
-        """Loads the first checkpoint that is not damaged; where the job stands then.
+        """Loads the first checkpoint that is not damaged; returns the job's new place.
 
-        What is in memory is given back when storage has been loaded, or memory is of no use: it may be all that there
-        is.
-
-        Args:
-            state, selection: As in `restore`.
-            found: What is on storage.
-            problem: Why what is in memory was not loaded, if there is something.
+        States in memory may be all there is. So they are freed only when storage has been loaded, or when they are of
+        no use. ``problem`` says why a state in memory was not loaded, if there is one.
         """
         steps = [step for step, _ in found.candidates]
         number = load_first(
@@ -401,18 +387,14 @@ def _place_of(record: SaveRecord, found: RestoreChoice) -> Place:
     return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps, record.step)
 
 
-# The file ``latest``: the name of the directory that holds the newest checkpoint, as plain text.
+# --- the file ``latest``, which names the directory of the newest checkpoint ------------------------------------------
 #
-# People and scripts ask for it. And it is read directly, where the listing of a folder may come from a cache: so a
-# checkpoint that it names is found, whether or not a listing shows it yet.
+# It is plain text for people and scripts. Restores read it as well: a listing of the folder may come from a cache, so
+# the checkpoint that it names is found even if the listing does not show it yet.
 
 
 class Latest:
-    """Moves the file in a folder, on the rank that does so.
-
-    Args:
-        folder: Of the checkpoints.
-    """
+    """Moves the file in a folder, on the rank that does so."""
 
     def __init__(self, folder: Storage) -> None:
         self._folder = folder
@@ -420,19 +402,19 @@ class Latest:
         self._has_failed = False
 
     def move(self, saved: Step) -> None:
-        """Moves it to a checkpoint, unless it names one that was saved later. A failure is said in the log, once."""
+        """Moves it to a checkpoint, unless it names one that was saved later. A failure is logged once."""
         if saved.saved_at <= self._saved_at:
             return  # a later one has arrived before it
         self._saved_at = saved.saved_at
         try:
             self._folder.put(LATEST, f"{saved.name}\n".encode(), sync=False)
-        except CheckpointError as error:  # there may be a directory of that name, or a link to one
+        except CheckpointError as error:  # such as a directory of that name, or a link to one
             if not self._has_failed:
                 logger.warning("no file says which checkpoint is the newest: %s", str(error))
             self._has_failed = True
 
 
-# What comes after each commit, when the checkpoint is where it is to stay: `latest` names it, and old ones go.
+# --- after each commit: `latest` is moved, and old checkpoints are deleted --------------------------------------------
 
 
 class Retaining:
@@ -471,7 +453,7 @@ class Retaining:
         self._latest = Latest(self._folder)
 
     def after(self, saved: Step) -> None:
-        """A checkpoint is committed. Called on a thread of its own."""
+        """Called with a committed checkpoint, on a thread of its own."""
         if self._rules is None:
             return
         self._look_for_metric(saved)
@@ -480,7 +462,7 @@ class Retaining:
         if arrival is None:
             self._settle(saved)
         else:
-            retaining = weakref.ref(self)  # a future keeps its callbacks: with them the job would stay, and its memory
+            retaining = weakref.ref(self)  # the future keeps its callbacks, which would keep the job's memory
 
             def tell(done: Future[float]) -> None:
                 if (alive := retaining()) is not None:
@@ -489,11 +471,11 @@ class Retaining:
             arrival.add_done_callback(tell)
 
     def wait(self, deadline: Deadline) -> None:
-        """Waits until what was begun is done."""
+        """Waits for the work that was begun."""
         wait_for(self._running, deadline.left)
 
     def _look_for_metric(self, saved: Step) -> None:
-        """Warns once of a checkpoint without the metric that the best is known by."""
+        """Warns once about a checkpoint without the metric of ``keep_best``."""
         metric = None if self._rules is None else self._rules.metric
         if metric is None or metric in saved.metrics or self._has_warned:
             return
@@ -512,7 +494,7 @@ class Retaining:
     def _after_arrival(self, done: Future[float], saved: Step) -> None:
         if done.exception() is None:
             self._begin(lambda: self._settle(saved))
-        else:  # another run may have the folder now: the next save is to say so
+        else:  # another run may have claimed the folder, which the next save reports
             self._begin(self._owner.claim)
 
     def _begin(self, what: Callable[[], None]) -> None:
@@ -524,9 +506,9 @@ class Retaining:
         with self._lock:
             place = self._place()
             if saved.number in self._deleted:
-                return  # a later step has arrived before it, and with that one it was deleted
+                return  # a later step has arrived first, and this one was deleted with it
             if place is not None and place.branch != saved.branch:
-                return  # the job has left that branch since: what it went back to must stay
+                return  # the job has left that branch, and the step that it went back to must stay
             try:
                 self._owner.check()
             except CheckpointError as error:
