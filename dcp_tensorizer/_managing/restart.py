@@ -1,7 +1,7 @@
-"""Restarts from memory: the newest states of a job are kept by processes that outlive it, and a later run loads them.
+"""Restarts from memory: keeper processes that outlive the job keep its newest states, and a later run loads them.
 
-One state is kept on all ranks whenever a rank dies: the one before is forgotten when each rank has the newest. Which
-state is loaded, or that none is, all ranks decide together.
+Whenever a rank dies, all ranks have one common state: the one before is forgotten only when each rank has the newest.
+All ranks decide together which state is loaded, if any.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from .step_folder import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOOK_SECONDS = 30.0  # whoever does not answer is taken for alive, so that this run is refused
+_LOOK_SECONDS = 30.0  # a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
 
 
 class _Stage(enum.Enum):
-    """Stages of keeping a state; it never goes back."""
+    """Stages of keeping states, in order."""
 
     READY = enum.auto()
-    """Nobody has looked for what runs before have kept."""
+    """Nobody has looked yet for states of earlier runs."""
     ON = enum.auto()
     ENDING = enum.auto()
-    """This rank keeps no more, and the others are told at the next step."""
+    """This rank keeps no more states, and tells the others at the next step."""
     OFF = enum.auto()
-    """No rank keeps anything."""
+    """No rank keeps states."""
 
 
 class Survival:
@@ -117,17 +117,16 @@ class Survival:
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Looks for what runs before have kept, and starts the keeper. Every rank calls it, and it begins once.
+        """Looks for states of earlier runs, and starts the keeper; only the first call does so. Every rank calls it.
 
-        Raises:
-            WriteError: another run of the job is alive, or a rank is gone; on all ranks.
+        Raises `WriteError`, on all ranks, if another run of the job is alive or a rank is gone.
         """
         if self._stage is not _Stage.READY:
             return
         job = job_name(f"{self._folder.real_path} {self._template}")
         found, silent = visits(job, _LOOK_SECONDS)
         for visit in found:
-            if visit.found.job == self.run:  # another rank was quicker
+            if visit.found.job == self.run:  # another rank has claimed it first
                 visit.close()
         self._predecessors = Predecessors([visit for visit in found if visit.found.job != self.run])
         refusal = _stopped(silent[0]) if silent else self._predecessors.claim(self.run)
@@ -143,7 +142,7 @@ class Survival:
         self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def settle(self) -> tuple[bool, bool]:
-        """Waits until the newest state is kept; whether it could not be, and whether this rank keeps no more."""
+        """Waits until the newest state is kept; returns whether that failed, and whether this rank keeps no more."""
         keeping, self._keeping = self._keeping, None
         error = None if keeping is None else keeping.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
@@ -160,13 +159,10 @@ class Survival:
         return self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
 
     def advance(self, copy: CopyVote, *, has_failed: bool, ends: bool, is_busy: bool) -> None:
-        """Forgets what is not needed, now that it is known of all ranks whether they keep the newest state.
+        """Forgets states that are not needed, after all ranks have told whether they keep the newest.
 
-        Args:
-            copy: What is known of copies on other hosts.
-            has_failed: A rank could not keep it.
-            ends: A rank keeps no more.
-            is_busy: The last save still runs, on this rank.
+        ``copy`` is what they know about copies on other hosts; ``has_failed``: a rank could not keep it; ``ends``: a
+        rank keeps no more; ``is_busy``: the last save still runs, on this rank.
         """
         if self._stage is _Stage.OFF:
             return
@@ -210,14 +206,12 @@ class Survival:
         return self._buffers + self.copies.is_on
 
     def next_state(self, record: SaveRecord, parent: Step | None, left: Step | None) -> OnStaged | None:
-        """Returns the function that keeps the next staged copy; None if it is not kept.
+        """Returns a function that keeps the next staged copy; None if it is not kept.
 
-        Args:
-            record: What the index would say of it.
-            parent: The checkpoint that it goes on from.
-            left: See `Place`.
+        ``record`` describes it in the index, ``parent`` is the checkpoint that it goes on from, and ``left`` as in
+        `Place`.
         """
-        if self._stage is _Stage.OFF:  # it is so on all ranks; this one alone may have lost its keeper just now
+        if self._stage is _Stage.OFF:  # OFF is the same on all ranks; only this one may have lost its keeper meanwhile
             return None
         self._count += 1
         number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
@@ -247,29 +241,27 @@ class Survival:
     def restore(
         self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: RestoreChoice
     ) -> SaveRecord | Problem | None:
-        """Loads what a run before has kept: see `load_kept`."""
+        """Loads a state that an earlier run has kept: see `load_kept`."""
         if self._stage is _Stage.OFF:
             return None
         return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice)
 
     def discard(self) -> None:
-        """Forgets what runs before have kept: it is not wanted."""
+        """Forgets the states of earlier runs, which are no longer wanted."""
         self._predecessors.end()
 
     def forget(self) -> None:
-        """Forgets all that this run has kept: the job goes on from something else."""
+        """Forgets all states of this run, because the job goes on from something else."""
         self.settle()
         self._newest = None
         self._forget_all_but([])
         self.copies.forget(self._keeper)
 
     def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
-        """Ends the keeper, and gives the memory back. Idempotent.
+        """Ends the keeper, and frees the memory. Idempotent.
 
-        Args:
-            deadline: Of the waiting for what is being kept.
-            has_saved: The newest step of this run is on storage. Otherwise what runs before have kept, and nothing of
-                this run has replaced, is left as it is.
+        ``has_saved``: the newest step of this run is on storage. Otherwise states of earlier runs, which none of this
+        run has replaced, are left as they are.
         """
         if self._keeping is not None:
             wait_for([self._keeping], deadline.left)
@@ -282,7 +274,7 @@ class Survival:
         self._saver.engine.saves.spares.pop(self, None)
 
     def leave(self, deadline: Deadline = NEVER) -> None:
-        """Leaves what is kept to a later run: this one has failed. Idempotent; takes what `end` takes."""
+        """Leaves the kept states to a later run, because this one has failed. Idempotent; arguments as of `end`."""
         if self._keeping is not None:
             wait_for([self._keeping], deadline.left)
         self.has_left = True
@@ -303,7 +295,7 @@ class Survival:
             buffer = staged_save.buffer
             assert buffer is not None and self._keeper is not None
             planner = SavePlanner(enable_plan_caching=False)
-            planner.set_up_planner(dict(staged))  # not `items`, which ties it to a save
+            planner.set_up_planner(dict(staged))  # not by `items`, which ties it to a save
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
             message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
             self._keeper.keep(message, buffer)
@@ -315,8 +307,8 @@ class Survival:
             self.copies.start(self._keeper, head.id)
 
     def _look_for_room(self) -> None:
-        """Keeps no more, if another state cannot be staged without the memory of those that are kept."""
-        if len(self._kept) > 1:  # the older one is about to be forgotten
+        """Stops keeping states if the next one could not be staged without the memory of those that are kept."""
+        if len(self._kept) > 1:  # the older one is forgotten soon
             return
         saves = self._saver.engine.saves
         saves.reclaim()
@@ -331,7 +323,7 @@ class Survival:
             self._predecessors.end()
 
     def _stop_keeping(self, why: str) -> None:
-        """This rank keeps no more. The others are told at the next step."""
+        """Stops keeping states on this rank. The others are told at the next step."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
             logger.warning("states are kept in memory no more, and survive=%g is off: %s", self._seconds, why)
@@ -354,23 +346,16 @@ def _stopped(path: Path) -> str:
     )
 
 
-# What runs of the job before have kept in memory: whether it can be loaded, on all ranks, and is not outdated.
+# --- states of earlier runs: can all ranks load them, and are they current? -------------------------------------------
 
 
 class Problem(NamedTuple):
-    """Why a state in memory could not be loaded.
-
-    Attributes:
-        error: Says it.
-        is_damage: The state is of no use; otherwise it does not fit what was asked for.
-        is_whole: All of it is on this machine; otherwise what does not fit a part of it may fit the whole.
-        has_touched: Some of the target may have been overwritten.
-    """
+    """Why a state in memory could not be loaded."""
 
     error: CheckpointError
-    is_damage: bool
-    is_whole: bool
-    has_touched: bool
+    is_damage: bool  # the state is of no use; otherwise it does not fit the target
+    is_whole: bool  # all of it is on this machine; otherwise the whole may fit although a part does not
+    has_touched: bool  # some of the target may have been overwritten
 
 
 def load_kept(
@@ -411,7 +396,7 @@ def load_kept(
     loaded, own = load(elsewhere if needs_all else _only(elsewhere, agreement.rank))
     problems = agreement.gathered(own)
     if not needs_all and elsewhere and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
-        loaded, own = load(elsewhere)  # it is sharded in another way than it was
+        loaded, own = load(elsewhere)  # the state is sharded differently now
         problems = agreement.gathered(own)
     if problem := _joint(problems):
         logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
@@ -428,23 +413,16 @@ def load_kept(
 
 
 Elsewhere = Mapping[int, Sequence[Address]]
-"""Where the parts of a state are, of each rank: keepers on any host, in the same order on all ranks."""
+"""The places of each rank's part of a state: keepers on any host, in the same order on all ranks."""
 
 
 class _Offer(NamedTuple):
-    """The knowledge of one rank about what is in memory.
+    """One rank's knowledge of the states in memory."""
 
-    Attributes:
-        own: The states that it can load from this host's memory alone.
-        held: All that this host's keepers give to other hosts.
-        other_folders: The states whose host this is, and whose folder is another one now.
-        known_folders: The states whose host this is.
-    """
-
-    own: dict[str, KeptHead]
-    held: list[Held]
-    other_folders: set[str]
-    known_folders: set[str]
+    own: dict[str, KeptHead]  # the states that it can load from this host's memory alone
+    held: list[Held]  # everything that this host's keepers give to other hosts
+    other_folders: set[str]  # the states whose host this is, and whose folder is another one now
+    known_folders: set[str]  # the states whose host this is
 
 
 def _chosen(
@@ -534,7 +512,7 @@ def _loaded(
             checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
             is_whole = checkpoint.is_whole
             with closing(checkpoint), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch's, that one process loads by itself
+                warnings.simplefilter("ignore", UserWarning)  # torch's warning about a load in a single process
                 dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
         except (Exception, CheckpointException) as error:
             cause = error_of_load(path, error)
@@ -551,28 +529,21 @@ def _loaded(
 
 
 def _joint(problems: Sequence[Problem | None]) -> Problem | None:
-    """The joint result of all ranks' loads.
-
-    Raises:
-        CheckpointError: a rank's state is whole, and does not fit.
-    """
+    """The joint result of all ranks' loads; raises `CheckpointError` if a rank's state is whole, but does not fit."""
     found = [problem for problem in problems if problem is not None]
     if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
         raise misfit.error
     if not found:
         return None
-    has_touched = any(problem is None or problem.has_touched for problem in problems)  # also where it was loaded
+    # a rank that succeeded has changed its state, too
+    has_touched = any(problem is None or problem.has_touched for problem in problems)
     return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
 
 def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, ids: Collection[str] = ()) -> str:
-    """Why a state does not go on from the newest checkpoint; empty if it does.
+    """Why a state does not go on from the newest checkpoint ``tip``; empty if it does.
 
-    Args:
-        head: The state.
-        tip: The newest checkpoint.
-        folder: The identity of the job's folder.
-        ids: Of all checkpoints that are there.
+    ``folder`` is the identity of the job's folder, and ``ids`` are those of all existing checkpoints.
     """
     record = head.record
     assert record is not None
@@ -581,14 +552,14 @@ def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, 
     if tip is None:
         return "" if record.parent is None else "the checkpoint that it goes on from is gone: it is not used"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
-        return ""  # the job has gone back to before that one, and nobody has saved since
+        return ""  # the job has gone back behind that one, and nobody has saved since
     if record.parent != tip.save_id and not _has_saved(head, tip):
         return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
 
 
 def _has_saved(head: KeptHead, tip: Step) -> bool:
-    """Returns whether a checkpoint is of the run that has kept a state, and newer than what that goes on from."""
+    """Returns whether a checkpoint is of the run that kept a state, and newer than that state's parent."""
     assert head.record is not None
     is_newer = head.parent_step is None or tip.number > head.parent_step
     return tip.job == head.job and tip.branch == head.record.branch and is_newer

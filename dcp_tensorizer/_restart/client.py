@@ -48,29 +48,20 @@ _DIGEST_SECONDS = 660.0  # a little more than it waits itself
 
 
 class KeeperDied(WriteError):
-    """The keeper has ended, or does not answer. All that it had is lost."""
+    """The keeper has ended, or does not answer. Its states are lost."""
 
 
 class KeeperProcess(ChildProcess):
     """A keeper, started at once, and the staging buffers whose states it keeps. It outlives this process.
 
-    A keeper that may not do as it is told is ended, and its buffers are free: it must not have what is overwritten.
-
-    Args:
-        job: What its socket is named by.
-        run: The run of the job.
-        seconds: How long it waits for a successor when this process is gone, and has left no state; see `Keep`.
-
-    Attributes:
-        kept: The buffers of the states that it keeps, by the states' ids. Each has ``is_kept`` set.
-
-    Raises:
-        WriteError: it cannot be started.
+    A keeper that refuses a request is ended, and its buffers are free: it must not have buffers that are overwritten.
+    ``seconds`` is how long it waits for a successor when this process is gone and has left no state; see `Keep`.
+    ``kept`` are the buffers of the states that it keeps, by the states' ids, each with ``is_kept`` set.
     """
 
     def __init__(self, job: str, run: str, seconds: float) -> None:
         self.kept: dict[str, SharedBuffer] = {}
-        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # last, and its digests
+        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last one, with its digests
         try:
             self._path = socket_path(runtime_directory(), job)
             arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
@@ -82,16 +73,14 @@ class KeeperProcess(ChildProcess):
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
         """Lets the keeper keep a state. Its buffer is not written to until it is forgotten, or the keeper is lost.
 
-        Raises:
-            WriteError: it does not keep this one.
-            KeeperDied: it keeps nothing any more.
+        Raises `WriteError` if it does not keep this one, and `KeeperDied` if it no longer keeps anything.
         """
         state_id = state.head.id
         self.kept[state_id], buffer.is_kept = buffer, True
         try:
             self._ask(state, [buffer.fd])
         except BaseException as error:
-            if not isinstance(error, WriteError):  # it may have got the state
+            if not isinstance(error, WriteError):  # the keeper may have received the state
                 self._lose()
             self._release([state_id])
             raise
@@ -107,14 +96,10 @@ class KeeperProcess(ChildProcess):
             self._tell_digests(state_id)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
-        """Lets the keeper forget some of the states that it keeps: their buffers are free, also if this fails.
+        """Lets the keeper forget some of the states that it keeps: their buffers are free, even if this fails.
 
-        Args:
-            ids: Of these states.
-            but_copied: One that is being copied to another host stays.
-
-        Raises:
-            WriteError: it does not answer, and is ended: it keeps nothing any more.
+        ``but_copied``: one that is being copied to another host stays. Raises `WriteError` if the keeper does not
+        answer; it is then ended, and keeps nothing.
         """
         forgotten = [state_id for state_id in ids if state_id in self.kept]
         if not forgotten:
@@ -147,9 +132,9 @@ class KeeperProcess(ChildProcess):
         return answer
 
     def end(self, deadline: Deadline = NEVER) -> None:
-        """Ends it, and gives its memory back; kills it, if it does not end in time. Idempotent.
+        """Ends it, and frees its memory; kills it if it does not end in time. Idempotent.
 
-        It waits for no lock for longer: what it interrupts, as a signal's handler, may hold it.
+        It waits for locks only until the deadline: if it runs in a signal's handler, the interrupted code may hold one.
         """
         if self._lock.acquire(timeout=deadline.within(END_SECONDS)):
             try:
@@ -163,13 +148,13 @@ class KeeperProcess(ChildProcess):
         self._lose()
 
     def leave(self, deadline: Deadline = NEVER) -> None:
-        """Leaves it to a successor, as this process's death would; from then on, one finds it. Idempotent.
+        """Leaves it to a successor, as if this process had died. Idempotent.
 
-        Nothing is written to its buffers any more.
+        Its buffers are no longer written to.
         """
         self._disown()
         self.kept = {}
-        self._popen.returncode = 0  # it is not waited for: it outlives this process
+        self._popen.returncode = 0  # so that nothing waits for it: it outlives this process
         self._channel.hang_up(deadline.within(END_SECONDS))
         self._close_files()
 
@@ -195,14 +180,14 @@ class KeeperProcess(ChildProcess):
         if written == state_id:
 
             def tell() -> None:
-                with suppress(WriteError):  # it is busy, and takes the digests itself when they are wanted
+                with suppress(WriteError):  # it is busy, and will take the digests itself when they are wanted
                     self._ask(WrittenDigests(state_id, known))
 
             in_background(tell, name="digests", daemon=True)
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """Raises `WriteError` if it refuses, and `KeeperDied`."""
-        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler has interrupted its holder
+        """Sends a request; raises `WriteError` if the keeper refuses, and `KeeperDied`."""
+        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler may have interrupted its holder
             raise WriteError(f"the keeper (pid {self.pid}) is busy")
         try:
             answer: Answer = self._exchange(request, fds, _ANSWER_SECONDS)
@@ -219,13 +204,9 @@ class KeeperProcess(ChildProcess):
 
 
 class Visit:
-    """A connection to a keeper of a job that ran before.
+    """A connection to a keeper of a job that ran before. ``found`` are its states at the last look.
 
-    Attributes:
-        found: Its states at the last look.
-
-    Raises:
-        EOFError, OSError: it has ended.
+    Raises `EOFError` or `OSError` if it has ended.
     """
 
     found: Found
@@ -233,17 +214,15 @@ class Visit:
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
         try:
-            self._channel.send(Look())  # it fits into the socket: this does not block
+            self._channel.send(Look())  # it fits into the socket, so this does not block
         except BaseException:
             self._channel.close()
             raise
 
     def look(self, timeout: float) -> None:
-        """Takes the answer to the first look.
+        """Takes the answer to the first look; raises `TimeoutError` if there is none in time.
 
-        Raises:
-            TimeoutError: there is none in time.
-            Exception: it has ended, or is of another version and not understood.
+        Any other exception means that it has ended, or is of another version and not understood.
         """
         self.found = _found(self._channel.answer(timeout)[0])
 
@@ -254,21 +233,17 @@ class Visit:
         """
         answer, _ = self._ask(ClaimRequest(run))
         holds = isinstance(answer, Claimed) and answer.holds
-        if holds:  # it may have got a last one since
+        if holds:  # it may have received a last state since
             self.found = _found(self._ask(Look())[0])
         return holds
 
     def forget_all_but(self, state_id: str) -> None:
-        """Lets the keeper forget all other states. A keeper that has ended has done so."""
+        """Lets the keeper forget all other states. A keeper that has ended has forgotten them."""
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
     def take(self, state_id: str, rank: int) -> tuple[KeptContent, Descriptor]:
-        """A rank's part of a state, and its buffer.
-
-        Raises:
-            ReadError: it is not there any more.
-        """
+        """A rank's part of a state, and its buffer; raises `ReadError` if it is no longer there."""
         answer, fds = self._ask(Take(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, KeptContent):
             why = answer.message if isinstance(answer, Failed) else "it gave no answer"
@@ -276,7 +251,7 @@ class Visit:
         return answer, Descriptor(fds[0])
 
     def end(self) -> None:
-        """Ends the keeper, and gives its memory back."""
+        """Ends the keeper, and frees its memory."""
         with suppress(CheckpointError):
             self._ask(End())
         self.close()
@@ -293,14 +268,9 @@ class Visit:
 
 
 def visits(job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
-    """Connections to all keepers of a job on this machine, its own ones among them.
+    """Connects to all keepers of a job on this machine, including its own; ``timeout`` is for all answers together.
 
-    Args:
-        job: What their sockets are named by.
-        timeout: Seconds for the answers of all of them together.
-
-    Returns:
-        The connections, and the sockets of keepers that are there and do not answer: they are stopped.
+    Returns the connections, and the sockets of keepers that do not answer: they are stopped.
     """
     asked, found, silent = dict[Path, Visit](), list[Visit](), list[Path]()
     for path in _sockets(job):

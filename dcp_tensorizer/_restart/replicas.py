@@ -43,7 +43,7 @@ RESERVE = 256 << 20
 """Bytes of memory that are left to others beside a replica."""
 
 _STREAMS = 4  # of a copy; one carries some 1 GB/s
-_ALLOCATE = 256 << 20  # at once: others are seen to allocate meanwhile
+_ALLOCATE = 256 << 20  # at once, so that what others allocate meanwhile is seen
 _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
 _WAIT_SECONDS = 20.0  # the other end gives up after 60
@@ -55,19 +55,12 @@ _Id = Annotated[str, Meta(max_length=64)]
 
 
 class Offer(Struct, tag="offer", array_like=True):
-    """Take a replica of this part of a state, and forget the others of that rank and run, but for one.
-
-    Attributes:
-        head: What it is.
-        nbytes: Of the buffer.
-        record_nbytes: Of the record.
-        keep: The id of the newest state that all hosts have confirmed; empty if there is none.
-    """
+    """Take a replica of this part of a state, and forget the others of that rank and run, but for one."""
 
     head: KeptHead
-    nbytes: _Count
+    nbytes: _Count  # of the buffer
     record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)]
-    keep: _Id
+    keep: _Id  # the newest state that all hosts have confirmed; empty if there is none
 
 
 class Join(Struct, tag="join", array_like=True):
@@ -137,25 +130,15 @@ class Ok(Struct, tag="ok", array_like=True):
 
 
 class Refused(Struct, tag="refused", array_like=True):
-    """It is not done.
-
-    Attributes:
-        why: In words.
-        is_claimed: A later run of the job has claimed this keeper.
-        is_full: There is no memory for it.
-    """
+    """It is not done, and ``why``."""
 
     why: str
-    is_claimed: bool = False
-    is_full: bool = False
+    is_claimed: bool = False  # a later run of the job has claimed this keeper
+    is_full: bool = False  # there is no memory for it
 
 
 class NotCopied(Exception):
-    """A state was not copied.
-
-    Attributes:
-        is_claimed, is_full: As in `Refused`.
-    """
+    """A state was not copied; `Refused` has the same attributes."""
 
     def __init__(self, why: str, *, is_claimed: bool = False, is_full: bool = False) -> None:
         super().__init__(why)
@@ -258,16 +241,7 @@ class _Copy:
 class ReplicaServer:
     """Takes replicas of peers' states, and gives parts of states, to those who know the secret of the run.
 
-    Args:
-        parts: What the keeper holds.
-        host: The address of this host to listen on.
-        secret: Of the run.
-
-    Attributes:
-        address: Where it is reached.
-
-    Raises:
-        OSError: it cannot listen there.
+    ``host`` is the address of this host to listen on, and ``address`` where the server is reached.
     """
 
     def __init__(self, parts: Parts, host: str, secret: bytes) -> None:
@@ -290,7 +264,7 @@ class ReplicaServer:
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                time.sleep(0.1)  # of descriptors there are none left
+                time.sleep(0.1)  # there are no descriptors left
                 continue
             if not self._room.acquire(blocking=False):
                 connection.close()
@@ -324,7 +298,7 @@ class ReplicaServer:
                         case ReadRanges() as wanted:
                             reader.give(wire, wanted)
         except (OSError, ValueError):
-            pass  # it is gone, or has said what makes no sense: it begins anew if it wants
+            pass  # the other end is gone, or has sent something invalid: it can begin anew
         finally:
             for copy in own:
                 self._copies.pop(copy.name, None)
@@ -353,7 +327,7 @@ class ReplicaServer:
         _receive_blocks(wire, copy)
 
     def _allocated(self, offer: Offer) -> tuple[int | None, str]:
-        """Memory for a replica, that of one which is not needed any more if it has the same size."""
+        """Memory for a replica: that of one which is no longer needed, if it has the same size."""
         dropped = self._parts.drop_replicas(offer.head, offer.keep)
         fitting = next((fd for fd, nbytes in dropped if nbytes == offer.nbytes), None)
         for fd, _ in dropped:
@@ -447,14 +421,9 @@ class _PartReader:
 
 
 def allocated(nbytes: int, beside: int = 0) -> int:
-    """A file in memory of a size, all of it allocated, if others have enough left.
+    """A file in memory of a size, all of it allocated.
 
-    Args:
-        nbytes: Its size.
-        beside: Bytes that are needed for something else.
-
-    Raises:
-        OSError: there is not enough; says how much there is.
+    Raises `OSError`, which says how much there is, unless enough is left for others, and ``beside`` bytes besides.
     """
     fd = anonymous_file("dcp_tensorizer_replica")
     try:
@@ -484,11 +453,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
 
 
 class Throttle:
-    """Lets through so many bytes a second, of all threads together.
-
-    Args:
-        rate: Bytes a second; 0: any number.
-    """
+    """Lets through ``rate`` bytes a second, of all threads together; 0 for any number."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -519,17 +484,9 @@ def copy_part(
 ) -> None:
     """Copies a part of a state to a keeper on another host, and returns when that has all of it.
 
-    Args:
-        address: Of that keeper.
-        content: The part.
-        fd: Of its buffer, which may be written to when it is not wanted any more.
-        keep: See `Offer`.
-        throttle: How fast.
-        is_wanted: The copy is not to be given up.
-        streams: Connections; None for a number that suits this machine.
-
-    Raises:
-        NotCopied: it was refused, or is not wanted any more, or the other end is gone.
+    ``fd`` is that of the part's buffer, which may be written to as soon as ``is_wanted`` returns False. ``keep`` is as
+    in an `Offer`; ``streams`` is the number of connections, None for one that suits this machine. Raises `NotCopied` if
+    the copy was refused or is no longer wanted, or the other end is gone.
     """
     nbytes, record = content.state.nbytes, encoded(content)
     count = max(1, min(streams or min(_STREAMS, cores()), -(-nbytes // BLOCK)))
@@ -570,7 +527,7 @@ def copy_part(
                 errors = [error for other in others if (error := other.exception()) is not None]
             if errors:
                 raise errors[0]
-            if not is_wanted():  # and so nothing was written to the buffer before all of it was read
+            if not is_wanted():  # if it is, nothing was written to the buffer before all of it was read
                 raise NotCopied("its memory was needed")
             wire.send(Record(xxhash.xxh3_128_digest(record)))
             wire.send_bytes(memoryview(record))
@@ -595,12 +552,7 @@ def _checked(answer: Struct) -> Struct:
 
 
 class RemotePart(RangeReader):
-    """The buffer of a part of a state that a keeper on another host holds. Several threads read it.
-
-    Args:
-        address: Of the keeper.
-        state_id, rank: Of the state, and of the part.
-    """
+    """The buffer of a part of a state that a keeper on another host holds. Several threads read it."""
 
     def __init__(self, address: Address, state_id: str, rank: int) -> None:
         self._address, self._id, self._rank = address, state_id, rank
@@ -643,7 +595,7 @@ class RemotePart(RangeReader):
 
     def _read(self, buffers: Sequence[memoryview], offset: int) -> None:
         wire = self._taken()
-        if wire is not None:  # it may have been closed for being idle
+        if wire is not None:  # the other end may have closed it because it was idle
             try:
                 self._read_by(wire, buffers, offset)
                 return

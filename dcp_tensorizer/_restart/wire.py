@@ -1,13 +1,13 @@
-"""Connections between keepers on different hosts: TCP, between those who know the secret of one run of a job.
+"""TCP connections between keepers on different hosts, for those who know the secret of one run of a job.
 
     client ──▶ hello: magic, version, nonce
-           ◀── nonce, proof              keyed BLAKE2b of both nonces: whoever has no secret learns nothing
+           ◀── nonce, proof              keyed BLAKE2b of both nonces: an end without the secret learns nothing
            ──▶ proof
     then frames in both directions, each encrypted and authenticated with a key of this connection and direction:
     header (kind, bytes of the content), content, MAC
 
-A frame is a message, in MessagePack, or raw bytes that a message has announced. Neither can be larger than is said
-here, so that nobody is made to allocate more. Before the proof nothing is decoded, and some 70 bytes are read.
+A frame is a message, in MessagePack, or raw bytes that a message has announced. Both have a largest size, so that
+nobody can make the other end allocate more. Before the proof, nothing is decoded, and some 70 bytes are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BYTES = 4 << 20
 """Bytes of a frame of raw bytes, at most."""
 SECRET_BYTES = 32
 
-_MAGIC = b"DCPTZRK1"  # with the version
+_MAGIC = b"DCPTZRK1"  # ends with the version
 _NONCE = 32
 _PROOF = 32
 _HEADER = struct.Struct("<BI")
@@ -41,21 +41,13 @@ _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers look a
 
 
 class WireError(OSError):
-    """The other end is not who it should be, or says what makes no sense."""
+    """The other end is not what it should be, or sends something invalid."""
 
 
 class Wire:
     """One end of a connection. One thread uses it at a time.
 
-    Args:
-        sock: Connected.
-        secret: Of the run.
-        is_server: This end has accepted the connection.
-        seconds: How long the other end may be silent.
-
-    Raises:
-        WireError: the other end does not know the secret.
-        OSError: it is gone, or silent.
+    ``is_server``: this end has accepted the connection. Raises `WireError` if the other end does not know the secret.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, *, is_server: bool, seconds: float = _SECONDS) -> None:
@@ -128,7 +120,7 @@ class Wire:
             self._send(_BYTES, data[start : start + MAX_BYTES])
 
     def receive_bytes(self, target: memoryview) -> None:
-        """Receives so many bytes that a message has announced. What is there after an error is of no use."""
+        """Receives bytes that a message has announced into the target, which is undefined after an error."""
         for start in range(0, target.nbytes, MAX_BYTES):
             part = target[start : start + MAX_BYTES]
             if self._header(_BYTES, MAX_BYTES) != part.nbytes:
@@ -157,7 +149,7 @@ class Wire:
             raise WireError("a frame was changed on its way")
 
     def _room(self, name: str, nbytes: int) -> memoryview:
-        """Room of this connection's own, which is kept: a frame after the other goes through it."""
+        """A buffer of this connection, which is kept: one frame after the other goes through it."""
         if len(buffer := getattr(self, name)) < nbytes:
             buffer = bytearray(nbytes)
             setattr(self, name, buffer)
@@ -189,13 +181,7 @@ def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a keeper is reached from other hosts, and by whom.
-
-    Attributes:
-        host: An IP address.
-        port: Of TCP.
-        secret: Of the run; known to its ranks and keepers alone.
-    """
+    """The place where other hosts reach a keeper, and the secret of its run, which only its ranks and keepers know."""
 
     host: str
     port: int
@@ -206,14 +192,9 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.host}:{self.port}"
 
     def connect(self, *, lower_effort: bool = False, seconds: float = _SECONDS) -> Wire:
-        """A connection to it.
+        """Connects to it; raises `OSError` if it is not reached, or does not know the secret.
 
-        Args:
-            lower_effort: Let other traffic go first, where the network knows of that.
-            seconds: How long the other end may be silent.
-
-        Raises:
-            OSError: it is not reached, or does not know the secret.
+        ``lower_effort``: other traffic goes first, where the network knows of that.
         """
         sock = socket.create_connection((self.host, self.port), _HANDSHAKE_SECONDS)
         if lower_effort:
