@@ -244,13 +244,8 @@ FRAME_MAC_BYTES = 16
 class FrameCipher:
     """Encrypts and authenticates the frames of one direction of a connection: ChaCha20 and Poly1305.
 
-    The nonce counts them. So a frame that is left out, repeated or moved does not open.
-
-    Args:
-        key: Of 32 bytes, for this connection and direction alone.
-
-    Raises:
-        WriteError: there is no libsodium.
+    The nonce counts the frames, so one that is left out, repeated or moved cannot be opened. ``key`` has 32 bytes, and
+    is for this connection and direction alone. Raises `WriteError` if there is no libsodium.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -259,13 +254,7 @@ class FrameCipher:
         self._count = 0
 
     def seal(self, source: memoryview | bytes, target: memoryview, header: bytes) -> None:
-        """Encrypts a frame.
-
-        Args:
-            source: What it says.
-            target: Where it goes, with the MAC behind it.
-            header: It is authenticated too.
-        """
+        """Encrypts a frame into ``target``, with the MAC behind it; ``header`` is authenticated too."""
         assert target.nbytes == len(source) + FRAME_MAC_BYTES
         seal, _ = _aead()
         places = _address_of(target), None, _address_of(source), len(source), header, len(header)
@@ -273,12 +262,9 @@ class FrameCipher:
             raise WriteError("libsodium could not encrypt a frame")
 
     def open(self, sealed: memoryview, target: memoryview, header: bytes) -> bool:
-        """Decrypts a frame, unless it is not what was encrypted: then this is False, and the target is of no use.
+        """Decrypts a frame, with the MAC behind it; ``target`` may be the beginning of ``sealed`` itself.
 
-        Args:
-            sealed: The frame, with the MAC behind it.
-            target: Where it goes; it may be the beginning of ``sealed`` itself.
-            header: As it was given to `seal`.
+        Returns False if the frame or its header is not what was sealed; then the target is undefined.
         """
         assert sealed.nbytes == target.nbytes + FRAME_MAC_BYTES
         _, open_ = _aead()

@@ -106,12 +106,10 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
 def check_copies(
     copies: object, rate: object, failure_domain: object, interface: object, seconds: object
 ) -> CopyOptions:
-    """Checks on how many hosts states are to be kept, and how they come there.
+    """Checks the options for copies of states on other hosts.
 
-    Raises:
-        TypeError: the options are of wrong types.
-        ValueError: they make no sense, or not together.
-        WriteError: there is no libsodium, which encrypts what is copied.
+    Raises `TypeError` for wrong types, `ValueError` for values that make no sense, alone or together, and `WriteError`
+    if there is no libsodium to encrypt copies.
     """
     check_count("copies", copies)
     if copies not in (1, 2):
@@ -131,11 +129,10 @@ def check_copies(
 
 
 def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
-    """Checks what is exported.
+    """Checks the options for exports.
 
-    Raises:
-        TypeError: it is no `Export`.
-        ValueError: the writer's options leave no staged state to export.
+    Raises `TypeError` unless it is an `Export`, and `ValueError` if the writer's options leave no staged state to
+    export.
     """
     if export is None:
         return

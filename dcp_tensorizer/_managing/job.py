@@ -420,15 +420,8 @@ class Latest:
 class Retaining:
     """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the rank that does so.
 
-    With a local folder, it is when the remote has the newest: what is not there yet counts for nothing.
-
-    Args:
-        folder: Of the checkpoints; with a local folder, the remote one.
-        names: Of their directories.
-        rules: What is kept; None on a rank that changes nothing.
-        owner: Says whether the folder is still this job's.
-        flushing: Of the local folder, if there is one.
-        place: Where the job stands.
+    With a local folder, ``folder`` is the remote one, and only checkpoints that are there count. ``rules`` is None on a
+    rank that changes nothing.
     """
 
     def __init__(

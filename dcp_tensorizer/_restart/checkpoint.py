@@ -182,16 +182,9 @@ class KeptItem(NamedTuple):
 def description_of(
     head: KeptHead, items: Sequence[KeptItem], planner_data: object, nbytes: int, inline_nbytes: int
 ) -> bytes:
-    """The description of a state.
+    """The description of a state, whose buffer has ``nbytes`` bytes, and ``inline_nbytes`` are elsewhere.
 
-    Args:
-        head: What it is.
-        items: What is in it.
-        planner_data: Of the plan.
-        nbytes, inline_nbytes: Of the buffer, and of what is not in that.
-
-    Raises:
-        CheckpointError: an item cannot be described; names its key.
+    Raises `CheckpointError`, naming the key, if an item cannot be described.
     """
     names = _names(head)
     entries: dict[str, Any] = {}

@@ -78,14 +78,7 @@ class KeptParts:
 
 
 class Predecessors:
-    """The keepers of trainers before, on this machine.
-
-    Args:
-        visits: Connections to them.
-
-    Attributes:
-        nbytes: Of the buffer that this rank has loaded from; 0 if there is none.
-    """
+    """The keepers of earlier trainers on this machine; ``nbytes`` is the size of the buffer that was loaded from."""
 
     def __init__(self, visits: Sequence[Visit] = ()) -> None:
         self.nbytes = 0
@@ -134,17 +127,11 @@ class Predecessors:
         elsewhere: Mapping[int, Sequence[Address]] = MappingProxyType({}),
         damaged: Collection[tuple[int, str]] = (),
     ) -> KeptCheckpoint:
-        """A state as a checkpoint, of which a rank gets its own part where several have the same.
+        """A state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
-        Args:
-            state_id: Which one.
-            rank: That loads it.
-            path: For messages.
-            elsewhere: Parts that are wanted, too, by the ranks that they are of, and where other hosts have them.
-            damaged: Parts that are not used: the rank that they are of, and where they are.
-
-        Raises:
-            ReadError: nobody has it any more, or it cannot be read.
+        ``elsewhere`` has parts to read from other hosts, by rank, with the places where they are. ``damaged`` are parts
+        that are not used: their rank and place. Raises `ReadError` if nobody has the state any more, or it cannot be
+        read.
         """
         places: dict[int, list[Visit | Address]] = {}
         for visit in self._visits:

@@ -232,18 +232,9 @@ def described(
     *,
     digests_follow: bool = False,
 ) -> Keep:
-    """Describes a staged state dict for a keeper.
+    """Describes a staged state dict for a keeper; ``plan`` has all items that this rank could write.
 
-    Args:
-        head: Identifies the state.
-        plan: All items that this rank could write.
-        planner: Resolves the items.
-        buffer: Holds the state.
-        seconds: How long the state is kept after the end of this process.
-        digests_follow: See `Keep`.
-
-    Raises:
-        CheckpointError: an item cannot be saved; names its key.
+    Raises `CheckpointError`, naming the key, if an item cannot be saved.
     """
     wanted = SavePlan(list(plan.items))
     items, extents, inline = [], list[Extent](), bytearray()

@@ -97,11 +97,7 @@ class ModelSession(SaveSession):
         return self._destination.commit_files(self._model, parts, self.id)
 
     def _committed(self) -> None:
-        """Publishes the model as the next version, if that is wanted.
-
-        Raises:
-            WriteError: it cannot be. The model is saved nevertheless.
-        """
+        """Publishes the model as the next version, if that is wanted. If it raises `WriteError`, the model is saved."""
         versions = self._context.versions
         if versions is None:
             return
@@ -244,14 +240,7 @@ class ModelSaver(Saver):
 class _RankJob:
     """The part of a rank in writing a model: first its own blocks, then in rounds those that it shares with others.
 
-    A rank that fails still takes part in the next collective, to tell the others. So no rank waits for it in vain.
-
-    Attributes:
-        error: Why this rank has failed, if it has.
-        done: What it has written.
-        attempts: How many times.
-        items: The written items.
-        touched: The numbers of the files.
+    A rank that fails still takes part in the next collective, to tell the others, so that no rank waits for it in vain.
     """
 
     def __init__(self, session: ModelSession, layout: RankLayout) -> None:

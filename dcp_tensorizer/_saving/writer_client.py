@@ -175,20 +175,9 @@ class WriterClient:
     ) -> tuple[PartsWritten, int]:
         """Writes pieces of items into files that other ranks write, too: see `write`.
 
-        Args:
-            storage: The directory of the files.
-            rank: Of this process.
-            files: The files.
-            pieces: What goes where; the sources are the items, by their numbers.
-            items: What is written, none of them without bytes.
-            dtypes: The dtype that each is written as.
-            staged_save, options, is_closed: As for `write`.
-
-        Returns:
-            What has been written, and how many times.
-
-        Raises:
-            WriteError: what has been written is in the files, which are worth nothing then.
+        ``pieces`` names the sources by their numbers in ``items``, all of which have bytes; ``dtypes`` are those that
+        they are written as. Returns the written parts, and the number of attempts. After a `WriteError` the files are
+        of no use.
         """
 
         def write_here() -> PartsWritten:
@@ -226,17 +215,7 @@ class WriterClient:
     ) -> tuple[_T, int]:
         """Writes by the writer process, and once more by a fresh one if that dies.
 
-        Args:
-            storage: Where to.
-            rank: Of this process.
-            buffers: What is written from.
-            write_there: Writes by the process.
-            write_here: Writes by this process, if there can be no other one.
-            remove: Removes what a process that died has left.
-            is_closed: See `write`.
-
-        Returns:
-            What has been written, and how many times.
+        Without a writer process, this process writes. ``remove`` removes the leftovers of a process that died. Returns the result, and the number of attempts.
         """
         for attempt in (1, 2):
             if not all(buffer.can_be_sent for buffer in buffers):
@@ -320,9 +299,8 @@ class WriterClient:
     def publish(self, request: PublishRequest, timeout: float) -> PublishDone:
         """Lets the writer process publish a version, and waits for it. If it dies, a fresh one tries once more.
 
-        Raises:
-            WriterProcessDied: that has died as well, or was killed because it made no progress.
-            WriteError: the version cannot be published.
+        Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has died
+        as well, or one was killed because it made no progress.
         """
         try:
             return self.ensure_process(request.context).publish(request, timeout)

@@ -236,11 +236,7 @@ class LocalSink(Sink):
 
 
 def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None) -> None:
-    """Creates a file of ``nbytes`` bytes that several processes will write; it must not exist.
-
-    Raises:
-        OSError: it cannot be created; it is not there then.
-    """
+    """Creates a file that several processes will write; it must not exist. If that fails, there is no file."""
     fd = new_file(path, umask)
     try:
         try:
@@ -256,15 +252,7 @@ def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None
 
 
 class LocalSharedSink(SharedSink):
-    """This process's part in a file that others write, too. Where it can, it writes past the page cache.
-
-    Args:
-        path: Of the file, which exists.
-        sync: Make the data durable in `finish`.
-
-    Raises:
-        OSError: the file cannot be opened or written.
-    """
+    """This process's part in an existing file that others write, too. Where it can, it writes past the page cache."""
 
     concurrency = 6
 
