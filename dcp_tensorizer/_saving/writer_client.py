@@ -215,7 +215,8 @@ class WriterClient:
     ) -> tuple[_T, int]:
         """Writes by the writer process, and once more by a fresh one if that dies.
 
-        Without a writer process, this process writes. ``remove`` removes the leftovers of a process that died. Returns the result, and the number of attempts.
+        Without a writer process, this process writes. ``remove`` removes the leftovers of a process that died. Returns
+        the result, and the number of attempts.
         """
         for attempt in (1, 2):
             if not all(buffer.can_be_sent for buffer in buffers):
