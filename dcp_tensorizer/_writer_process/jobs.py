@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ from .write_options import WriteOptions
 if TYPE_CHECKING:
     from .._publish.publisher import Publication
     from .._storage.claim import Claim
+
+_UNFINISHED = 4  # files that may be open at once; each holds a descriptor until the disk has it
 
 
 class FileJob:
@@ -82,6 +84,8 @@ class FileJob:
             with Workers(1, thread_name_prefix="complete") as pool:
                 completions: list[Future[None]] = []
                 for file in written:
+                    if len(completions) >= _UNFINISHED:
+                        wait([completions[-_UNFINISHED]])
                     if any(completion.done() and completion.exception() for completion in completions):
                         break  # the files after it are not wanted either
                     name = file.name

@@ -99,6 +99,35 @@ def _gone(source: TensorSource) -> memoryview:
     raise OSError(errno.EIO, f"{source.name} is gone")
 
 
+def test_a_slow_disk_holds_few_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that waits for the disk has a descriptor: the next ones are begun when some are done."""
+    names = [data_file_name(0, number, "a" * 32) for number in range(40)]
+    storage, begun, ended, most = LocalStorage(tmp_path), 0, 0, 0
+    has_begun = threading.Condition()
+    create, complete = LocalStorage.create, LocalSink.complete
+
+    def counted(self: LocalStorage, name: str, *args: Any, **options: Any) -> LocalSink:
+        nonlocal begun, most
+        with has_begun:
+            begun += 1
+            most = max(most, begun - ended)
+            has_begun.notify()
+        return create(self, name, *args, **options)
+
+    def slow(self: LocalSink) -> None:
+        nonlocal ended
+        with has_begun:  # until three more have begun: those that may
+            assert has_begun.wait_for(lambda: begun >= min(ended + 4, len(names)), timeout=60)
+        complete(self)
+        ended += 1
+
+    monkeypatch.setattr(LocalStorage, "create", counted)
+    monkeypatch.setattr(LocalSink, "complete", slow)
+    done = job(storage, {name: {name: torch.ones(2)} for name in names}).run()
+    assert [result.name for result in done.files] == names
+    assert most == 4
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, sync: bool) -> None:
     """Sizes, places and digests are those of the files; stock tensorizer opens each."""
