@@ -18,11 +18,11 @@ test: $(READY) check
 quick: $(READY)
 	$(BIN)/python -m pytest tests/unit
 
-unit-integration: $(READY)
-	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage
+# These run with the storages and the docs, so that the three suites take about as long.
+APART := tests/integration/test_crash_consistency.py tests/e2e/test_survival.py tests/e2e/test_kept_saves.py
 
-# Some of the end-to-end tests are here, so that the three suites take about as long.
-APART := tests/e2e/test_survival.py tests/e2e/test_kept_saves.py
+unit-integration: $(READY)
+	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage $(APART:%=--ignore=%)
 
 storage-docs: $(READY)
 	$(BIN)/python -m pytest tests/integration/storage tests/docs $(APART)

@@ -52,9 +52,9 @@ def _loads(rank, path, **options):
     return values_of(state)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 1])
+@pytest.mark.parametrize("world_size", [3, 1])
 def test_a_save_that_was_cut_off_is_loaded_from_memory(tmp_path, keepers, world_size):
-    """On as many ranks, on more and on fewer; the save before it is on storage, as always."""
+    """On more ranks and on fewer; the save before it is on storage, as always."""
     run_ranks(2, _is_killed_while_it_writes, tmp_path, ["step-1", "step-2"], [1, 2], killed=(0, 1))
     (kept,) = list_kept(tmp_path)
     assert (kept.path, kept.world_size, kept.ranks) == (str(tmp_path / "step-2"), 2, (0, 1))

@@ -20,7 +20,6 @@ from dcp_tensorizer import TensorizerStorageReader
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 3
 READERS = {
-    "dcp_tensorizer": TensorizerStorageReader,
     "dcp_tensorizer, its planners": TensorizerStorageReader,
     "torch": FileSystemReader,
 }
