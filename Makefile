@@ -18,17 +18,19 @@ test: $(READY) check
 quick: $(READY)
 	$(BIN)/python -m pytest tests/unit
 
-# These run with the storages and the docs, so that the three suites take about as long.
-APART := tests/integration/test_crash_consistency.py tests/e2e/test_survival.py tests/e2e/test_kept_saves.py
+# These run with the end-to-end tests, and with the storages and the docs, so that the three suites take about as long.
+WITH_E2E := tests/integration/tiers
+WITH_DOCS := tests/unit/publish tests/integration/test_crash_consistency.py tests/e2e/test_survival.py tests/e2e/test_kept_saves.py
 
 unit-integration: $(READY)
-	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage $(APART:%=--ignore=%)
+	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage \
+		$(WITH_E2E:%=--ignore=%) $(WITH_DOCS:%=--ignore=%)
 
 storage-docs: $(READY)
-	$(BIN)/python -m pytest tests/integration/storage tests/docs $(APART)
+	$(BIN)/python -m pytest tests/integration/storage tests/docs $(WITH_DOCS)
 
 e2e: $(READY)
-	$(BIN)/python -m pytest tests/e2e $(APART:%=--ignore=%)
+	$(BIN)/python -m pytest tests/e2e $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
 
 # As root: disks that are full, broken or frozen, and several hosts made of namespaces. It needs iproute2, util-linux and
 # e2fsprogs, and says so.
