@@ -234,10 +234,10 @@ class Channel:
     def hang_up(self, timeout: float) -> None:
         """Sends no more, and waits until the other end has read all and closed, or the time is over."""
         if self.is_ours:
-            with suppress(OSError):
+            with suppress(OSError, EOFError):  # another thread may close it meanwhile
                 self._sock.shutdown(socket.SHUT_WR)
                 poll = select.poll()
-                poll.register(self._sock, 0)  # for POLLHUP, which comes unasked: an answer may be there to read
+                poll.register(self.fileno(), 0)  # for POLLHUP, which comes unasked: an answer may be there to read
                 poll.poll(timeout * 1000)
 
     def close(self) -> None:
