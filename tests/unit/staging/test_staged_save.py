@@ -151,8 +151,8 @@ def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
 
     taken = staging.result()
     saving = in_thread(lambda state=taken: save(state))  # type: ignore[misc]
-    del staging, taken
     assert began.wait(WAIT)
+    del staging, taken  # only now: until a save has taken the state, the future is its caller's
     assert not staged_save.over()
     assert not told.is_set()
     end.set()
