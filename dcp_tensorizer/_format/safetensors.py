@@ -1,8 +1,4 @@
-"""The layout of safetensors files, and of directories of them in Hugging Face's style.
-
-    8 bytes   length of the header
-    header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
-    data      the tensors' elements, without gaps
+"""The layout of safetensors files of torch's tensors, and of directories of them in Hugging Face's style.
 
 Files are laid out like those of ``safetensors.torch.save_file``, byte for byte.
 """
@@ -11,22 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-SINGLE = "model.safetensors"
-"""The file of a model that fits into one file."""
-INDEX = "model.safetensors.index.json"
-"""The index, which names the file of each tensor."""
+from .safetensors_header import encode_header
+
 MAX_SHARD_BYTES = 5_000_000_000
 """The largest size of a file, as in Hugging Face's libraries."""
-LENGTH = struct.Struct("<Q")
-MAX_HEADER = 100_000_000
-"""The library's own limit of a header."""
 
 # In the library's order: tensors of the first dtype come first in a file, so that each begins at a multiple of its
 # element size.
@@ -132,9 +122,7 @@ def lay_out(tensors: Iterable[T]) -> FileLayout[T]:
             shape[-1] *= 2
         ends.append(ends[-1] + nbytes_of(tensor))
         described[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": ends[-2:]}
-    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // LENGTH.size) * LENGTH.size)
-    header = LENGTH.pack(len(text)) + text
+    header = encode_header(described)
     return FileLayout(ordered, tuple(len(header) + end for end in ends[:-1]), header, len(header) + ends[-1])
 
 

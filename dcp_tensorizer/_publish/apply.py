@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._format.delta import PIECE, digest_of, zstd
+from .._format.safetensors_header import INDEX, SINGLE
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._storage.base import Storage
@@ -27,12 +28,8 @@ from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
 from .chain import Chain, copied, read_delta
 from .model import (
-    INDEX,
-    SINGLE,
     StoredBytes,
     WeightFile,
-    opened,
-    read_bytes,
     read_model,
     read_small,
     read_weight_file,
@@ -265,9 +262,9 @@ class _Directory:
 
     def _sha256(self, name: str) -> str:
         hashed, nbytes = hashlib.sha256(), self._storage.head(name) or 0
-        with opened(self._storage, name) as reader:
+        with self._storage.reading(name) as reader:
             for start in range(0, nbytes, _READ_BYTES):
-                hashed.update(read_bytes(reader, start, min(_READ_BYTES, nbytes - start)))
+                hashed.update(reader.read_range(start, min(_READ_BYTES, nbytes - start)))
         return hashed.hexdigest()
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
@@ -356,10 +353,10 @@ class _Directory:
                 raise ChecksumMismatch(f"{storage.path}/{name} no longer has its {record.nbytes:,} bytes")
             with (
                 written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write,
-                opened(storage, name) as reader,
+                storage.reading(name) as reader,
             ):
                 for start in range(0, nbytes, _READ_BYTES):
-                    block = read_bytes(reader, start, min(_READ_BYTES, nbytes - start))
+                    block = reader.read_range(start, min(_READ_BYTES, nbytes - start))
                     hashed.update(block)
                     write(memoryview(block))
                 if hashed.hexdigest() != record.sha256:

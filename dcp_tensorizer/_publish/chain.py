@@ -17,7 +17,7 @@ import xxhash
 from .._format.delta import PIECE, DeltaDecoder, largest_delta, pieces_of
 from .._storage.base import RangeReader, Storage
 from ..errors import ChecksumMismatch, MetadataError, ReadError
-from .model import StoredBytes, WeightFile, opened, read_bytes, read_weight_file
+from .model import StoredBytes, WeightFile, read_weight_file
 from .versions import FileRecord, Manifest, Published
 
 _Read = Callable[[int, np.ndarray], object]
@@ -48,7 +48,7 @@ class Delta:
         if stored.nbytes > largest_delta(tensor.nbytes):
             raise ValueError(f"its delta has {stored.nbytes:,} bytes, more than any of {tensor.nbytes:,} bytes")
         for start in range(0, stored.nbytes, PIECE):
-            yield read_bytes(reader, stored.offset + start, min(PIECE, stored.nbytes - start))
+            yield reader.read_range(stored.offset + start, min(PIECE, stored.nbytes - start))
 
 
 def read_delta(published: Published, manifest: Manifest) -> Delta:
@@ -111,7 +111,7 @@ class Chain:
         with ExitStack() as readers:
             decoders = []
             for delta, change in changing:
-                reader = readers.enter_context(opened(delta.storage, change.file))
+                reader = readers.enter_context(delta.storage.reading(change.file))
                 decoders.append(DeltaDecoder(delta.frame(reader, change, tensor), tensor.nbytes))
             hashed = xxhash.xxh3_128()
             try:
@@ -149,7 +149,7 @@ def copied(
         write(piece)
 
     take(memoryview(file.header))
-    with opened(storage, file.name) as reader:
+    with storage.reading(file.name) as reader:
         for tensor in file.tensors:
             for piece in chain.pieces(f"{storage.path}/{file.name}", reader, tensor):
                 take(piece.data)

@@ -1,57 +1,25 @@
 """A model as Hugging Face lays it out: a directory of safetensors files, their index, and other small files.
 
-    8 bytes   length of the header
-    header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
-    data      the tensors' elements, without gaps
-
 Headers are read here, and elements as bytes: nothing is made a tensor of, so that nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw, Struct
 
 from .._format.encoder import Parts
-from .._storage.base import RangeReader, Storage
-from ..errors import MetadataError, NotCommitted, ReadError, WriteError
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-LENGTH = struct.Struct("<Q")
-MAX_HEADER = 100_000_000
-"""The most bytes of a header, as in the safetensors library, and of an index here."""
+from .._format.safetensors_header import INDEX, LENGTH, MAX_HEADER, SINGLE, encode_header, read_header, read_index
+from .._storage.base import Storage
+from ..errors import MetadataError, NotCommitted, WriteError
 
 _ENDING = ".safetensors"
 _MAX_NAME = 255
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class _Entry(Struct):
-    dtype: str
-    shape: list[_Count]
-    data_offsets: tuple[_Count, _Count]
-
-
-_decode_header = msgspec.json.Decoder(dict[str, Raw]).decode
-_decode_entry = msgspec.json.Decoder(_Entry).decode
-_decode_notes = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-class _Index(Struct):
-    weight_map: dict[str, str]
-
-
-_decode_index = msgspec.json.Decoder(_Index).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +80,7 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
 def _read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
     path = f"{storage.path}/{INDEX}"
     try:
-        weight_map = _decode_index(index).weight_map
+        weight_map = read_index(index)
     except msgspec.MsgspecError as error:
         raise MetadataError(f"{path} is not the index of a model: {error}") from None
     for name in set(weight_map.values()):
@@ -154,59 +122,18 @@ def read_weight_file(storage: Storage, name: str) -> WeightFile:
     """Reads the header of a safetensors file; raises `MetadataError` if it is damaged."""
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name)
-    with opened(storage, name) as reader:
+    with storage.reading(name) as reader:
         try:
             if nbytes is None or nbytes < LENGTH.size:
                 raise ValueError("it is too short for a header")
-            (length,) = LENGTH.unpack(read_bytes(reader, 0, LENGTH.size))
-            base = LENGTH.size + length
-            if length > MAX_HEADER or base > nbytes:
-                raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
-            header = read_bytes(reader, 0, base)
-            tensors, notes = _read_header(header[LENGTH.size :], base, nbytes)
+            header = read_header(reader.read_range, nbytes)
         except (ValueError, msgspec.MsgspecError) as error:
             raise MetadataError(f"{path} is not a safetensors file, or damaged: {error}") from None
-    return WeightFile(name, header, tensors, notes)
-
-
-def _read_header(text: bytes, base: int, nbytes: int) -> tuple[tuple[StoredBytes, ...], dict[str, Any]]:
-    raw = _decode_header(text)
-    notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
-    entries = ((key, _decode_entry(value)) for key, value in raw.items())
-    ordered = sorted(entries, key=lambda item: (item[1].data_offsets, item[0]))
-    tensors, end = [], 0
-    for key, entry in ordered:
-        start, stop = entry.data_offsets
-        if start != end or stop < start:
-            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
-        tensors.append(StoredBytes(key, base + start, stop - start, entry.dtype, tuple(entry.shape)))
-        end = stop
-    if base + end != nbytes:
-        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes - base:,} follow its header")
-    return tuple(tensors), notes
-
-
-@contextmanager
-def opened(storage: Storage, name: str) -> Iterator[RangeReader]:
-    """Opens a file, and translates the errors of opening and reading it to `ReadError`."""
-    path = f"{storage.path}/{name}"
-    try:
-        reader = storage.open(name)
-    except OSError as error:
-        raise ReadError(storage.scrub(f"cannot open {path}: {error}")) from error
-    try:
-        yield reader
-    except (OSError, EOFError) as error:
-        raise ReadError(storage.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from error
-    finally:
-        reader.close()
-
-
-def read_bytes(reader: RangeReader, offset: int, nbytes: int) -> bytes:
-    """Reads so many bytes of a file; raises `OSError` or `EOFError`."""
-    content = bytearray(nbytes)
-    reader.read_into([memoryview(content)], offset)
-    return bytes(content)
+    tensors = []
+    for key, record in header.tensors.items():
+        start, stop = record.data_offsets
+        tensors.append(StoredBytes(key, len(header.content) + start, stop - start, record.dtype, record.shape))
+    return WeightFile(name, header.content, tuple(tensors), header.notes)
 
 
 @contextmanager
@@ -250,6 +177,4 @@ def header_of(sizes: Mapping[str, int], notes: Mapping[str, str]) -> bytes:
     for key, nbytes in sizes.items():
         described[key] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [position, position + nbytes]}
         position += nbytes
-    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(math.ceil(len(text) / 8) * 8)
-    return LENGTH.pack(len(text)) + text
+    return encode_header(described)

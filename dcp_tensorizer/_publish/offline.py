@@ -11,12 +11,13 @@ from datetime import datetime
 from typing import Any
 
 from .._format.delta import PIECE, zstd
+from .._format.safetensors_header import INDEX
 from .._runtime.validation import check_count
 from .._storage.base import Storage
 from .._storage.open import open_storage
 from ..errors import CheckpointError, NotCommitted, WriteError
 from .chain import Chain, copied, read_delta
-from .model import INDEX, opened, read_bytes, read_small, read_weight_file
+from .model import read_small, read_weight_file
 from .publisher import remove_old
 from .versions import FileRecord, Manifest, Published, decode_manifest
 
@@ -197,9 +198,9 @@ class _Verification:
 
     def _blocks(self, storage: Storage, name: str) -> Iterator[bytes]:
         nbytes = storage.head(name) or 0
-        with opened(storage, name) as reader:
+        with storage.reading(name) as reader:
             for start in range(0, nbytes, _READ_BYTES):
-                block = read_bytes(reader, start, min(_READ_BYTES, nbytes - start))
+                block = reader.read_range(start, min(_READ_BYTES, nbytes - start))
                 self._count(len(block))
                 yield block
 

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from .._format.delta import PIECE, DeltaEncoder, zstd
+from .._format.safetensors_header import INDEX
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count, check_path
@@ -24,13 +25,10 @@ from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, WriteError
 from .chain import Chain, read_delta
 from .model import (
-    INDEX,
     Model,
     StoredBytes,
     WeightFile,
     header_of,
-    opened,
-    read_bytes,
     read_model,
     read_weight_file,
     written_file,
@@ -310,9 +308,9 @@ class _Publisher:
 
     def _pieces(self, storage: Storage, name: str) -> Iterator[memoryview]:
         nbytes = storage.head(name) or 0
-        with opened(storage, name) as reader:
+        with storage.reading(name) as reader:
             for start in range(0, nbytes, _READ_BYTES):
-                yield memoryview(read_bytes(reader, start, min(_READ_BYTES, nbytes - start)))
+                yield memoryview(reader.read_range(start, min(_READ_BYTES, nbytes - start)))
 
     # --- a whole version ----------------------------------------------------------------------------------------------
 
@@ -337,7 +335,7 @@ class _Publisher:
 
     def _copied(self, file: WeightFile) -> tuple[FileRecord, dict[str, str]]:
         hashed, digests = hashlib.sha256(file.header), {}
-        with written_file(self._target, file.name, file.nbytes) as write, opened(self._source, file.name) as reader:
+        with written_file(self._target, file.name, file.nbytes) as write, self._source.reading(file.name) as reader:
             write(memoryview(file.header))
             for tensor in file.tensors:
                 of_tensor = xxhash.xxh3_128()
@@ -396,7 +394,7 @@ class _Publisher:
         written = held = 0
         places = {tensor.key: tensor for tensor in file.tensors}
         path = f"{storage.path}/{file.name}"
-        with opened(self._source, new.name) as reader, opened(storage, file.name) as old_reader:
+        with self._source.reading(new.name) as reader, storage.reading(file.name) as old_reader:
             for tensor in new.tensors:
                 encoder, of_old = DeltaEncoder(), xxhash.xxh3_128()
                 pieces = self._blocks(reader, tensor, PIECE)

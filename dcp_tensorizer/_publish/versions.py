@@ -25,10 +25,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from .._format.safetensors_header import INDEX
 from .._storage.base import Refused, Storage
 from .._storage.claim import Claim, Ownership
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
-from .model import INDEX, check_plain_name, check_weight_name, read_small
+from .model import check_plain_name, check_weight_name, read_small
 
 FORMAT = 1
 _DIRECTORY = re.compile(r"weight_v(\d{6,15})")

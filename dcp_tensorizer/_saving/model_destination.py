@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from .._format.names import metadata_file_name
-from .._format.safetensors import INDEX, SINGLE, file_names, index_of
+from .._format.safetensors import file_names, index_of
+from .._format.safetensors_header import INDEX, SINGLE
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from .._format.safetensors import INDEX, SINGLE
+from .._format.safetensors_header import INDEX, SINGLE
 from .._publish.publisher import Publication, Publish
 from .._runtime.process_context import ProcessContext
 from .._storage.base import Storage

@@ -12,8 +12,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -187,6 +187,12 @@ class RangeReader(abc.ABC):
     @abc.abstractmethod
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fills ``buffers``, one after the other, from ``offset`` on; raises `EOFError` or `OSError`."""
+
+    def read_range(self, offset: int, nbytes: int) -> bytes:
+        """Reads ``nbytes`` bytes from ``offset`` on; raises `EOFError` or `OSError`."""
+        content = bytearray(nbytes)
+        self.read_into([memoryview(content)], offset)
+        return bytes(content)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
         """Returns the fastest reader for a range that is read once, in parts, by this thread.
@@ -385,17 +391,15 @@ class Storage(abc.ABC):
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         """Reads ``nbytes`` bytes of a file from ``offset`` on; raises `ReadError`."""
-        content = bytearray(nbytes)
         try:
             file = self.open(name)
             try:
-                file.read_into([memoryview(content)], offset)
+                return file.read_range(offset, nbytes)
             finally:
                 file.close()
         except (OSError, EOFError) as error:
             message = f"cannot read {nbytes:,} bytes at {offset:,} of {self.path}/{name}: {error}"
             raise ReadError(self.scrub(message)) from self.cause(error)
-        return bytes(content)
 
     @abc.abstractmethod
     def head(self, name: str) -> int | None:
@@ -454,6 +458,24 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def open(self, name: str) -> RangeReader:
         """Opens a file for range reads; raises `OSError`."""
+
+    @contextmanager
+    def reading(self, name: str, purpose: str = "") -> Iterator[RangeReader]:
+        """Opens a file for a block, in which errors of opening and reading it become `ReadError`.
+
+        ``purpose`` follows the file's name in their messages.
+        """
+        path = f"{self.path}/{name}{purpose}"
+        try:
+            reader = self.open(name)
+        except OSError as error:
+            raise ReadError(self.scrub(f"cannot open {path}: {error}")) from error
+        try:
+            yield reader
+        except (OSError, EOFError) as error:
+            raise ReadError(self.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from error
+        finally:
+            reader.close()
 
     def open_uncached(self, name: str) -> RangeReader:
         """Opens a file to read what the medium holds, not what a cache does; raises `OSError`."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 
 from ..._runtime.threads import cores
-from ..._storage.base import RangeReader, Storage
-from ...errors import ConversionError, ReadError
+from ..._storage.base import RangeReader
+from ...errors import ConversionError
 from .._view import CheckpointView, StoredTensor
 
 _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
@@ -139,31 +138,6 @@ class FileRange(io.RawIOBase):
             self._reader.read_into([memoryview(buffer)[:count]], self._offset + self._position)
             self._position += count
         return count
-
-
-@contextmanager
-def open_file(storage: Storage, name: str, purpose: str = "") -> Iterator[RangeReader]:
-    """Opens a file, and raises the errors of opening and reading it as `ReadError`; ``purpose`` is for their
-    messages.
-    """
-    path = f"{storage.path}/{name}{purpose}"
-    try:
-        reader = storage.open(name)
-    except OSError as error:
-        raise ReadError(storage.scrub(f"cannot open {path}: {error}")) from error
-    try:
-        yield reader
-    except (OSError, EOFError) as error:
-        raise ReadError(storage.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from error
-    finally:
-        reader.close()
-
-
-def read_range(reader: RangeReader, offset: int, nbytes: int) -> bytes:
-    """Reads ``nbytes`` bytes of a file; raises `OSError` or `EOFError`."""
-    content = bytearray(nbytes)
-    reader.read_into([memoryview(content)], offset)
-    return bytes(content)
 
 
 def by_key(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:

@@ -35,7 +35,7 @@ from ..._storage.base import Storage
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, Chunk, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
-from .common import FileRange, Options, open_file, read_range
+from .common import FileRange, Options
 from .torch_file import check_lists, check_names, check_paths, load_fake, locate, nested
 
 
@@ -188,7 +188,7 @@ def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> C
     """The place of a chunk's elements."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
-    with open_file(storage, info.relative_path, purpose) as reader:
+    with storage.reading(info.relative_path, purpose) as reader:
         value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
         raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")
@@ -199,8 +199,8 @@ def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> C
 
 
 def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:
-    with open_file(storage, info.relative_path, f" (for {key!r})") as reader:
-        return read_range(reader, info.offset, info.length)
+    with storage.reading(info.relative_path, f" (for {key!r})") as reader:
+        return reader.read_range(info.offset, info.length)
 
 
 def _checked(info: StorageInfo | None, key: str, path: str) -> StorageInfo:

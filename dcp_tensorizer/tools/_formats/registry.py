@@ -21,7 +21,7 @@ from .._atomic_output import beside
 from .._find import where_below
 from .._view import CheckpointView, Path, data_files, read_parts, unlock_parts, view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
-from .common import Options, open_file, read_range
+from .common import Options
 from .names import FORMATS
 
 if TYPE_CHECKING:
@@ -165,8 +165,8 @@ def _file_format(storage: Storage, name: str) -> str:
     try:
         if nbytes is None:
             raise NotCommitted(f"{path} does not exist, or holds no checkpoint")
-        with open_file(storage, name) as reader:
-            head = read_range(reader, 0, min(9, nbytes))
+        with storage.reading(name) as reader:
+            head = reader.read_range(0, min(9, nbytes))
     except (NotCommitted, ReadError) as error:
         if not _is_directory(storage, name):
             raise

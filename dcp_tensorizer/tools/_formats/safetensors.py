@@ -15,16 +15,12 @@ from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
 from ..._format.safetensors import (
     DTYPES,
-    INDEX,
-    LENGTH,
-    MAX_HEADER,
     PAIRS,
-    SINGLE,
     FileLayout,
     fault_of,
     file_names,
@@ -32,6 +28,7 @@ from ..._format.safetensors import (
     lay_out,
     shards,
 )
+from ..._format.safetensors_header import INDEX, SINGLE, TensorRecord, read_header, read_index
 from ..._format.tensor_bytes import host_bytes
 from ..._index.chunks import Region
 from ..._loading.validate import check_chunks
@@ -40,25 +37,11 @@ from ..._storage.base import Storage
 from ...errors import ConversionError, NotCommitted
 from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
-from .common import Options, by_key, check_no_objects, open_file, read_range
+from .common import Options, by_key, check_no_objects
 
 _PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
 _OFFSETS = "DCP_SHARDING_INFO"  # the offset of each tensor of such a file in the whole tensor
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class _Entry(Struct):
-    """A tensor's entry in a header."""
-
-    dtype: str
-    shape: Annotated[tuple[_Count, ...], Meta(max_length=255)]
-    data_offsets: tuple[_Count, _Count]
-
-
-class _Index(Struct):
-    """The contents of ``model.safetensors.index.json``: the file of each tensor."""
-
-    weight_map: dict[str, str]
 
 
 class _Saved(Struct):
@@ -70,15 +53,11 @@ class _Saved(Struct):
 class _File(NamedTuple):
     """The contents of a file's header: its tensors, the offset of their data, and their offsets in whole tensors."""
 
-    entries: dict[str, _Entry]
+    entries: dict[str, TensorRecord]
     base: int
     saved: dict[str, _Saved]
 
 
-_decode_header = Decoder(dict[str, Raw]).decode
-_decode_entry = Decoder(_Entry).decode
-_decode_index = Decoder(_Index).decode
-_decode_notes = Decoder(dict[str, Any]).decode
 _decode_saved = Decoder(dict[str, _Saved]).decode
 
 
@@ -108,7 +87,7 @@ def read_directory(storage: Storage) -> CheckpointView:
     file_of: dict[str, str] = {}
     if (index := storage.read(INDEX)) is not None:
         with _damage_translated(f"{storage.path}/{INDEX}"):
-            file_of = _decode_index(index).weight_map
+            file_of = read_index(index)
             if any("/" in name or name.startswith(".") for name in file_of.values()):
                 raise ValueError("it names files that are not beside it")
     names = [SINGLE] if index is None else sorted(set(file_of.values()))
@@ -168,32 +147,14 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def _opened(storage: Storage, name: str) -> _File:
-    with open_file(storage, name) as reader, _damage_translated(f"{storage.path}/{name}"):
-        nbytes = storage.head(name) or 0
-        (length,) = LENGTH.unpack(read_range(reader, 0, LENGTH.size))
-        base = LENGTH.size + length
-        if length > MAX_HEADER or base > nbytes:
-            raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
-        raw = _decode_header(read_range(reader, LENGTH.size, length))
-        notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
-        entries = {key: _decode_entry(value) for key, value in raw.items()}
-        _check_offsets(entries, nbytes - base)
-        saved = notes.get(_OFFSETS)
-        return _File(entries, base, _decode_saved(saved) if isinstance(saved, str) else {})
+    with storage.reading(name) as reader, _damage_translated(f"{storage.path}/{name}"):
+        header = read_header(reader.read_range, storage.head(name) or 0)
+        saved = header.notes.get(_OFFSETS)
+        offsets = _decode_saved(saved) if isinstance(saved, str) else {}
+        return _File(header.tensors, len(header.content), offsets)
 
 
-def _check_offsets(described: Mapping[str, _Entry], nbytes: int) -> None:
-    """Checks that tensors fill the bytes behind the header, one after the other, as the library requires."""
-    end = 0
-    for (start, stop), key in sorted((entry.data_offsets, key) for key, entry in described.items()):
-        if start != end or stop < start:
-            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
-        end = stop
-    if end != nbytes:
-        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes:,} follow its header")
-
-
-def _tensor(storage: Storage, name: str, key: str, entry: _Entry, base: int) -> StoredTensor:
+def _tensor(storage: Storage, name: str, key: str, entry: TensorRecord, base: int) -> StoredTensor:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"{key!r} is of dtype {entry.dtype}, which torch does not have")

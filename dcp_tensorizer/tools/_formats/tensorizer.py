@@ -31,7 +31,7 @@ from ..._writer_process.protocol import TensorSource
 from ...errors import ChecksumMismatch, ConversionError, WriteError
 from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
-from .common import FileRange, Options, by_key, check_no_objects, open_file, read_range, tensors_at_once
+from .common import FileRange, Options, by_key, check_no_objects, tensors_at_once
 
 _MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64 KiB
 
@@ -48,7 +48,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
     from tensorizer import TensorDeserializer  # a slow import
 
     path = f"{storage.path}/{name}"
-    with open_file(storage, name) as reader:
+    with storage.reading(name) as reader:
         file = FileRange(reader, 0, storage.head(name) or 0)
         try:
             with TensorDeserializer(file, device="cpu", lazy_load=True) as deserializer:
@@ -117,8 +117,8 @@ class _VerifiedReads:
         from tensorizer.serialization import HashType, _TensorHeaderDeserializer
 
         entry = self._entry
-        with open_file(self._storage, self._file) as reader:
-            content = read_range(reader, entry.offset, entry.data_offset - entry.offset)
+        with self._storage.reading(self._file) as reader:
+            content = reader.read_range(entry.offset, entry.data_offset - entry.offset)
         long_shapes = frozenset([entry.name] if entry.is_long_tensor else [])
         try:
             header = _TensorHeaderDeserializer(bytearray(content), long_shape_tensors=long_shapes)

@@ -42,7 +42,7 @@ from .._view import (
     plain_tensor,
     refused,
 )
-from .common import FileRange, Options, open_file
+from .common import FileRange, Options
 
 _ALIGNMENT = 64  # of tensors in the file, like torch.save's
 _NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
@@ -63,7 +63,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
     """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
-    with open_file(storage, name) as reader:
+    with storage.reading(name) as reader:
         state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
         raise ConversionError(f"{path} holds a {type(state).__name__}, not a state dict")

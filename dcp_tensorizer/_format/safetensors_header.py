@@ -1,0 +1,91 @@
+"""The header of a safetensors file, and the index of a directory of them. Nothing here needs torch.
+
+8 bytes   length of the header
+header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
+data      the tensors' elements, without gaps
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+SINGLE = "model.safetensors"
+"""The file of a model that fits into one file."""
+INDEX = "model.safetensors.index.json"
+"""The index, which names the file of each tensor."""
+LENGTH = struct.Struct("<Q")
+MAX_HEADER = 100_000_000
+"""The library's own limit of a header."""
+
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class TensorRecord(Struct):
+    """A tensor's entry in a header."""
+
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=255)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class Header(NamedTuple):
+    """The header of a file."""
+
+    content: bytes  # the file up to the first tensor
+    tensors: dict[str, TensorRecord]  # by their keys, in the order of their bytes
+    notes: dict[str, Any]  # ``__metadata__``
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+_decode_header = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_tensor = msgspec.json.Decoder(TensorRecord).decode
+_decode_notes = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_index = msgspec.json.Decoder(_Index).decode
+
+
+def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
+    """Reads the header of a file of ``nbytes`` bytes; ``read`` takes an offset and a number of bytes.
+
+    Raises `ValueError` or `msgspec.MsgspecError` if it is damaged, or the tensors are not all of the rest of the file,
+    one after the other, as the library requires.
+    """
+    prefix = read(0, LENGTH.size)
+    (length,) = LENGTH.unpack(prefix)
+    base = LENGTH.size + length
+    if length > MAX_HEADER or base > nbytes:
+        raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
+    text = read(LENGTH.size, length)
+    raw = _decode_header(text)
+    notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
+    decoded = ((key, _decode_tensor(value)) for key, value in raw.items())
+    tensors = dict(sorted(decoded, key=lambda item: (item[1].data_offsets, item[0])))
+    end = 0
+    for key, record in tensors.items():
+        start, stop = record.data_offsets
+        if start != end or stop < start:
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
+        end = stop
+    if base + end != nbytes:
+        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes - base:,} follow its header")
+    return Header(prefix + text, tensors, notes)
+
+
+def encode_header(described: Mapping[str, Any]) -> bytes:
+    """Returns a file up to its first tensor; ``described`` is the JSON of its header."""
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // LENGTH.size) * LENGTH.size)
+    return LENGTH.pack(len(text)) + text
+
+
+def read_index(content: bytes) -> dict[str, str]:
+    """Returns the file of each tensor that an index names; raises `msgspec.MsgspecError` if it is no index."""
+    return _decode_index(content).weight_map
