@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from dcp_tensorizer import publish
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -75,3 +77,13 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
         else {"model.safetensors"}
     )
     return {key: value for name in names for key, value in load_file(path / name).items()}
+
+
+def publish_versions(folder: Path, count: int) -> Path:
+    """Publishes versions 1 to ``count``: 1, 4, 7 ... are whole, the others deltas. The models are in ``model-N``."""
+    state = first_state()
+    for number in range(1, count + 1):
+        write_model(folder / f"model-{number}", state)
+        publish(folder / f"model-{number}", folder / "published", max_deltas=2)
+        state = next_state(state, number)
+    return folder / "published"

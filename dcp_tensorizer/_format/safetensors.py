@@ -66,7 +66,7 @@ T = TypeVar("T", bound=Described)
 
 
 @dataclass(frozen=True, slots=True)
-class FileLayout(Generic[T]):
+class SafetensorsLayout(Generic[T]):
     """A file."""
 
     tensors: tuple[T, ...]  # in file order
@@ -111,7 +111,7 @@ def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
     return files
 
 
-def lay_out(tensors: Iterable[T]) -> FileLayout[T]:
+def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
     """The layout of a file with these tensors."""
     ordered = tuple(sorted(tensors, key=lambda tensor: (_ORDER[tensor.dtype], tensor.key.encode())))
     described: dict[str, Any] = {"__metadata__": _NOTES}
@@ -123,7 +123,7 @@ def lay_out(tensors: Iterable[T]) -> FileLayout[T]:
         ends.append(ends[-1] + nbytes_of(tensor))
         described[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": ends[-2:]}
     header = encode_header(described)
-    return FileLayout(ordered, tuple(len(header) + end for end in ends[:-1]), header, len(header) + ends[-1])
+    return SafetensorsLayout(ordered, tuple(len(header) + end for end in ends[:-1]), header, len(header) + ends[-1])
 
 
 def file_names(count: int, of_save: str = "") -> list[str]:

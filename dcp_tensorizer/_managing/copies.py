@@ -64,7 +64,7 @@ class CopyVote(NamedTuple):
 NO_COPY = CopyVote()
 
 
-class Copies:
+class PeerCopies:
     """The copies of a job's states, as one rank sees them. Does nothing for one copy.
 
     Attributes:

@@ -42,7 +42,7 @@ from ..any_format import KeptReader
 from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
-from .copies import Copies, CopyOptions, CopyVote
+from .copies import CopyOptions, CopyVote, PeerCopies
 from .lineage import RestoreChoice
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
 from .step_folder import Step
@@ -104,7 +104,7 @@ class Survival:
         self._agreement = agreement
         self._seconds = seconds
         self._buffers = buffers
-        self.copies = Copies(agreement, copies)
+        self.copies = PeerCopies(agreement, copies)
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None

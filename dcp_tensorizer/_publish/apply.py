@@ -138,7 +138,7 @@ class _Result(NamedTuple):
 # --- a directory ------------------------------------------------------------------------------------------------------
 
 
-class _Source(NamedTuple):
+class _FileSource(NamedTuple):
     """A file that a new one is made of: where it is, and the record of what it becomes, by its name in the base."""
 
     storage: Storage
@@ -279,37 +279,37 @@ class _Directory:
             f"cannot change in one moment: name an empty directory, and let the server change to it"
         )
 
-    def _from_base(self, base: Manifest, target: Manifest) -> list[_Source]:
+    def _from_base(self, base: Manifest, target: Manifest) -> list[_FileSource]:
         storage = self._published.folder(base.version)
         return [
-            _Source(storage, read_weight_file(storage, name), name, target.files[name])
+            _FileSource(storage, read_weight_file(storage, name), name, target.files[name])
             for name in _same_files(base, target)
         ]
 
-    def _from_here(self, current: Manifest | None, target: Manifest) -> list[_Source]:
+    def _from_here(self, current: Manifest | None, target: Manifest) -> list[_FileSource]:
         assert current is not None
         names = {record.origin or name: name for name, record in current.files.items()}
         if set(names) != set(target.files):
             raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds upon")
         return [
-            _Source(self._storage, read_weight_file(self._storage, name), origin, target.files[origin])
+            _FileSource(self._storage, read_weight_file(self._storage, name), origin, target.files[origin])
             for origin, name in sorted(names.items())
         ]
 
-    def _check_keys(self, sources: Sequence[_Source], deltas: Sequence[Any]) -> None:
+    def _check_keys(self, sources: Sequence[_FileSource], deltas: Sequence[Any]) -> None:
         keys = {tensor.key for source in sources for tensor in source.file.tensors}
         if unknown := sorted(Chain(deltas).keys() - keys):
             raise MetadataError(f"the deltas up to version {self._version} change unknown tensors: {listed(unknown)}")
 
     # --- the change ---------------------------------------------------------------------------------------------------
 
-    def _write(self, sources: list[_Source], chain: Chain, current: Manifest | None, base: Manifest) -> Manifest:
+    def _write(self, sources: list[_FileSource], chain: Chain, current: Manifest | None, base: Manifest) -> Manifest:
         save = uuid.uuid4().hex
         total = sum(source.file.nbytes for source in sources)
         names = {source.base_name: _versioned(source.base_name, self._version) for source in sources}
         is_new = current is None
 
-        def make(source: _Source) -> None:
+        def make(source: _FileSource) -> None:
             name = f"{names[source.base_name]}.{save}.tmp"
             with written_file(self._storage, name, source.record.nbytes) as write:
 
@@ -364,7 +364,7 @@ class _Directory:
         return list(base.others)
 
     def _manifest(
-        self, sources: list[_Source], names: Mapping[str, str], current: Manifest | None, base: Manifest
+        self, sources: list[_FileSource], names: Mapping[str, str], current: Manifest | None, base: Manifest
     ) -> Manifest:
         files = {
             names[source.base_name]: FileRecord(source.record.nbytes, source.record.sha256, source.base_name)

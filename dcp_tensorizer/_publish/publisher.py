@@ -182,14 +182,14 @@ class Publication:
         assert publisher.ownership.own is not None
         return replace(version, removed=removed), publisher.ownership.own
 
-    def _before(self) -> _Copy | None:
+    def _before(self) -> _OlderCopy | None:
         if self.previous is None:
             return None
         storage = open_storage(self.previous, self.storage_options)
-        return _Copy(storage, read_model(storage, self.previous_index))
+        return _OlderCopy(storage, read_model(storage, self.previous_index))
 
 
-class _Copy(NamedTuple):
+class _OlderCopy(NamedTuple):
     """A copy of the model at the version before."""
 
     storage: Storage
@@ -241,7 +241,7 @@ class _Publisher:
         self._files = 0
         self._lock = free_in_child(threading.Lock())
 
-    def publish(self, previous: _Copy | None, max_deltas: int) -> PublishedVersion:
+    def publish(self, previous: _OlderCopy | None, max_deltas: int) -> PublishedVersion:
         """Writes the files of the version, and then its manifest."""
         others = {name: self._record(name) for name in self._model.others}
         base, why = self._base(others, max_deltas)
@@ -355,7 +355,7 @@ class _Publisher:
 
     # --- what changed -------------------------------------------------------------------------------------------------
 
-    def _write_delta(self, base: _Base, previous: _Copy | None) -> Manifest:
+    def _write_delta(self, base: _Base, previous: _OlderCopy | None) -> Manifest:
         before = None if previous is None else _matching(previous, base)
         records: dict[str, FileRecord] = {}
         weight_map: dict[str, str] = {}
@@ -485,7 +485,7 @@ class _Base(NamedTuple):
     pairs: list[tuple[WeightFile, WeightFile]]  # of the model, and of the whole version, with the same header
 
 
-def _matching(previous: _Copy, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
+def _matching(previous: _OlderCopy, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
     """The files of a copy of the version before, by their names in the last whole version."""
     by_header = {file.header: file for file in previous.model.weights.values()}
     found = {}

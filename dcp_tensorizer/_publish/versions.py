@@ -99,7 +99,7 @@ class _Notes(Struct):
     checksum_format: Literal["xxh3-128"] = "xxh3-128"
 
 
-class _Index(Struct):
+class _VersionIndex(Struct):
     metadata: _Notes
     weight_map: dict[str, str]
 
@@ -108,7 +108,7 @@ class _AnyIndex(Struct):
     metadata: dict[str, Any] = {}
 
 
-_decode = msgspec.json.Decoder(_Index).decode
+_decode = msgspec.json.Decoder(_VersionIndex).decode
 _decode_any = msgspec.json.Decoder(_AnyIndex).decode
 _decode_format = msgspec.json.Decoder(_Format).decode
 _decode_ours = msgspec.json.Decoder(_Ours).decode

@@ -1,11 +1,11 @@
 """Replicas of kept states on keepers of other hosts: how a keeper takes them, gives them, and copies its own.
 
-    source                                           partner
-    Offer (which state, how large, what to keep) ──▶ looks for memory, and allocates all of it
-                                                 ◀── Accepted, or Refused
-    several connections: Block, its bytes ─────────▶ compares each with its XXH3-128
-    Record (the layout, the digests) last ─────────▶ from here on the replica is there, whole
-                                                 ◀── Done
+    source                                                  partner
+    ReplicaOffer (which state, how large, what to keep) ──▶ looks for memory, and allocates all of it
+                                                        ◀── Accepted, or ReplicaRefused
+    several connections: Block, its bytes ────────────────▶ compares each with its XXH3-128
+    Record (the layout, the digests) last ────────────────▶ from here on the replica is there, whole
+                                                        ◀── Done
 
 A restart takes the record of a part of a state, and reads ranges of its bytes, from whichever keeper holds it.
 """
@@ -54,7 +54,7 @@ _Count = Annotated[int, Meta(ge=0, le=2**50)]
 _Id = Annotated[str, Meta(max_length=64)]
 
 
-class Offer(Struct, tag="offer", array_like=True):
+class ReplicaOffer(Struct, tag="offer", array_like=True):
     """Take a replica of this part of a state, and forget the others of that rank and run, but for one."""
 
     head: KeptHead
@@ -129,7 +129,7 @@ class Ok(Struct, tag="ok", array_like=True):
     """Done."""
 
 
-class Refused(Struct, tag="refused", array_like=True):
+class ReplicaRefused(Struct, tag="refused", array_like=True):
     """It is not done, and ``why``."""
 
     why: str
@@ -138,7 +138,7 @@ class Refused(Struct, tag="refused", array_like=True):
 
 
 class NotCopied(Exception):
-    """A state was not copied; `Refused` has the same attributes."""
+    """A state was not copied; `ReplicaRefused` has the same attributes."""
 
     def __init__(self, why: str, *, is_claimed: bool = False, is_full: bool = False) -> None:
         super().__init__(why)
@@ -170,7 +170,7 @@ def decoded(record: bytes | memoryview) -> KeptContent:
 # --- the side that has replicas ---------------------------------------------------------------------------------------
 
 
-class Parts(Protocol):
+class HeldParts(Protocol):
     """The parts of states that a keeper holds: its trainer's own, and replicas."""
 
     def refusal(self) -> str:
@@ -189,10 +189,10 @@ class Parts(Protocol):
         """A descriptor of the buffer of a part, which is the caller's to close; None if it is not there."""
 
 
-class _Copy:
+class _Incoming:
     """A copy that is being received."""
 
-    def __init__(self, offer: Offer, fd: int) -> None:
+    def __init__(self, offer: ReplicaOffer, fd: int) -> None:
         self.offer = offer
         self.fd = fd
         self.name = secrets.token_hex(16)
@@ -244,11 +244,11 @@ class ReplicaServer:
     ``host`` is the address of this host to listen on, and ``address`` where the server is reached.
     """
 
-    def __init__(self, parts: Parts, host: str, secret: bytes) -> None:
+    def __init__(self, parts: HeldParts, host: str, secret: bytes) -> None:
         self._parts = parts
         self._listener = listen_on(host)
         self.address = Address(host, self._listener.getsockname()[1], secret)
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, _Incoming] = {}
         self._allocating = free_in_child(threading.Lock())  # one after the other: each sees what the others have taken
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
@@ -272,18 +272,18 @@ class ReplicaServer:
             threading.Thread(target=self._serve, args=(connection,), name="peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        own: list[_Copy] = []
+        own: list[_Incoming] = []
         try:
             with closing(Wire(connection, self.address.secret, is_server=True)) as wire, ExitStack() as stack:
                 reader = _PartReader(self._parts)
                 stack.callback(reader.close)
                 while True:
-                    match wire.receive(Offer | Join | Record | Drop | TakeRecord | ReadRanges):
-                        case Offer() as offer:
+                    match wire.receive(ReplicaOffer | Join | Record | Drop | TakeRecord | ReadRanges):
+                        case ReplicaOffer() as offer:
                             self._offered(wire, offer, own)
                         case Join(name):
                             copy = self._copies.get(name)
-                            wire.send(Refused("no such copy") if copy is None else Ok())
+                            wire.send(ReplicaRefused("no such copy") if copy is None else Ok())
                             if copy is not None:
                                 _receive_blocks(wire, copy)
                                 wire.send(Ok())
@@ -308,9 +308,9 @@ class ReplicaServer:
 
     # --- taking replicas --------------------------------------------------------------------------------------------
 
-    def _offered(self, wire: Wire, offer: Offer, own: list[_Copy]) -> None:
+    def _offered(self, wire: Wire, offer: ReplicaOffer, own: list[_Incoming]) -> None:
         if why := self._parts.refusal():
-            wire.send(Refused(why, is_claimed=True))
+            wire.send(ReplicaRefused(why, is_claimed=True))
             return
         for other in list(self._copies.values()):
             if other.offer.head.rank == offer.head.rank:  # its source has begun anew
@@ -318,15 +318,15 @@ class ReplicaServer:
         with self._allocating:
             fd, why = self._allocated(offer)
         if fd is None:
-            wire.send(Refused(why, is_full=True))
+            wire.send(ReplicaRefused(why, is_full=True))
             return
-        copy = _Copy(offer, fd)
+        copy = _Incoming(offer, fd)
         self._copies[copy.name] = copy
         own.append(copy)
         wire.send(Accepted(copy.name))
         _receive_blocks(wire, copy)
 
-    def _allocated(self, offer: Offer) -> tuple[int | None, str]:
+    def _allocated(self, offer: ReplicaOffer) -> tuple[int | None, str]:
         """Memory for a replica: that of one which is no longer needed, if it has the same size."""
         dropped = self._parts.drop_replicas(offer.head, offer.keep)
         fitting = next((fd for fd, nbytes in dropped if nbytes == offer.nbytes), None)
@@ -340,7 +340,7 @@ class ReplicaServer:
         except (OSError, MemoryError) as error:
             return None, f"there is no memory for a replica of {offer.nbytes:,} bytes: {error}"
 
-    def _recorded(self, wire: Wire, own: list[_Copy], digest: bytes) -> Struct:
+    def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> Struct:
         if len(own) != 1:
             raise WireError("a record without an offer")
         (copy,) = own
@@ -352,7 +352,7 @@ class ReplicaServer:
         if content.state.head != copy.offer.head or content.state.nbytes != copy.offer.nbytes:
             raise WireError("the record of another state")
         if why := self._parts.refusal():
-            return Refused(why, is_claimed=True)
+            return ReplicaRefused(why, is_claimed=True)
         fd = copy.complete()
         own.clear()
         self._copies.pop(copy.name, None)
@@ -369,7 +369,7 @@ class ReplicaServer:
                 wire.send(Wait())
                 continue
             if content is None:
-                wire.send(Refused("it is not kept any more"))
+                wire.send(ReplicaRefused("it is not kept any more"))
                 return
             record = encoded(content)
             wire.send(Following(len(record)))
@@ -377,7 +377,7 @@ class ReplicaServer:
             return
 
 
-def _receive_blocks(wire: Wire, copy: _Copy) -> None:
+def _receive_blocks(wire: Wire, copy: _Incoming) -> None:
     room = memoryview(bytearray(BLOCK))
     while not isinstance(block := wire.receive(Block | Sent), Sent):
         data = room[: block.nbytes]
@@ -388,7 +388,7 @@ def _receive_blocks(wire: Wire, copy: _Copy) -> None:
 class _PartReader:
     """Reads parts for one connection, whose buffer stays open from one range to the next."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: HeldParts) -> None:
         self._parts = parts
         self._open: tuple[str, int] | None = None
         self._fd: int | None = None
@@ -400,11 +400,11 @@ class _PartReader:
             self._fd = self._parts.buffer(wanted.id, wanted.rank)
             self._open = wanted.id, wanted.rank
         if self._fd is None:
-            wire.send(Refused("it is not kept any more"))
+            wire.send(ReplicaRefused("it is not kept any more"))
             return
         offset = wanted.offset
         if offset + sum(wanted.lengths) > os.fstat(self._fd).st_size:
-            wire.send(Refused("it has not so many bytes"))
+            wire.send(ReplicaRefused("it has not so many bytes"))
             return
         wire.send(Following(sum(wanted.lengths)))
         for length in wanted.lengths:
@@ -485,8 +485,8 @@ def copy_part(
     """Copies a part of a state to a keeper on another host, and returns when that has all of it.
 
     ``fd`` is that of the part's buffer, which may be written to as soon as ``is_wanted`` returns False. ``keep`` is as
-    in an `Offer`; ``streams`` is the number of connections, None for one that suits this machine. Raises `NotCopied` if
-    the copy was refused or is no longer wanted, or the other end is gone.
+    in a `ReplicaOffer`; ``streams`` is the number of connections, None for one that suits this machine. Raises
+    `NotCopied` if the copy was refused or is no longer wanted, or the other end is gone.
     """
     nbytes, record = content.state.nbytes, encoded(content)
     count = max(1, min(streams or min(_STREAMS, cores()), -(-nbytes // BLOCK)))
@@ -511,14 +511,14 @@ def copy_part(
 
     def join(name: str) -> None:
         with closing(address.connect(lower_effort=True)) as wire:
-            _checked(wire.ask(Join(name), Ok | Refused))
+            _checked(wire.ask(Join(name), Ok | ReplicaRefused))
             send_blocks(wire)
             wire.receive(Ok)
 
     try:
         with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
-            offer = Offer(content.state.head, nbytes, len(record), keep)
-            accepted = _checked(wire.ask(offer, Accepted | Refused))
+            offer = ReplicaOffer(content.state.head, nbytes, len(record), keep)
+            accepted = _checked(wire.ask(offer, Accepted | ReplicaRefused))
             assert isinstance(accepted, Accepted)
             others = [pool.submit(join, accepted.copy) for _ in range(count - 1)]
             try:
@@ -531,7 +531,7 @@ def copy_part(
                 raise NotCopied("its memory was needed")
             wire.send(Record(xxhash.xxh3_128_digest(record)))
             wire.send_bytes(memoryview(record))
-            _checked(wire.receive(Ok | Refused))
+            _checked(wire.receive(Ok | ReplicaRefused))
     except (OSError, EOFError) as error:
         raise NotCopied(f"the keeper at {address!r} cannot be reached, or has ended: {describe(error)}") from error
 
@@ -543,7 +543,7 @@ def drop_copies(address: Address, head: KeptHead) -> None:
 
 
 def _checked(answer: Struct) -> Struct:
-    if isinstance(answer, Refused):
+    if isinstance(answer, ReplicaRefused):
         raise NotCopied(answer.why, is_claimed=answer.is_claimed, is_full=answer.is_full)
     return answer
 
@@ -567,9 +567,9 @@ class RemotePart(RangeReader):
             wire = self._taken() or self._address.connect()
             try:
                 wire.send(TakeRecord(self._id, self._rank))
-                while isinstance(answer := wire.receive(Following | Refused | Wait), Wait):
+                while isinstance(answer := wire.receive(Following | ReplicaRefused | Wait), Wait):
                     pass
-                if isinstance(answer, Refused):
+                if isinstance(answer, ReplicaRefused):
                     raise OSError(answer.why)
                 if answer.nbytes > _MAX_RECORD:
                     raise WireError("a record that is too large")
@@ -606,8 +606,8 @@ class RemotePart(RangeReader):
     def _read_by(self, wire: Wire, buffers: Sequence[memoryview], offset: int) -> None:
         try:
             lengths = [buffer.nbytes for buffer in buffers]
-            answer = wire.ask(ReadRanges(self._id, self._rank, offset, lengths), Following | Refused)
-            if isinstance(answer, Refused):
+            answer = wire.ask(ReadRanges(self._id, self._rank, offset, lengths), Following | ReplicaRefused)
+            if isinstance(answer, ReplicaRefused):
                 raise OSError(f"the keeper at {self._address!r}: {answer.why}")
             for buffer in buffers:
                 wire.receive_bytes(buffer.cast("B"))

@@ -11,7 +11,7 @@ import msgspec
 
 from .._format.names import metadata_file_name
 from .._format.safetensors import file_names, index_of
-from .._format.safetensors_header import INDEX, SINGLE
+from .._format.safetensors_header import INDEX, SINGLE, read_index
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
@@ -23,12 +23,6 @@ from .model_layout import ModelOptions, ModelPlan
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """The suffixes of files that hold weights or list them."""
-
-
-class _Index(msgspec.Struct):
-    """The contents of an index: the file of each tensor."""
-
-    weight_map: dict[str, str]
 
 
 class ModelDestination(Destination):
@@ -203,6 +197,6 @@ def _named_files(index: bytes | None) -> set[str]:
     if index is None:
         return set()
     with suppress(msgspec.MsgspecError):
-        names = set(msgspec.json.decode(index, type=_Index).weight_map.values())
+        names = set(read_index(index).values())
         return {name for name in names if os.path.basename(name) == name and name.endswith(".safetensors")}
     return set()

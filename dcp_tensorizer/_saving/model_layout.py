@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from .._format.delta import zstd
 from .._format.renaming import Renaming, collision, not_inverted
 from .._format.runs import Integers
-from .._format.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, FileLayout, fault_of, lay_out, shards
+from .._format.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, SafetensorsLayout, fault_of, lay_out, shards
 from .._index.chunks import ChunkLayout, expand, regions_of_range, runs_of
 from .._index.schema import Layout, Run
 from .._publish.publisher import Publish
@@ -99,7 +99,7 @@ class ModelTensor:
 class ModelPlan:
     """The files of a model, in order."""
 
-    files: tuple[FileLayout[ModelTensor], ...]
+    files: tuple[SafetensorsLayout[ModelTensor], ...]
     dropped: frozenset[str]  # names, in the state dict, of tensors that are tied to others
     ranks: int  # how many write
 

@@ -18,7 +18,7 @@ _WINDOW = 64 << 20  # bytes of the files per rank in one exchange
 _FIELDS = 3  # sent with each piece: file, offset, bytes
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor of the model, and the source that has its bytes."""
 
     file: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     source: int
 
 
-def pieces_of(parts: Sequence[Part]) -> Pieces:
+def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
     """The pieces of the files that hold parts of tensors."""
     found = []
     for part in parts:

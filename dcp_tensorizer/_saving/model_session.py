@@ -26,7 +26,7 @@ from .item_bytes import ItemBytes
 from .keeping import KeptSave
 from .model_destination import ModelDestination
 from .model_layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
-from .model_pieces import Part, PieceExchange, pieces_of, round_count, split
+from .model_pieces import PieceExchange, TensorPart, pieces_of, round_count, split
 from .options import SaveOptions
 from .rank_group import RankGroup
 from .report import SaveReport
@@ -286,11 +286,11 @@ class _RankJob:
             assert data is not None
             place = int(layout.file[number]), int(layout.start[number]), dtype.itemsize
             region = tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            parts.append(Part(*place, *region, source))
+            parts.append(TensorPart(*place, *region, source))
         if self._session.writes_headers:
             for number in range(len(layout.files)):
                 header = self._session.header(number)
-                parts.append(Part(number, 0, 1, (len(header),), (0,), (len(header),), len(self._sources)))
+                parts.append(TensorPart(number, 0, 1, (len(header),), (0,), (len(header),), len(self._sources)))
                 self._add(f"header {number}", header)
         return pieces_of(parts)
 

@@ -23,7 +23,7 @@ from .._index.locations import InlineItem, RankPlaces, checked_hash
 from .._index.schema import ItemKey, item_key
 from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import awaited
-from .._staging.shared_mappings import SharedFile
+from .._staging.shared_mappings import MappedFile
 from .._storage.base import UNLIMITED
 from .._unpickle.objects import unsafe_globals
 from .._writer_process.protocol import FileRequest, TensorSource, WriteDone
@@ -65,7 +65,7 @@ class Item:
         """
         return self.tensor.numel() > 0
 
-    def source(self, memory: int | SharedFile | None = None, offset: int = 0) -> TensorSource:
+    def source(self, memory: int | MappedFile | None = None, offset: int = 0) -> TensorSource:
         """The description of the item's bytes and their place."""
         tensor = self.tensor
         return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)

@@ -16,7 +16,7 @@ from .._runtime.gc_pause import collector_paused
 from .._runtime.process_context import ProcessContext, identity_of_process
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._staging.device import CUDA, Device
-from .._staging.shared_mappings import SharedFile, SharedTensors
+from .._staging.shared_mappings import MappedFile, SharedTensors
 from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
@@ -351,7 +351,7 @@ class WriterClient:
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
         """Finds each item's bytes in shared memory. Tensors that the planner has made are copied there."""
-        places: dict[str, tuple[int | SharedFile, int]] = {}
+        places: dict[str, tuple[int | MappedFile, int]] = {}
         made = []
         for item in items:
             offset = buffer.locate(item.tensor)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class SharedFile(NamedTuple):
+class MappedFile(NamedTuple):
     """A file that its owner maps. Device and inode show whether the path still leads to it."""
 
     path: str
@@ -47,9 +47,9 @@ class SharedMappings:
         self._mappings = _shared_mappings()
         self._starts = [mapping.start for mapping in self._mappings]
         self._descriptors: dict[tuple[int, str], str] | None = None
-        self._files: dict[_Mapping, SharedFile | None] = {}
+        self._files: dict[_Mapping, MappedFile | None] = {}
 
-    def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
+    def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
         """The file, and the offset in it, of a tensor's bytes; None if another process cannot read them in C order."""
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if tensor.device.type != "cpu" or not plain or not tensor.numel():
@@ -64,7 +64,7 @@ class SharedMappings:
         file = self._files[mapping]
         return None if file is None else (file, mapping.offset + address - mapping.start)
 
-    def _file(self, mapping: _Mapping) -> SharedFile | None:
+    def _file(self, mapping: _Mapping) -> MappedFile | None:
         if self._descriptors is None:
             self._descriptors = _own_files()
         for path in (mapping.path, self._descriptors.get((mapping.inode, mapping.path), "")):
@@ -73,7 +73,7 @@ class SharedMappings:
             except OSError:
                 continue
             if status.st_ino == mapping.inode and stat.S_ISREG(status.st_mode):
-                return SharedFile(path, status.st_dev, status.st_ino)
+                return MappedFile(path, status.st_dev, status.st_ino)
         return None
 
 
@@ -87,7 +87,7 @@ class SharedTensors:
         self._tensors = list(tensors)
         self._ranges = _joined(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors))
 
-    def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
+    def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
         """`SharedMappings.locate` for these tensors and parts of them; None for all others."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
@@ -116,7 +116,7 @@ def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
         os.close(fd)
 
 
-def map_shared(file: SharedFile) -> mmap.mmap:
+def map_shared(file: MappedFile) -> mmap.mmap:
     """Maps another process's shared memory read-only. Raises `WriteError` if it is gone, or this process may not open
     it.
     """

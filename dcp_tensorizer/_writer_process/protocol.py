@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._format.names import StoredItem
 from .._runtime.channel import Done, Failed
 from .._runtime.process_context import ProcessContext
-from .._staging.shared_mappings import SharedFile
+from .._staging.shared_mappings import MappedFile
 from .._storage.base import FileIdentity
 from .shared_job import PartsWritten, Pieces, SharedFilePart
 from .write_options import WriteOptions
@@ -34,7 +34,7 @@ class TensorSource(NamedTuple):
     nbytes: int
     kind: str = "tensor"
     """See `StoredItem.kind`."""
-    memory: int | SharedFile | None = None
+    memory: int | MappedFile | None = None
     """The number of a shared buffer, or a file that the trainer maps; None where nothing crosses to a process."""
     offset: int = 0
     """First byte in that memory."""

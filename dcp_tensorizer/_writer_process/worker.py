@@ -24,7 +24,7 @@ from .._format.encoder import PartMemory
 from .._runtime.channel import Channel, Done, Progress, Ready
 from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
-from .._staging.shared_mappings import SharedFile, attach, map_shared
+from .._staging.shared_mappings import MappedFile, attach, map_shared
 from .._storage.open import open_storage
 from .jobs import DigestJob, FileJob, PublishJob
 from .protocol import (
@@ -103,7 +103,7 @@ class _Worker:
         self._channel = channel
         self._snapshots = snapshots
         self._buffers: dict[int, mmap.mmap] = {}
-        self._shared: dict[SharedFile, mmap.mmap] = {}
+        self._shared: dict[MappedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_KEPT_BYTES)
         self._job: FileJob | DigestJob | SharedWriteJob | PublishJob | None = None
@@ -214,7 +214,7 @@ class _Worker:
 
     def _bytes(self, source: TensorSource) -> memoryview:
         match source.memory:
-            case SharedFile() as file:
+            case MappedFile() as file:
                 memory = self._map(file)
             case int(buffer):
                 memory = self._buffers[buffer]
@@ -222,7 +222,7 @@ class _Worker:
                 raise ValueError(f"{source.name!r} is not in shared memory")
         return memoryview(memory)[source.offset : source.offset + source.nbytes]
 
-    def _map(self, file: SharedFile) -> mmap.mmap:
+    def _map(self, file: MappedFile) -> mmap.mmap:
         """Maps a file when the first tensor in it is written, for as long as the request takes."""
         with self._mapping:
             if file not in self._shared:

@@ -76,29 +76,35 @@ print(json.dumps(told), flush=True)
 """
 
 
+def run_beside(disk, job, *arguments, seconds):
+    """Runs a job on a disk that is frozen and thawed when the job asks for it; returns its output and its errors."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", job, str(disk.path), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        for word, act in (("freeze", disk.freeze), ("thaw", disk.thaw)):
+            assert process.stdout.readline() == f"{word}\n"
+            act()
+            process.stdin.write("done\n")
+            process.stdin.flush()
+        return process.communicate(timeout=seconds)
+    finally:
+        disk.thaw()
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("step", ["prepare", "write", "commit"])
 def test_a_save_to_a_disk_that_hangs(small_disk, tmp_path, step):
     """It fails when its timeout is over, training goes on, and nothing of it is committed late or left over."""
     disk, elsewhere = small_disk(64 << 20, "ext4"), tmp_path / "elsewhere"
-    job = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", JOB, str(disk.path), str(elsewhere), step],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert job.stdin is not None and job.stdout is not None
-    try:
-        for word, act in (("freeze", disk.freeze), ("thaw", disk.thaw)):
-            assert job.stdout.readline() == f"{word}\n"
-            act()
-            job.stdin.write("done\n")
-            job.stdin.flush()
-        output, _ = job.communicate(timeout=60)
-    finally:
-        disk.thaw()
-        job.kill()
-        job.communicate()
+    output, _ = run_beside(disk, JOB, elsewhere, step, seconds=60)
     told = json.loads(output)
     waited = "made no progress for 3 s" if step == "write" else "has not answered for 3 s: its disk or its server hangs"
     assert waited in told["first"] and "has not answered for 3 s" in told["second"]
@@ -158,25 +164,6 @@ print(state["x"].unique().tolist(), len(os.listdir(remote)), flush=True)
 def test_a_local_disk_that_hangs_is_passed_by(small_disk, tmp_path, step):
     """The save is on the remote after its timeout, and the next one goes by the disk again."""
     disk = small_disk(64 << 20, "ext4")
-    job = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", LOCAL_JOB, str(disk.path), str(tmp_path / "remote"), step],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert job.stdin is not None and job.stdout is not None
-    try:
-        for word, act in (("freeze", disk.freeze), ("thaw", disk.thaw)):
-            assert job.stdout.readline() == f"{word}\n"
-            act()
-            job.stdin.write("done\n")
-            job.stdin.flush()
-        output, errors = job.communicate(timeout=90)
-    finally:
-        disk.thaw()
-        job.kill()
-        job.communicate()
+    output, errors = run_beside(disk, LOCAL_JOB, tmp_path / "remote", step, seconds=90)
     assert output == "[2.0] 2\n"
     assert errors.count("is not used, and this save goes to") == 1

@@ -21,7 +21,7 @@ from msgspec.json import Decoder
 from ..._format.safetensors import (
     DTYPES,
     PAIRS,
-    FileLayout,
+    SafetensorsLayout,
     fault_of,
     file_names,
     index_of,
@@ -211,7 +211,7 @@ def write(
             storage.put(INDEX, index, sync=True)
 
 
-def _write_file(storage: Storage, name: str, layout: FileLayout[StoredTensor], block_bytes: int) -> None:
+def _write_file(storage: Storage, name: str, layout: SafetensorsLayout[StoredTensor], block_bytes: int) -> None:
     with written_file(storage, name, layout.nbytes) as write_piece:
         write_piece(memoryview(layout.header))
         for tensor in layout.tensors:

@@ -17,9 +17,9 @@ def test_another_process_sees_it() -> None:
     (path, device, inode), offset = place
     script = """
 import sys
-from dcp_tensorizer._staging.shared_mappings import SharedFile, map_shared
+from dcp_tensorizer._staging.shared_mappings import MappedFile, map_shared
 path, device, inode, offset = sys.argv[1:]
-mapping = map_shared(SharedFile(path, int(device), int(inode)))
+mapping = map_shared(MappedFile(path, int(device), int(inode)))
 print(sum(mapping[int(offset) : int(offset) + 4000]))
 """
     done = run_python(script, path, str(device), str(inode), str(offset))

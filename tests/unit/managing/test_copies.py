@@ -10,7 +10,7 @@ import pytest
 from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.copies import Copies, CopyOptions, CopyVote
+from dcp_tensorizer._managing.copies import CopyOptions, CopyVote, PeerCopies
 from dcp_tensorizer._managing.restart import _Offer, _reached
 from dcp_tensorizer._restart.find import Held
 from dcp_tensorizer._restart.protocol import CopyStatus, KeptHead
@@ -38,14 +38,14 @@ class _Keeper:
         self.has_dropped = True
 
 
-def ready() -> tuple[Copies, Any]:
+def ready() -> tuple[PeerCopies, Any]:
     """Copies for which there is a partner, and room."""
-    copies = Copies(Agreement(None), CopyOptions(2))
+    copies = PeerCopies(Agreement(None), CopyOptions(2))
     copies._partner, copies._has_room = Address("10.0.0.2", 5, b""), True
     return copies, _Keeper()
 
 
-def step(copies: Copies, keeper: Any, state_id: str) -> bool:
+def step(copies: PeerCopies, keeper: Any, state_id: str) -> bool:
     """A step of training, whose state is kept; whether it is copied."""
     copies.advance(copies.vote(keeper))
     if is_copied := copies.order(state_id):
@@ -104,7 +104,7 @@ def test_a_partner_that_a_later_run_has() -> None:
 
 def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A warning says so, and nothing is copied."""
-    copies = Copies(Agreement(None), CopyOptions(2))
+    copies = PeerCopies(Agreement(None), CopyOptions(2))
     with caplog.at_level(logging.WARNING):
         copies.begin(None)
     assert not copies.is_on

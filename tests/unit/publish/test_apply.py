@@ -27,18 +27,13 @@ from dcp_tensorizer import (
 from dcp_tensorizer._format.delta import zstd
 from dcp_tensorizer._publish.model import header_of
 
-from ...models import INDEX, first_state, loaded, next_state, weights_of, write_model
+from ...models import INDEX, first_state, loaded, next_state, publish_versions, weights_of, write_model
 
 
 @pytest.fixture
 def versions(tmp_path: Path) -> Path:
     """Five published versions: 1 and 4 are whole, 2, 3 and 5 deltas. The models are in ``model-N`` beside it."""
-    state = first_state()
-    for number in range(1, 6):
-        write_model(tmp_path / f"model-{number}", state)
-        publish(tmp_path / f"model-{number}", tmp_path / "published", max_deltas=2)
-        state = next_state(state, number)
-    return tmp_path / "published"
+    return publish_versions(tmp_path, 5)
 
 
 def files_of(path: Path) -> dict[str, bytes]:

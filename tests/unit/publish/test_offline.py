@@ -9,18 +9,13 @@ import pytest
 from dcp_tensorizer import NotCommitted, apply_delta, publish
 from dcp_tensorizer.tools import collect_versions, list_versions, verify_versions
 
-from ...models import INDEX, first_state, next_state, weights_of, write_model
+from ...models import INDEX, publish_versions, weights_of
 
 
 @pytest.fixture
 def versions(tmp_path: Path) -> Path:
     """Six published versions: 1 and 4 are whole."""
-    state = first_state()
-    for number in range(1, 7):
-        write_model(tmp_path / f"model-{number}", state)
-        publish(tmp_path / f"model-{number}", tmp_path / "published", max_deltas=2)
-        state = next_state(state, number)
-    return tmp_path / "published"
+    return publish_versions(tmp_path, 6)
 
 
 @pytest.mark.parametrize(

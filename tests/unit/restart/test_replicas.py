@@ -24,11 +24,11 @@ from dcp_tensorizer._restart.replicas import (
     Accepted,
     Block,
     NotCopied,
-    Offer,
     Ok,
     Record,
-    Refused,
     RemotePart,
+    ReplicaOffer,
+    ReplicaRefused,
     Sent,
     Throttle,
     copy_part,
@@ -188,8 +188,8 @@ def test_what_is_not_whole_is_not_there() -> None:
     record = encoded(content)
     for is_changed in (False, True):
         with closing(address.connect()) as wire:
-            offer = Offer(content.state.head, 2 * BLOCK, len(record), "")
-            assert isinstance(wire.ask(offer, Accepted | Refused), Accepted)
+            offer = ReplicaOffer(content.state.head, 2 * BLOCK, len(record), "")
+            assert isinstance(wire.ask(offer, Accepted | ReplicaRefused), Accepted)
             with pytest.raises(ConnectionError):
                 _send_a_part(wire, data, b"other" if is_changed else data, record)
     assert keeper.content("a", 0, 0.0) is None
@@ -202,7 +202,7 @@ def _send_a_part(wire: Wire, data: bytes, digested: bytes, record: bytes) -> Non
     wire.send(Sent())
     wire.send(Record(xxhash.xxh3_128_digest(record)))
     wire.send_bytes(memoryview(record))
-    wire.receive(Ok | Refused)
+    wire.receive(Ok | ReplicaRefused)
 
 
 def _open_files() -> list[str]:

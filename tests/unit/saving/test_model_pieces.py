@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcp_tensorizer._saving import model_pieces
 from dcp_tensorizer._saving.model_layout import ModelOptions, RankLayout, plan_model, rank_layout
-from dcp_tensorizer._saving.model_pieces import Part, PieceExchange, pieces_of, round_count, split
+from dcp_tensorizer._saving.model_pieces import PieceExchange, TensorPart, pieces_of, round_count, split
 from dcp_tensorizer._storage.base import SharedFile
 from dcp_tensorizer._writer_process.shared_job import Pieces, SharedFilePart
 
@@ -108,10 +108,10 @@ def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, fil
         whole = values(key, shape, dtype)
         contents.append(np.ascontiguousarray(whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]))
         place = int(layout.file[number]), int(layout.start[number]), dtype.itemsize
-        parts.append(Part(*place, shape, start, size, len(contents) - 1))
+        parts.append(TensorPart(*place, shape, start, size, len(contents) - 1))
     for number, header in enumerate(headers if rank == 0 else []):
         contents.append(np.frombuffer(header, dtype=np.uint8))
-        parts.append(Part(number, 0, 1, (len(header),), (0,), (len(header),), len(contents) - 1))
+        parts.append(TensorPart(number, 0, 1, (len(header),), (0,), (len(header),), len(contents) - 1))
 
     def fill(source: int, start: int, memory: np.ndarray) -> None:
         memory[:] = contents[source].reshape(-1).view(np.uint8)[start : start + memory.nbytes]

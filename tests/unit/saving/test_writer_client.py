@@ -17,7 +17,7 @@ from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.device import SideStreams
-from dcp_tensorizer._staging.shared_mappings import SharedFile
+from dcp_tensorizer._staging.shared_mappings import MappedFile
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
@@ -134,7 +134,7 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
     options = WriteOptions(sync_files=False, thread_count=1)
     with pytest.raises(WriteError, match="seen enough"):
         client.write(LocalStorage(tmp_path), 0, "save", items, result.staged_save, options)
-    assert [type(process.sources[name].memory) for name in ("staged", "made")] == [SharedFile, int]
+    assert [type(process.sources[name].memory) for name in ("staged", "made")] == [MappedFile, int]
     client.free()
     del result
     stager.saves.close()

@@ -12,7 +12,7 @@ import torch
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._staging import shared_mappings
-from dcp_tensorizer._staging.shared_mappings import SharedFile, SharedMappings, SharedTensors, map_shared
+from dcp_tensorizer._staging.shared_mappings import MappedFile, SharedMappings, SharedTensors, map_shared
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 
 from ...support import raw
@@ -109,11 +109,11 @@ def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     status = os.stat(path)
-    map_shared(SharedFile(str(path), status.st_dev, status.st_ino)).close()
+    map_shared(MappedFile(str(path), status.st_dev, status.st_ino)).close()
     with pytest.raises(WriteError, match=r"has released it.*staging='buffer'"):
-        map_shared(SharedFile(str(path), status.st_dev, status.st_ino + 1))
+        map_shared(MappedFile(str(path), status.st_dev, status.st_ino + 1))
     with pytest.raises(WriteError, match="keep the tensors"):
-        map_shared(SharedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))
+        map_shared(MappedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))
 
 
 def other_memory_at(mapping: mmap.mmap) -> None:

@@ -9,7 +9,7 @@ import pytest
 from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._runtime.channel import Done, Failed, Progress, Ready
-from dcp_tensorizer._staging.shared_mappings import SharedFile
+from dcp_tensorizer._staging.shared_mappings import MappedFile
 from dcp_tensorizer._writer_process.protocol import (
     BufferInfo,
     DetachRequest,
@@ -26,7 +26,7 @@ from dcp_tensorizer._writer_process.protocol import (
 )
 from dcp_tensorizer._writer_process.write_options import WriteOptions
 
-FILE = SharedFile("/dev/shm/torch_1", 7, 4711)
+FILE = MappedFile("/dev/shm/torch_1", 7, 4711)
 SOURCES = (
     TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096),
     TensorSource("step", "uint8", (100,), 100, "object", FILE, 512),
@@ -72,10 +72,10 @@ def test_messages_survive_pickling(message: object) -> None:
 
 
 def test_where_a_tensor_is_keeps_its_type() -> None:
-    """A number is a buffer of ours, a `SharedFile` is the trainer's; the file crosses once for all tensors."""
+    """A number is a buffer of ours, a `MappedFile` is the trainer's; the file crosses once for all tensors."""
     many = tuple(SOURCES[1]._replace(offset=n) for n in range(100))
     copy = pickle.loads(pickle.dumps(WriteRequest("/p", OPTIONS, (FileRequest("f", (*SOURCES, *many)),))))
-    assert [type(source.memory) for source in copy.files[0].tensors[:2]] == [int, SharedFile]
+    assert [type(source.memory) for source in copy.files[0].tensors[:2]] == [int, MappedFile]
     assert len({id(source.memory) for source in copy.files[0].tensors[1:]}) == 1
 
 
