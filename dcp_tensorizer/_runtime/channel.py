@@ -110,6 +110,8 @@ class Channel:
                     if message.nbytes != progress:
                         progress = message.nbytes
                         patience.renew()
+                    elif patience.is_over():  # it tells of no progress often enough to keep every wait short
+                        raise TimeoutError
                 elif isinstance(message, Ready):
                     patience.renew()
                 else:

@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,22 @@ def test_a_wait_ends_when_a_check_fails(channels: tuple[Channel, Channel]) -> No
 
     with pytest.raises(EOFError):
         channels[1].wait_readable(Patience(0.001, 1.0), check)
+
+
+def test_the_same_progress_again_and_again_is_none(channels: tuple[Channel, Channel]) -> None:
+    """However often it is told: the time without progress goes on, though no wait for a message is long."""
+    ours, theirs = channels
+
+    def tell() -> None:
+        with suppress(EOFError):
+            while True:
+                theirs.send(Progress(7), timeout=WAIT)
+
+    telling = in_background(tell)
+    with pytest.raises(TimeoutError, match=r"no answer in 0\.05 s"):
+        ours.answer(0.05)
+    ours.close()
+    telling.result(WAIT)
 
 
 def test_a_request_and_its_answer(channels: tuple[Channel, Channel]) -> None:
