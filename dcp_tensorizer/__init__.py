@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._saving.report import SaveReport
     from ._writer_process.write_options import SaveLimits
     from .any_format import open_reader
-    from .export import Export, SafetensorsStorageWriter
+    from .export import Export, Parts, SafetensorsStorageWriter
     from .manager import CheckpointManager
     from .planner import LoadPlanner, SavePlanner
     from .reader import TensorizerStorageReader
@@ -49,6 +49,7 @@ __all__ = [
     "LoadReport",
     "MetadataError",
     "NotCommitted",
+    "Parts",
     "Publish",
     "PublishedVersion",
     "ReadError",
@@ -81,6 +82,7 @@ _ON_USE = {
     "GoodputReport": "_managing.goodput",
     "LoadPlanner": "planner",
     "LoadReport": "_loading.report",
+    "Parts": "export",
     "Publish": "_publish.publisher",
     "PublishedVersion": "_publish.publisher",
     "SafetensorsStorageWriter": "export",

@@ -13,6 +13,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ._format.renaming import Renaming, Rules
+from ._loading.deliver import LoadOptions
+from ._loading.model_reader import ModelReader, has_parts
 from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_committed, unreadable
 from ._restart.checkpoint import KeptCheckpoint
@@ -35,13 +38,18 @@ _KEPT_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_re
 
 
 def open_reader(
-    path: str | os.PathLike[str], *, from_memory: bool = True, **options: Unpack[ReaderOptions]
+    path: str | os.PathLike[str],
+    *,
+    from_memory: bool = True,
+    rename: Rules | None = None,
+    **options: Unpack[ReaderOptions],
 ) -> StorageReader:
     """A reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
 
-    It reads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and local directories of
-    safetensors files in Hugging Face's layout. The last are read by torch's own reader. The format is recognised anew
-    in each load, so that a job may switch its storage between two saves.
+    It reads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories of
+    safetensors files as Hugging Face has them: those that the index names. Parts of tensors, which torch's
+    ``HuggingFaceStorageWriter`` leaves without consolidation, are read by torch's own reader, from local directories.
+    The format is recognised anew in each load, so that a job may switch its storage between two saves.
 
     No code of a checkpoint runs, whatever its format. torch's ``.metadata`` is a pickle, of which only DCP's own
     records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules
@@ -53,8 +61,11 @@ def open_reader(
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
         from_memory: Look in memory, too.
+        rename: The rules by which a model was, or would be, saved (see `SafetensorsStorageWriter`), used the other way
+            round: its tensors get the names, and the shapes, that they have in the state dict. Only for safetensors.
         options: Options of `TensorizerStorageReader`. For torch's own format only ``storage_options``, ``timeout`` and
-            ``allow_pickle`` apply, for safetensors ``thread_count``; ``encryption`` is refused for both.
+            ``allow_pickle`` apply; for safetensors ``storage_options``, ``timeout``, ``thread_count``, ``page_cache``
+            and ``on_progress``. ``encryption`` is refused for both.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
@@ -62,8 +73,9 @@ def open_reader(
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path.
         MetadataError: it is of none of these formats; the message says what was found.
+        ReadError: ``rename`` does not fit the model, or something else than a model is there.
     """
-    return AnyFormatReader(path, from_memory=from_memory, **options)
+    return AnyFormatReader(path, from_memory=from_memory, rename=rename, **options)
 
 
 class AnyFormatReader(StorageReader):
@@ -73,9 +85,16 @@ class AnyFormatReader(StorageReader):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, from_memory: bool = True, **options: Unpack[ReaderOptions]
+        self,
+        path: str | os.PathLike[str],
+        *,
+        from_memory: bool = True,
+        rename: Rules | None = None,
+        **options: Unpack[ReaderOptions],
     ) -> None:
         TensorizerStorageReader(path, **options)  # checks the arguments
+        Renaming(rename or {}).inverse()
+        self._rename = rename
         self._looks_in_memory = from_memory
         self._path: str | os.PathLike[str] = absolute_path(path)
         self._root = path
@@ -171,22 +190,25 @@ class AnyFormatReader(StorageReader):
             if orphan is not None:
                 return KeptReader(orphan, self._options)
         found = format_of(storage, rank) if storage.file_in_place() is None else None
+        if found is None:
+            raise _unknown(storage)
+        if self._rename is not None and found != "safetensors":
+            raise ReadError(f"{storage.path} is of the format {found}, and rename= is for models of safetensors")
         if found == "dcp_tensorizer":
             reader = TensorizerStorageReader(self._root, **self._options)
             reader.reset(self._path)
             return reader
-        if found is None:
-            raise _unknown(storage)
         if self._options.get("encryption") is not None:
             raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted: leave the key out")
         if found == "dcp":
             trusts = bool(self._options.get("allow_pickle"))
             return TorchReader(storage, allow_pickle=trusts, extensions=self._extensions)
-        if not isinstance(self._path, os.PathLike):
-            raise ReadError(
-                f"{storage.path} holds safetensors, which torch reads from local disks only: copy it to one"
-            )
-        return HuggingFaceStorageReader(os.fspath(self._path), self._options.get("thread_count") or 1)
+        threads = self._options.get("thread_count")
+        if self._rename is None and isinstance(self._path, os.PathLike) and has_parts(storage):
+            return HuggingFaceStorageReader(os.fspath(self._path), threads or 1)
+        options = LoadOptions(False, False, threads, self._options.get("page_cache"))
+        progress = self._options.get("on_progress") or (lambda done, total: None)
+        return ModelReader(storage, self._rename or {}, options, progress)
 
 
 class KeptReader(TensorizerStorageReader):

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ._format.renaming import Parts, Rules
 from ._format.safetensors import MAX_SHARD_BYTES
 from ._publish.publisher import Publish
 from ._runtime.validation import check_callable, check_count, check_path, check_storage_options
@@ -30,7 +31,7 @@ from .writer import TensorizerStorageWriter
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Export", "SafetensorsStorageWriter"]
+__all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Export:
     at_end: bool = True
     include: Sequence[str] = ("model.*",)
     dtype: torch.dtype | None = None
-    rename: Mapping[str, str] = field(default_factory=lambda: {"model.*": "*"})
+    rename: Rules = field(default_factory=lambda: {"model.*": "*"})
     max_shard_bytes: int = MAX_SHARD_BYTES
     files: Sequence[str | os.PathLike[str]] = ()
     overwrite: bool = False
@@ -112,8 +113,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             ``checkpoint_id`` overrides it for that save.
         dtype: What floating-point tensors are cast to, bit for bit as ``tensor.to(dtype)`` does it.
         rename: New names by patterns of the keys of the flattened state dict. Only ``*`` has a meaning in them: the
-            n-th of a new name is what the n-th of its pattern stands for. The first pattern that matches counts. Each
-            name has to lead back to its key.
+            n-th of a new name is what the n-th of its pattern stands for. The first pattern that matches counts. One
+            side of a rule may be `Parts`: experts one by one, or queries, keys and values. Each name has to lead back
+            to its key, so that ``open_reader(path, rename=...)`` loads the model with the same rules.
         max_shard_bytes: The most in a file; a tensor that is larger gets a file of its own.
         files: Files that come along, as ``config.json`` and those of the tokenizer; of a directory all files that hold
             no weights. The coordinator reads them.
@@ -139,7 +141,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         path: str | os.PathLike[str] | None = None,
         *,
         dtype: torch.dtype | None = None,
-        rename: Mapping[str, str] | None = None,
+        rename: Rules | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         files: Sequence[str | os.PathLike[str]] = (),
         overwrite: bool = False,

@@ -17,6 +17,8 @@ from msgspec import Meta, Raw, Struct
 
 SINGLE = "model.safetensors"
 """The file of a model that fits into one file."""
+ADAPTER = "adapter_model.safetensors"
+"""The file of an adapter of PEFT, which has no index."""
 INDEX = "model.safetensors.index.json"
 """The index, which names the file of each tensor."""
 LENGTH = struct.Struct("<Q")

@@ -25,11 +25,11 @@ from .._runtime.torch_compat import is_fake, real_tensors
 from .._staging.device import CUDA
 from .._storage.base import Storage
 from .._unpickle.objects import advice, unsafe_globals
-from ..errors import CheckpointError, ReadError, UntrustedObject, describe, listed
+from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .exchange import Exchange
 from .executor import fetch, limits_of
 from .pinned_pool import PinnedPools
-from .targets import Casts, Located, ReadTarget, is_object, targets_of
+from .targets import Casts, Located, ReadTarget, is_object, targets_of, warn_of_casts
 from .validate import check_own_parts
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -131,17 +131,7 @@ def _load(
         exchange.read if exchange is not None and exchange.exchanges_tensors else read,
         progress,
     )
-    for (stored_dtype, dtype), keys in casts.items():
-        logger.warning(
-            "%s: %s stored as %s and converted to the %s of the target: %s",
-            *(
-                path,
-                "1 tensor is" if len(keys) == 1 else f"{len(keys):,} tensors are",
-                stored_dtype,
-                dtype,
-                listed(keys),
-            ),
-        )
+    warn_of_casts(path, casts)
     for read_item, content in contents:
         deliver_object(path, planner, read_item, content)
     return nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import uuid
@@ -20,8 +21,10 @@ from .._format.tensor_bytes import named_dtype
 from .._index.chunks import Region
 from .._index.reader import Index, Piece
 from .._runtime.torch_compat import is_plain
-from ..errors import ReadError
+from ..errors import ReadError, listed
 from .validate import check_length
+
+logger = logging.getLogger("dcp_tensorizer")
 
 Casts = dict[tuple[torch.dtype, torch.dtype], list[str]]
 """The keys of tensors that are converted while they are loaded, by the stored dtype and the target's."""
@@ -148,6 +151,19 @@ def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tenso
     keys = casts.setdefault((stored_dtype, tensor.dtype), [])
     if key not in keys[-1:]:  # this is called for each chunk of a tensor
         keys.append(key)
+
+
+def warn_of_casts(path: str, casts: Casts) -> None:
+    """Warns, once for each pair of dtypes, of tensors that were converted while they were loaded."""
+    for (stored_dtype, dtype), keys in casts.items():
+        logger.warning(
+            "%s: %s stored as %s and converted to the %s of the target: %s",
+            path,
+            "1 tensor is" if len(keys) == 1 else f"{len(keys):,} tensors are",
+            stored_dtype,
+            dtype,
+            listed(keys),
+        )
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

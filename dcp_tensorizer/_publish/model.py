@@ -15,6 +15,7 @@ import numpy as np
 
 from .._format.encoder import Parts
 from .._format.safetensors_header import INDEX, LENGTH, MAX_HEADER, SINGLE, encode_header, read_header, read_index
+from .._runtime.threads import in_threads
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted, WriteError
 
@@ -75,6 +76,22 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
     files = (file.name for file in storage.listing()[0])
     others = sorted(name for name in files if not name.endswith(_ENDING) and name != INDEX and is_plain_name(name))
     return Model(index, weights, tuple(others))
+
+
+def read_weight_files(storage: Storage) -> list[WeightFile]:
+    """Reads the headers of the files that an index names, or, without an index, of all safetensors files.
+
+    Raises `NotCommitted` if there are none, and `MetadataError` if the index or a header is damaged.
+    """
+    index = read_small(storage, INDEX)
+    if index is not None:
+        is_lone = storage.head(SINGLE) is not None  # which Hugging Face's libraries prefer
+        names = {SINGLE} if is_lone else set(_read_weight_map(storage, index).values())
+    else:
+        names = {file.name for file in storage.listing()[0] if file.name.endswith(_ENDING)}
+    if not names:
+        raise NotCommitted(f"there is no model in {storage.path}: no file ends in {_ENDING}")
+    return in_threads(lambda name: read_weight_file(storage, name), sorted(names))
 
 
 def _read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:

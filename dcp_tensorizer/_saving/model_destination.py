@@ -11,7 +11,7 @@ import msgspec
 
 from .._format.names import metadata_file_name
 from .._format.safetensors import file_names, index_of
-from .._format.safetensors_header import INDEX, SINGLE, read_index
+from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, read_index
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
@@ -38,6 +38,7 @@ class ModelDestination(Destination):
         super().__init__(context, storage, staged_save)
         self.model = model
         self._index: bytes | None = None
+        self._single = ADAPTER if model.is_adapter else SINGLE
         self._has_single = False
         self._is_fresh = True
         self._begun: tuple[SharedFile, ...] = ()
@@ -50,7 +51,8 @@ class ModelDestination(Destination):
             return
         if storage.head(metadata_file_name()) is not None:
             raise WriteError(f"{storage.path} holds a checkpoint: save the model to another path")
-        self._index, self._has_single = storage.read(INDEX), storage.head(SINGLE) is not None
+        self._index = None if self.model.is_adapter else storage.read(INDEX)
+        self._has_single = storage.head(self._single) is not None
         others = [] if self._index is not None or self._has_single else _weights_in(storage)
         self._is_fresh = self._index is None and not self._has_single and not others
         if not self._is_fresh and not self.model.overwrite:
@@ -63,13 +65,16 @@ class ModelDestination(Destination):
 
     def _begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
         storage, count = self.storage, len(plan.files)
+        if self.model.is_adapter and count > 1:
+            raise WriteError(f"{storage.path}: an adapter is one file, and this one has {count}: set max_shard_bytes=")
         if self._has_single and (count > 1 or self._index is not None):
             raise WriteError(
-                f"{storage.path} holds {SINGLE}, which readers prefer to the index of several files, and this model "
-                f"has {count}: save to another path"
+                f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
+                f"model has {count}: save to another path"
             )
-        is_lone = count == 1 and self._index is None and (self._is_fresh or self._has_single)
-        names = [SINGLE] if is_lone else file_names(count, "" if self._is_fresh else save_id)
+        is_alone = self._is_fresh or self._has_single or self.model.is_adapter
+        is_lone = count == 1 and self._index is None and is_alone
+        names = [self._single] if is_lone else file_names(count, "" if self._is_fresh else save_id)
         granules = [storage.granule_of(layout.nbytes) for layout in plan.files]
         if not all(granules):
             raise WriteError(
@@ -121,7 +126,7 @@ class ModelDestination(Destination):
         self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]], save_id: str
     ) -> set[str]:
         storage, sync = self.storage, self._context.options.write.sync_files
-        is_lone = self._begun[0].name == SINGLE
+        is_lone = self._begun[0].name == self._single
         self._check_commit()
         for name, content in self._other_files().items():
             if storage.read(name) != content:

@@ -17,15 +17,18 @@ import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from .._format.delta import zstd
-from .._format.renaming import Renaming, collision, not_inverted
+from .._format.renaming import Renaming, Rules
 from .._format.runs import Integers
 from .._format.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, SafetensorsLayout, fault_of, lay_out, shards
-from .._index.chunks import ChunkLayout, expand, regions_of_range, runs_of
+from .._index.chunks import ChunkLayout, Region, expand, regions_of_range, runs_of
+from .._index.placement import Box, Placed, place, wrong_way_back
 from .._index.schema import Layout, Run
 from .._publish.publisher import Publish
 from .._runtime.validation import check_count, check_type
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import WriteError, listed
+
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class ModelOptions:
     """How a model is written: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError`."""
 
     dtype: torch.dtype | None = None
-    rename: Mapping[str, str] = field(default_factory=dict)
+    rename: Rules = field(default_factory=dict)
     max_shard_bytes: int = MAX_SHARD_BYTES
     files: tuple[str, ...] = ()
     overwrite: bool = False
@@ -42,6 +45,8 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
+            if self.is_adapter:
+                raise ValueError("publish= takes whole models, and files= has the configuration of an adapter")
             zstd()
         if self.dtype is not None:
             check_type("dtype", self.dtype, torch.dtype)
@@ -55,7 +60,7 @@ class ModelOptions:
     def of(
         cls,
         dtype: torch.dtype | None,
-        rename: Mapping[str, str] | None,
+        rename: Rules | None,
         max_shard_bytes: int,
         files: Sequence[str | os.PathLike[str]],
         overwrite: bool,
@@ -75,6 +80,12 @@ class ModelOptions:
             publish=publish,
         )
 
+    @property
+    def is_adapter(self) -> bool:
+        """Returns whether it is an adapter of PEFT: its configuration comes along."""
+        names = (os.path.join(file, _ADAPTER_CONFIG) if os.path.isdir(file) else file for file in self.files)
+        return any(os.path.basename(name) == _ADAPTER_CONFIG and os.path.exists(name) for name in names)
+
     def arguments(self) -> dict[str, Any]:
         """The user's arguments."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -84,15 +95,31 @@ class ModelOptions:
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
 
 
+class _Chunk(NamedTuple):
+    """A part of a tensor, and the rank that has it."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    rank: int
+
+
+class _Saved(NamedTuple):
+    """A tensor of the state dict."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[_Chunk]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
     """A tensor of the model."""
 
     key: str  # in the files
-    fqn: str  # in the state dict
     dtype: torch.dtype  # as written
     shape: tuple[int, ...]
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # offset, size and rank of each
+    boxes: tuple[Box, ...]  # of the tensors in the state dict
+    chunks: tuple[_Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +145,7 @@ def plan_model(
     are tied to others: the other's name by their own. Raises `WriteError`, naming keys, if the format cannot hold the
     model, or two tensors would have the same name.
     """
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], int]]]] = {}
+    tensors: dict[str, _Saved] = {}
     objects: dict[str, None] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -126,25 +153,38 @@ def plan_model(
             if item.type == WriteItemType.BYTE_IO or data is None:
                 objects[item.index.fqn] = None
                 continue
-            known = tensors.setdefault(item.index.fqn, (data.properties.dtype, tuple(data.size), []))
-            known[2].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes), rank))
+            known = tensors.setdefault(item.index.fqn, _Saved(data.properties.dtype, tuple(data.size), []))
+            known.chunks.append(_Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes), rank))
     if objects:
         raise WriteError(
             f"{path}: {listed(list(objects))} {'is' if len(objects) == 1 else 'are'} not of tensors, which "
             f"safetensors cannot hold: leave {'it' if len(objects) == 1 else 'them'} out of the state dict"
         )
     dropped = _dropped(ties, tensors)
-    names = _names([fqn for fqn in tensors if fqn not in dropped], options.rename, path)
+    kept = sorted((fqn for fqn in tensors if fqn not in dropped), key=lambda fqn: order.get(fqn, len(order)))
     found = []
-    for fqn, key in names.items():
-        dtype, shape, chunks = tensors[fqn]
-        stored = options.stored_dtype(dtype)
-        if (fault := fault_of(key, stored, shape)) is not None:
-            raise WriteError(f"{path}: {fqn!r} {fault}")
-        found.append(ModelTensor(key, fqn, stored, shape, tuple(chunks)))
-    found.sort(key=lambda tensor: order.get(tensor.fqn, len(order)))
+    for key, placed in _placed({fqn: tensors[fqn].shape for fqn in kept}, options.rename, path).items():
+        sources = [tensors[box.source] for box in placed.boxes]
+        dtypes = {options.stored_dtype(source.dtype) for source in sources}
+        if len(dtypes) > 1:
+            raise WriteError(
+                f"{path}: {placed.boxes[0].source!r} and others become {key!r}, and differ in their dtypes"
+            )
+        (stored,) = dtypes
+        if (fault := fault_of(key, stored, placed.shape)) is not None:
+            raise WriteError(f"{path}: {placed.boxes[0].source!r} {fault}")
+        chunks = [chunk for box, source in zip(placed.boxes, sources, strict=True) for chunk in _carried(box, source)]
+        found.append(ModelTensor(key, stored, placed.shape, tuple(placed.boxes), tuple(chunks)))
     files = tuple(lay_out(of_file) for of_file in shards(found, options.max_shard_bytes))
     return ModelPlan(files, dropped, len(plans))
+
+
+def _carried(box: Box, saved: _Saved) -> list[_Chunk]:
+    """The chunks of a saved tensor in a box, by where they are in the file's tensor."""
+    if box.is_same:
+        return saved.chunks
+    regions = ((box.carry(Region(chunk.offset, chunk.size)), chunk.rank) for chunk in saved.chunks)
+    return [_Chunk(*region, rank) for region, rank in regions if region is not None]
 
 
 def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
@@ -153,22 +193,24 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
     return frozenset(fqn for fqn, first in found.items() if fqn in tensors and first in tensors)
 
 
-def _names(fqns: Sequence[str], rules: Mapping[str, str], path: str) -> dict[str, str]:
-    """The new names of tensors; raises `WriteError` if two are equal, a rule matches nothing, or a load could not find
-    the way back.
+def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
+    """The tensors of the files; raises `WriteError` if two would have one name, a rule fits no tensor, or a load could
+    not find the way back.
     """
     renaming = Renaming(rules)
-    names = {fqn: renaming.new_name(fqn) for fqn in fqns}
+    try:
+        placed = place(renaming, shapes)
+        wrong = wrong_way_back(renaming, placed) if rules else None
+    except ValueError as error:
+        raise WriteError(f"{path}: {error}") from None
     if renaming.unused:
-        raise WriteError(f"{path}: no tensor matches {listed(list(renaming.unused))}, which rename= has")
-    if (pair := collision(names)) is not None:
-        raise WriteError(f"{path}: {pair[0]!r} and {pair[1]!r} would both be {names[pair[0]]!r}: mend rename=")
-    if rules and (pair := not_inverted(renaming, names)) is not None:
+        raise WriteError(f"{path}: no tensor matches {listed(list(map(str, renaming.unused)))}, which rename= has")
+    if wrong is not None:
         raise WriteError(
-            f"{path}: {pair[0]!r} would be {names[pair[0]]!r}, and a load with the same rename= would take that for "
-            f"{pair[1]!r}: mend rename=, so that each new name leads back to one key"
+            f"{path}: {wrong[0]!r} would be {wrong[1]!r}, and a load with the same rename= would take that for "
+            f"{wrong[2]!r}: mend rename=, so that each new name leads back to one key"
         )
-    return names
+    return placed
 
 
 # --- the layout for the ranks -----------------------------------------------------------------------------------------
@@ -183,9 +225,19 @@ class ChunkOwners(NamedTuple):
     ranks: list[Run]
 
 
+class TensorPlace(NamedTuple):
+    """Where elements of a tensor of the state dict belong in a tensor of a file that is not the same as a whole."""
+
+    shape: tuple[int, ...]  # of the tensor in the file
+    box: Box  # its source is not named
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLayout:
-    """The layout of all files, the same for all ranks. Columns are in the order of ``hashes``, which are ascending."""
+    """The layout of all files, the same for all ranks.
+
+    Columns are in the order of ``hashes``, which are ascending. A tensor that goes to several others has several rows.
+    """
 
     save_id: str  # the coordinator's
     ranks: int  # how many write
@@ -198,6 +250,8 @@ class RankLayout:
     dtypes: tuple[torch.dtype, ...]
     owner: Integers  # the number of its sharding; -1 if it has no elements, or is not written
     owners: tuple[ChunkOwners, ...]  # the shardings; empty if no block of a file has a single writer
+    place: Integers  # the number of its place; -1 if the file has it as it is
+    places: tuple[TensorPlace, ...]
 
     @property
     def nbytes(self) -> int:
@@ -209,15 +263,14 @@ class RankLayout:
         """Returns whether each block of a file has one writer."""
         return self.ranks > 1 and any(part.granule > 1 for part in self.files)
 
-    def find(self, fqns: Sequence[str]) -> Integers:
-        """The numbers of tensors; raises `KeyError` for unknown ones."""
+    def find(self, fqns: Sequence[str]) -> list[range]:
+        """The rows of tensors; raises `KeyError` for unknown ones."""
         wanted = np.array([_hash(fqn) for fqn in fqns], dtype=np.uint64)
-        found = np.searchsorted(self.hashes, wanted)
-        known = found < len(self.hashes)
-        known[known] = self.hashes[found[known]] == wanted[known]
-        if not known.all():
-            raise KeyError(fqns[int(np.flatnonzero(~known)[0])])
-        return found
+        first, stop = (np.searchsorted(self.hashes, wanted, side).tolist() for side in ("left", "right"))
+        for fqn, a, b in zip(fqns, first, stop, strict=True):
+            if a == b:
+                raise KeyError(fqn)
+        return list(map(range, first, stop))
 
 
 def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) -> RankLayout:
@@ -226,6 +279,7 @@ def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) 
     owners: dict[object, int] = {}
     rows: list[ChunkOwners] = []
     dtypes: dict[torch.dtype, int] = {}
+    places: dict[TensorPlace, int] = {}
     hashes, columns = [], []
     for number, layout in enumerate(plan.files):
         for tensor, start in zip(layout.tensors, layout.starts, strict=True):
@@ -237,14 +291,19 @@ def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) 
                     chunks = ChunkLayout.of(tensor.shape, [(begin, size) for begin, size, _ in tensor.chunks])
                     rows.append(ChunkOwners(chunks.to_row(), runs_of(np.array([rank for *_, rank in tensor.chunks]))))
                 owner = known
-            hashes.append(_hash(tensor.fqn))
-            columns.append((number, start, dtypes.setdefault(tensor.dtype, len(dtypes)), owner))
+            dtype = dtypes.setdefault(tensor.dtype, len(dtypes))
+            for box in tensor.boxes:
+                where = -1
+                if not box.is_same:
+                    where = places.setdefault(TensorPlace(tensor.shape, box._replace(source="")), len(places))
+                hashes.append(_hash(box.source))
+                columns.append((number, start, dtype, owner, where))
     for fqn in plan.dropped:
         hashes.append(_hash(fqn))
-        columns.append((-1, 0, 0, -1))
+        columns.append((-1, 0, 0, -1, -1))
     sorted_hashes = np.array(hashes, dtype=np.uint64)
     order = np.argsort(sorted_hashes, kind="stable")
-    file, start, dtype, owner_column = np.array(columns, dtype=np.int64).reshape(-1, 4)[order].T
+    file, start, dtype_column, owner_column, place_column = np.array(columns, dtype=np.int64).reshape(-1, 5)[order].T
     return RankLayout(
         save_id,
         plan.ranks,
@@ -253,10 +312,12 @@ def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) 
         sorted_hashes[order],
         file,
         start,
-        dtype,
+        dtype_column,
         tuple(dtypes),
         owner_column,
         tuple(rows),
+        place_column,
+        tuple(places),
     )
 
 
@@ -296,7 +357,7 @@ class GranuleOwners:
             return 0
         rows, starts = self._of_file[file]
         place = int(np.searchsorted(starts, begin, side="right")) - 1
-        row = int(rows[place])  # the only one with elements that begins there
+        row = int(rows[place])  # others that begin there are of the same tensor in the file, or have no elements
         chunks, ranks = self._sharding(int(layout.owner[row]))
         itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
         count: int = math.prod(chunks.shape)

@@ -4,12 +4,13 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from .._format.runs import Integers, runs_of_region
+from .._index.chunks import Region
 from .._writer_process.shared_job import Fill, Pieces
 from .model_layout import GranuleOwners, RankLayout
 from .rank_group import RankGroup
@@ -27,27 +28,54 @@ class TensorPart(NamedTuple):
     itemsize: int
     shape: tuple[int, ...]
     """The whole tensor's."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    region: Region
     source: int
+    chunk: tuple[tuple[int, ...], Region] | None = None
+    """The shape of the source, and the part's region there; None if the source has nothing else."""
+
+
+def part_of_row(
+    layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int
+) -> Iterator[TensorPart]:
+    """The part of a tensor in a file that a source has: a chunk of a tensor of the state dict, which has ``shape``.
+
+    ``row`` is one of that tensor's in the layout. There is none if the chunk has no elements of it.
+    """
+    file, start = int(layout.file[row]), int(layout.start[row])
+    itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
+    if (number := int(layout.place[row])) < 0:
+        yield TensorPart(file, start, itemsize, shape, chunk, source)
+        return
+    place = layout.places[number]
+    here, there = place.box.carry(chunk), chunk.intersect(place.box.there)
+    if here is not None and there is not None:
+        yield TensorPart(file, start, itemsize, place.shape, here, source, (chunk.size, there.within(chunk)))
 
 
 def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
     """The pieces of the files that hold parts of tensors."""
     found = []
     for part in parts:
-        firsts, nbytes = runs_of_region(part.shape, part.offsets, part.sizes, part.itemsize)
-        count = len(firsts)
-        found.append(
-            Pieces(
-                np.full(count, part.file),
-                firsts + part.start,
-                np.full(count, nbytes),
-                np.full(count, part.source),
-                np.arange(count, dtype=np.int64) * nbytes,
-            )
-        )
+        offsets, nbytes = runs_of_region(part.shape, *part.region, part.itemsize)
+        if part.chunk is None:
+            starts = np.arange(len(offsets), dtype=np.int64) * nbytes
+        else:
+            shape, region = part.chunk
+            starts, of_run = runs_of_region(shape, *region, part.itemsize)
+            # Both are products of the same last sizes, so that the smaller one divides the larger one.
+            offsets, starts = _cut(offsets, nbytes, min(nbytes, of_run)), _cut(starts, of_run, min(nbytes, of_run))
+            nbytes = min(nbytes, of_run)
+        count = len(offsets)
+        columns = np.full(count, part.file), offsets + part.start, np.full(count, nbytes), np.full(count, part.source)
+        found.append(Pieces(*columns, starts))
     return Pieces.joined(found)
+
+
+def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
+    """The offsets of runs, when each is cut into runs of ``size`` bytes."""
+    if size == nbytes:
+        return firsts
+    return (firsts[:, None] + np.arange(0, nbytes, size, dtype=np.int64)).reshape(-1)
 
 
 def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:

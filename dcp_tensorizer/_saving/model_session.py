@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._index.chunks import Region
 from .._runtime.torch_compat import group_of_save, state_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.open import open_storage
@@ -26,7 +27,7 @@ from .item_bytes import ItemBytes
 from .keeping import KeptSave
 from .model_destination import ModelDestination
 from .model_layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
-from .model_pieces import PieceExchange, TensorPart, pieces_of, round_count, split
+from .model_pieces import PieceExchange, TensorPart, part_of_row, pieces_of, round_count, split
 from .options import SaveOptions
 from .rank_group import RankGroup
 from .report import SaveReport
@@ -144,21 +145,22 @@ class ModelSession(SaveSession):
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         try:
-            numbers = layout.find([item.index.fqn for item in items])
+            rows = layout.find([item.index.fqn for item in items])
         except KeyError as error:
             raise WriteError(f"{self.path}: {error.args[0]!r} was not planned") from None
-        for item, number in zip(items, numbers.tolist(), strict=True):
+        is_written = [bool(layout.file[of_item[0]] >= 0) for of_item in rows]
+        for item, is_there in zip(items, is_written, strict=True):
             if item.kind != "tensor":
                 raise WriteError(
                     f"{item.index.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
                     f"it is made of, or leave it out"
                 )
-            if layout.file[number] < 0 and item.has_bytes and item.index.fqn not in self._ties:
+            if not is_there and item.has_bytes and item.index.fqn not in self._ties:
                 raise WriteError(
                     f"{item.index.fqn!r} is tied to another tensor on some rank, and not on this one: tie it on all "
                     f"ranks, or on none"
                 )
-        return [i for i, n in zip(items, numbers.tolist(), strict=True) if layout.file[n] >= 0 and i.has_bytes]
+        return [item for item, is_there in zip(items, is_written, strict=True) if is_there and item.has_bytes]
 
     def header(self, number: int) -> torch.Tensor:
         """The header of a file, on the coordinator."""
@@ -277,20 +279,19 @@ class _RankJob:
         self.items = self._session.items_of(plan, planner, layout)
         self._sources = list(self.items)
         shapes = {item.index: item for item in plan.items}
-        numbers = layout.find([item.index.fqn for item in self.items])
-        parts = []
-        for source, (item, number) in enumerate(zip(self.items, numbers.tolist(), strict=True)):
-            dtype = layout.dtypes[int(layout.dtype[number])]
-            self._dtypes.append(dtype)
+        rows = layout.find([item.index.fqn for item in self.items])
+        parts: list[TensorPart] = []
+        for source, (item, of_item) in enumerate(zip(self.items, rows, strict=True)):
             data = shapes[item.index].tensor_data
             assert data is not None
-            place = int(layout.file[number]), int(layout.start[number]), dtype.itemsize
-            region = tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            parts.append(TensorPart(*place, *region, source))
+            self._dtypes.append(layout.dtypes[int(layout.dtype[of_item[0]])])
+            chunk = Region(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            parts += (part for row in of_item for part in part_of_row(layout, row, tuple(data.size), chunk, source))
         if self._session.writes_headers:
             for number in range(len(layout.files)):
                 header = self._session.header(number)
-                parts.append(TensorPart(number, 0, 1, (len(header),), (0,), (len(header),), len(self._sources)))
+                whole = Region((0,), (len(header),))
+                parts.append(TensorPart(number, 0, 1, whole.size, whole, len(self._sources)))
                 self._add(f"header {number}", header)
         return pieces_of(parts)
 

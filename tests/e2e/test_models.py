@@ -1,5 +1,6 @@
 """Models as Hugging Face has them, written by several ranks together."""
 
+import itertools
 import json
 import uuid
 import warnings
@@ -16,10 +17,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dcp_tensorizer import (
     CheckpointManager,
     Export,
+    Parts,
     SafetensorsStorageWriter,
     SavePlanner,
     TensorizerStorageReader,
     WriteError,
+    open_reader,
 )
 from dcp_tensorizer._saving import model_pieces
 from dcp_tensorizer._saving.item_bytes import ItemBytes
@@ -67,7 +70,48 @@ def save_all(rank, folder):
         save_to("sync", dcp.save)
     with SafetensorsStorageWriter(folder / "cast", dtype=torch.float16) as writer:
         dcp.async_save(state, storage_writer=writer, process_group=rank.saves).result()
-    return full
+    return full, save_in_parts(rank, folder)
+
+
+RENAME = {
+    "*.w13": Parts("hf.*.{}.gate", "hf.*.{}.up", dim=1),
+    "*.w2": Parts("hf.*.{}.down"),
+    "*.qkv": Parts("hf.*.q", "hf.*.k", "hf.*.v", sizes=(4, 1, 1)),
+    Parts("*.in.{}.w"): "hf.*.stacked",
+    Parts("*.a", "*.b", dim=1): "hf.*.ab",
+    "embed": "hf.tokens",
+}
+
+
+def save_in_parts(rank, folder):
+    """Saves tensors in parts and together, as on a disk and as on a mount; loads them onto other shards."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    shapes = {"0.w13": (5, 34, 40), "1.w13": (5, 34, 40), "0.w2": (5, 40, 17), "0.qkv": (66, 40), "embed": (50, 40)}
+    shapes |= {f"0.in.{n}.w": (31, 20) for n in range(3)} | {"0.a": (33, 20), "0.b": (33, 20)}
+    full = {key: torch.randn(shape) for key, shape in shapes.items()}
+    dims = {"1.w13": 2, "0.w2": 1, "0.b": 1}
+    state = {key: distribute_tensor(tensor, mesh, [Shard(dims.get(key, 0))]) for key, tensor in full.items()}
+    with SafetensorsStorageWriter(max_shard_bytes=30_000, rename=RENAME, dtype=torch.bfloat16) as writer:
+        for name, granule in ("parts", 1), ("parts-mount", 4096):
+            LocalStorage.granule_of = lambda self, nbytes, granule=granule: granule
+            dcp.async_save(state, storage_writer=writer, checkpoint_id=folder / name, process_group=rank.saves).result()
+    found = {key: distribute_tensor(torch.zeros(shape), mesh, [Shard(1)]) for key, shape in shapes.items()}
+    dcp.load(found, storage_reader=open_reader(folder / "parts-mount", rename=RENAME), process_group=rank.saves)
+    same = {key: torch.equal(found[key].full_tensor(), tensor.bfloat16().float()) for key, tensor in full.items()}
+    assert same == dict.fromkeys(full, True)
+    return {key: tensor.bfloat16() for key, tensor in full.items()}
+
+
+def in_files(saved):
+    """What the files have of tensors that were saved in parts and together."""
+    full = {f"hf.0.{n}.down": part for n, part in enumerate(saved["0.w2"])}
+    for layer, n in itertools.product(range(2), range(5)):
+        halves = saved[f"{layer}.w13"][n].chunk(2, dim=1)
+        full |= {f"hf.{layer}.{n}.{name}": half.contiguous() for name, half in zip(("gate", "up"), halves, strict=True)}
+    full |= zip((f"hf.0.{name}" for name in "qkv"), saved["0.qkv"].split([44, 11, 11]), strict=True)
+    full["hf.0.stacked"] = torch.stack([saved[f"0.in.{n}.w"] for n in range(3)])
+    return full | {"hf.0.ab": torch.cat([saved["0.a"], saved["0.b"]], dim=1), "hf.tokens": saved["embed"]}
 
 
 def assert_holds(path, full, scratch):
@@ -87,12 +131,17 @@ def assert_holds(path, full, scratch):
 
 
 def test_ranks_write_their_parts_in_place(tmp_path):
-    """What is on disk is, byte for byte, what one process would have written from the gathered state."""
-    full = run_ranks(4, save_all, tmp_path)[0]
+    """What is on disk is, byte for byte, what one process would have written from the gathered state.
+
+    Also where experts are saved one by one and projections by themselves, or the reverse; a load brings these back.
+    """
+    full, saved = run_ranks(4, save_all, tmp_path)[0]
     for name in ("disk", "mount", "sync"):
         assert_holds(tmp_path / name, full, tmp_path / "scratch")
     half = {key: tensor.to(torch.float16) if tensor.is_floating_point() else tensor for key, tensor in full.items()}
     assert_holds(tmp_path / "cast", half, tmp_path / "scratch")
+    for name in ("parts", "parts-mount"):
+        assert_holds(tmp_path / name, in_files(saved), tmp_path / "scratch")
 
 
 def fail_on_one(rank, folder):

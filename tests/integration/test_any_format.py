@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tensorizer import DecryptionParams
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -24,6 +26,7 @@ from dcp_tensorizer import (
     DecryptionError,
     MetadataError,
     NotCommitted,
+    Parts,
     ReadError,
     TensorizerStorageWriter,
     UntrustedObject,
@@ -80,6 +83,40 @@ def test_it_reads_safetensors(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=open_reader(tmp_path))
     assert torch.equal(state["w"], SAVED["w"])
     assert state["v"].tolist() == [1.0] * 3
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    """They are of a save that was killed, or of one before."""
+    save_file({"w": SAVED["w"]}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"w": torch.ones(2, 3)}, tmp_path / "model-0123.safetensors")
+    assert "has 'w' in two files" in str(error_of(tmp_path))
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    state = {"w": torch.zeros(2, 3, dtype=torch.float64)}
+    dcp.load(state, storage_reader=open_reader(tmp_path))
+    assert torch.equal(state["w"], SAVED["w"].double())
+
+
+def test_parts_of_tensors_are_read_by_torch(tmp_path: Path) -> None:
+    """As its own writer leaves them without consolidation."""
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save({"w": SAVED["w"]}, storage_writer=writer)
+    state = {"w": torch.zeros(2, 3)}
+    dcp.load(state, storage_reader=open_reader(tmp_path))
+    assert torch.equal(state["w"], SAVED["w"])
+    assert "has parts of tensors" in str(error_of(tmp_path, rename={"w": "v"}))
+
+
+def test_new_names_are_for_safetensors(tmp_path: Path) -> None:
+    """Elsewhere they are refused, as is a rule that does not fit the model."""
+    dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "torch"))
+    assert "is of the format dcp, and rename= is for models" in str(error_of(tmp_path / "torch", rename={"w": "v"}))
+    (tmp_path / "model").mkdir()
+    save_file({"e.0": torch.ones(2), "e.1": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
+    error = error_of(tmp_path / "model", rename={"w": Parts("e.{}")})
+    assert "cannot be loaded with these names: 'e.1' has the shape (3,)" in str(error)
+    save_file({"e.0": torch.ones(2), "e.1": torch.ones(2).half()}, tmp_path / "model" / "model.safetensors")
+    assert "differ in their dtypes" in str(error_of(tmp_path / "model", rename={"w": Parts("e.{}")}))
 
 
 def test_it_reads_what_each_rank_has_saved_for_itself(tmp_path: Path) -> None:
@@ -218,13 +255,20 @@ def test_arguments_are_checked_where_they_are_given(tmp_path: Path) -> None:
 
 
 def test_object_stores(s3: S3Server) -> None:
-    """Ours and torch's are read there, by options of one kind; torch reads safetensors from disks only."""
+    """Ours and safetensors are read there, by options of one kind."""
     url, options = f"s3://{s3.bucket}/any_format", s3.options()
     with TensorizerStorageWriter(f"{url}/ours", storage_options=options) as writer:
         dcp.save(SAVED, storage_writer=writer)
     assert_is_saved(load(f"{url}/ours", storage_options=options))
+    content = safetensors.torch.save({"experts.0": SAVED["w"][0], "experts.1": SAVED["w"][1]})
+    s3.client().put_object(Bucket=s3.bucket, Key="any_format/hf/model.safetensors", Body=content)
+    state = {"w": torch.zeros(2, 3)}
+    reader = open_reader(f"{url}/hf", storage_options=options, rename={"w": Parts("experts.{}")})
+    dcp.load(state, storage_reader=reader)
+    assert torch.equal(state["w"], SAVED["w"])
     s3.client().put_object(Bucket=s3.bucket, Key="any_format/hf/model.safetensors", Body=b"")
-    assert isinstance(error_of(f"{url}/hf", storage_options=options), ReadError)
+    error = error_of(f"{url}/hf", storage_options=options)
+    assert "any_format/hf/model.safetensors is not a safetensors file, or damaged" in str(error)
 
 
 def test_ranks_that_find_several_formats_load_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_tensorizer import (
     CheckpointManager,
     Export,
+    Publish,
     SafetensorsStorageWriter,
     TensorizerStorageWriter,
     WriteError,
@@ -160,6 +161,25 @@ def test_names_are_changed_by_patterns_and_files_come_along(tmp_path: Path) -> N
     assert (tmp_path / "to" / "config.json").read_text() == '"config.json"'
     renamed = {f"model.layers.{n}.weight" for n in range(4)} | {"model.embed", "n", "none", "turned"}
     assert set(loaded(tmp_path / "to")) == renamed
+
+
+def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None:
+    """Its name is the one that PEFT looks for; it is replaced by another one at once."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapter = {"base_model.model.q.lora_A.default.weight": torch.ones(2, 4)}
+    options: dict[str, Any] = {"files": [tmp_path / "adapter_config.json"]}
+    options["rename"] = {"*.lora_A.default.weight": "*.lora_A.weight"}
+    save(tmp_path / "to", adapter, **options)
+    assert names(tmp_path / "to") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert list(load_file(tmp_path / "to" / "adapter_model.safetensors")) == ["base_model.model.q.lora_A.weight"]
+    assert "holds a model already" in refused(tmp_path / "to", adapter, **options)
+    key = next(iter(adapter))
+    save(tmp_path / "to", {key: torch.zeros(2, 4)}, overwrite=True, **options)
+    assert load_file(tmp_path / "to" / "adapter_model.safetensors").popitem()[1].tolist() == [[0.0] * 4] * 2
+    two = adapter | {"more.lora_A.default.weight": torch.ones(2, 4)}
+    assert "an adapter is one file, and this one has 2" in refused(tmp_path / "2", two, max_shard_bytes=40, **options)
+    with pytest.raises(ValueError, match="publish= takes whole models"):
+        SafetensorsStorageWriter(tmp_path / "to", files=[tmp_path], publish=Publish(tmp_path / "published"))
 
 
 def test_a_model_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> None:

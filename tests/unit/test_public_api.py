@@ -77,6 +77,7 @@ def test_exported_names_are_pinned() -> None:
         "LoadReport",
         "MetadataError",
         "NotCommitted",
+        "Parts",
         "Publish",
         "PublishedVersion",
         "ReadError",

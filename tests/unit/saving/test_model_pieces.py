@@ -13,9 +13,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._saving import model_pieces
 from dcp_tensorizer._saving.model_layout import ModelOptions, RankLayout, plan_model, rank_layout
-from dcp_tensorizer._saving.model_pieces import PieceExchange, TensorPart, pieces_of, round_count, split
+from dcp_tensorizer._saving.model_pieces import PieceExchange, TensorPart, part_of_row, pieces_of, round_count, split
 from dcp_tensorizer._storage.base import SharedFile
 from dcp_tensorizer._writer_process.shared_job import Pieces, SharedFilePart
 
@@ -99,19 +100,19 @@ def planned(ranks: int) -> list[SavePlan]:
 
 def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, files: list[np.ndarray]) -> Pieces:
     """What one rank does; returns the pieces that it has written."""
-    contents, parts = [], []
+    contents: list[np.ndarray] = []
+    parts: list[TensorPart] = []
     for key, (shape, dtype, chunks) in model(ranks.size).items():
         if rank not in chunks:
             continue
-        (number,) = layout.find([key])
+        ((number,),) = layout.find([key])
         start, size = chunks[rank]
         whole = values(key, shape, dtype)
         contents.append(np.ascontiguousarray(whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]))
-        place = int(layout.file[number]), int(layout.start[number]), dtype.itemsize
-        parts.append(TensorPart(*place, shape, start, size, len(contents) - 1))
+        parts += part_of_row(layout, number, shape, Region(start, size), len(contents) - 1)
     for number, header in enumerate(headers if rank == 0 else []):
         contents.append(np.frombuffer(header, dtype=np.uint8))
-        parts.append(TensorPart(number, 0, 1, (len(header),), (0,), (len(header),), len(contents) - 1))
+        parts.append(TensorPart(number, 0, 1, (len(header),), Region((0,), (len(header),)), len(contents) - 1))
 
     def fill(source: int, start: int, memory: np.ndarray) -> None:
         memory[:] = contents[source].reshape(-1).view(np.uint8)[start : start + memory.nbytes]

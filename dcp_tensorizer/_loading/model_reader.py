@@ -1,0 +1,179 @@
+"""Loads models as Hugging Face has them, from any storage, also under other names and in other shapes."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from .._format.names import StoredItem
+from .._format.renaming import Renaming, Rules
+from .._format.safetensors import DTYPES, PAIRS
+from .._format.tensor_bytes import dtype_name
+from .._index.chunks import Region
+from .._index.placement import Box, Placed, place
+from .._index.reader import Piece
+from .._publish.model import StoredBytes, WeightFile, read_weight_files
+from .._storage.base import Storage
+from ..errors import CheckpointError, MetadataError, ReadError, listed
+from .deliver import LoadOptions, read_tensors, world_size
+from .executor import fetch
+from .targets import Casts, targets_of, warn_of_casts
+from .validate import unreadable
+
+SHARDING = "DCP_SHARDING_INFO"
+"""The note in the header of a file that has parts of tensors, as torch's writer leaves it without consolidation."""
+
+
+class ModelReader(StorageReader):
+    """Loads a model from the files that its index names, or, without an index, from all safetensors files there.
+
+    ``rename`` are the rules by which the model was saved; they are used the other way round. Only the bytes that a rank
+    needs are read.
+    """
+
+    def __init__(
+        self, storage: Storage, rename: Rules, options: LoadOptions, progress: Callable[[int, int], object]
+    ) -> None:
+        self._storage = storage
+        self._renaming = Renaming(rename).inverse()
+        self._options = options
+        self._progress = progress
+        self._items: dict[str, tuple[StoredItem, tuple[int, ...]]] = {}  # the tensors of the files
+        self._placed: dict[str, Placed] = {}  # those that can be loaded
+        self._metadata = Metadata({})
+        self._error: CheckpointError | None = None
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Does nothing: each load has its own reader."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads the headers of all files. Errors are kept for `set_up_storage_reader`."""
+        meta = StorageMeta(load_id=str(uuid.uuid4()))
+        try:
+            self._read_headers(read_weight_files(self._storage))
+        except CheckpointError as error:
+            self._error = error
+            return unreadable(error, meta)
+        self._metadata = Metadata(
+            {key: self._described(placed) for key, placed in self._placed.items()}, storage_meta=meta
+        )
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises the error of `read_metadata`, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Does nothing: reading the headers has shown that all is there."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Does nothing: there is nothing to agree on."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads everything in the plan into the planner's targets.
+
+        Raises `ReadError`, naming the key, if something does not fit or cannot be read.
+        """
+        path, casts = self._storage.path, Casts()
+        options = self._options
+        read_tensors(
+            [(item, self._pieces(item)) for item in plan.items],
+            planner,
+            functools.partial(targets_of, path, self._metadata, world_size=world_size(), casts=casts),
+            functools.partial(
+                fetch, self._storage, threads=options.threads, verify=False, page_cache=options.page_cache
+            ),
+            self._progress,
+        )
+        warn_of_casts(path, casts)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Returns False: the storage is given at construction."""
+        return False
+
+    def _read_headers(self, files: list[WeightFile]) -> None:
+        """Notes the tensors of the files, and those that they are for the state dict; raises `MetadataError`."""
+        path = self._storage.path
+        for file in files:
+            if SHARDING in file.notes:
+                raise MetadataError(
+                    f"{path}/{file.name} has parts of tensors, as torch's HuggingFaceStorageWriter leaves them without "
+                    f"consolidation: consolidate them, or load them from a local disk without rename="
+                )
+            for tensor in file.tensors:
+                if tensor.key in self._items:
+                    raise MetadataError(f"{path} has {tensor.key!r} in two files: {file.name} and another one")
+                self._items[tensor.key] = _stored(f"{path}/{file.name}", file.name, tensor)
+        try:
+            self._placed = place(self._renaming, {key: shape for key, (_, shape) in self._items.items()})
+        except ValueError as error:
+            raise ReadError(f"{path} cannot be loaded with these names: {error}") from None
+        for key, placed in self._placed.items():
+            if len({self._items[box.source][0].dtype for box in placed.boxes}) > 1:
+                sources = [box.source for box in placed.boxes]
+                raise ReadError(f"{path}: {listed(sources)} are {key!r} together, and differ in their dtypes")
+
+    def _described(self, placed: Placed) -> TensorStorageMetadata:
+        dtype = getattr(torch, self._items[placed.boxes[0].source][0].dtype)
+        size = torch.Size(placed.shape)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
+
+    def _pieces(self, item: ReadItem) -> list[Piece]:
+        """The parts of stored tensors that an item of a load plan wants."""
+        wanted = Region(tuple(item.storage_offsets), tuple(item.lengths))
+        placed = self._placed[item.storage_index.fqn]
+        return [piece for box in placed.boxes if (piece := self._piece(box, wanted)) is not None]
+
+    def _piece(self, box: Box, wanted: Region) -> Piece | None:
+        here, there = box.here.intersect(wanted), box.fetch(wanted)
+        if here is None or there is None:
+            return None
+        item, shape = self._items[box.source]
+        part = here.within(wanted)
+        if len(shape) < len(part.size):  # a part of what is stacked here
+            shape, there = (1, *shape), Region((0, *there.start), (1, *there.size))
+        elif len(shape) > len(part.size):  # one of what is stacked there
+            nbytes = item.length // shape[0]
+            item = item._replace(offset=item.offset + there.start[0] * nbytes, length=nbytes)
+            shape, there = shape[1:], Region(there.start[1:], there.size[1:])
+        return Piece(item, shape, there, part)
+
+
+def has_parts(storage: Storage) -> bool:
+    """Returns whether files at a path have parts of tensors, which torch's own reader puts together."""
+    with suppress(CheckpointError):
+        return any(SHARDING in file.notes for file in read_weight_files(storage))
+    return False
+
+
+def _stored(path: str, file: str, tensor: StoredBytes) -> tuple[StoredItem, tuple[int, ...]]:
+    """The place of a tensor, and its shape; raises `MetadataError` if its dtype is unknown, or has another size."""
+    if (dtype := DTYPES.get(tensor.dtype)) is None:
+        raise MetadataError(f"{path}: {tensor.key!r} is of the dtype {tensor.dtype}, which torch does not have")
+    shape = tensor.shape
+    if dtype == PAIRS and shape:
+        shape = (*shape[:-1], shape[-1] // 2)
+    return StoredItem(file, tensor.key, tensor.offset, tensor.nbytes, dtype_name(dtype), "tensor", b""), shape
