@@ -26,7 +26,7 @@ from . import (
     tiers,
 )
 from .report import render
-from .tally import Part, Unavailable
+from .tally import Part, Unavailable, added
 
 PARTS: dict[str, Part] = {
     "faults": faults.PART,
@@ -48,12 +48,15 @@ PARTS: dict[str, Part] = {
 
 def measure(options: argparse.Namespace, folder: Path) -> Content:
     commit, done = machine()["commit"], {}
+    before = stored("soak").get("parts", {}) if options.only else {}
     for name in [options.only] if options.only else PARTS:
         try:
-            done[name] = _run(PARTS[name], options) | {"commit": commit}
+            ran = _run(PARTS[name], options) | {"commit": commit}
         except Unavailable as reason:
             print(f"{name}: not run: {reason}", file=sys.stderr)
-    return {"parts": (stored("soak").get("parts", {}) if options.only else {}) | done}
+        else:
+            done[name] = added(before[name], ran) if options.add and name in before else ran
+    return {"parts": before | done}
 
 
 def _run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
@@ -71,6 +74,7 @@ def _bad(content: Content) -> str:
 
 OPTIONS = {
     "only": {"choices": PARTS, "help": "one part; the page keeps what it has of the others"},
+    "add": {"action": "store_true", "help": "adds to what the page has of that part: give another seed"},
     "rounds": {"type": int, "help": "of each part that runs; a number of its own otherwise"},
     "seed": {"type": int, "default": 0},
 }

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["HANG", "Part", "Tally", "Unavailable"]
+__all__ = ["HANG", "Part", "Tally", "Unavailable", "added"]
 
 HANG = 30.0
 """Seconds after which what has not ended hangs."""
@@ -55,6 +55,24 @@ class Tally:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two runs of a part, as they are stored, as one. Raises `ValueError` for a part with a table, or the same seed."""
+    mine, theirs = one["tally"], other["tally"]
+    seeds = [str(one["seed"]), str(other["seed"])]
+    if mine["table"] or theirs["table"] or seeds[1] in seeds[0].split(", "):
+        raise ValueError("these runs have a table, or the same seed, and do not add up")
+    names = mine["counts"] | theirs["counts"]
+    tally = {name: mine[name] + theirs[name] for name in ("rounds", "lost", "wrong", "hung", "left", "found")}
+    tally["counts"] = {name: mine["counts"].get(name, 0) + theirs["counts"].get(name, 0) for name in names}
+    commits = dict.fromkeys([*str(one["commit"]).split(", "), str(other["commit"])])
+    return {
+        "seed": ", ".join(seeds),
+        "seconds": one["seconds"] + other["seconds"],
+        "commit": ", ".join(commits),
+        "tally": {**theirs, **tally},
+    }
 
 
 class Part(NamedTuple):

@@ -442,9 +442,10 @@ def _chosen(
     if not reached:
         if states or any(offer.own or offer.held for offer in offers):
             logger.warning(
-                "%s: no state in memory is there for all ranks, as where a machine was replaced: this run goes on "
+                "%s: no state in memory is there for all ranks, as where a machine was replaced%s: this run goes on "
                 "from storage, which may be some steps older",
                 folder.path,
+                _parts_of_newest(offers),
             )
         return None
     head = max(reached.values(), key=lambda h: (h.step, h.number, h.id))
@@ -480,6 +481,16 @@ def _reached(offers: Sequence[_Offer]) -> tuple[dict[str, KeptHead], dict[str, d
     for state_id in set.intersection(*(set(offer.own) for offer in offers)):
         reached[state_id] = offers[0].own[state_id]  # what the first rank's keeper says of it counts
     return reached, elsewhere
+
+
+def _parts_of_newest(offers: Sequence[_Offer]) -> str:
+    """The parts that are there of the newest state that keepers give to other hosts; empty if there is none."""
+    heads = [head for offer in offers for held in offer.held for head in held.heads]
+    if not heads:
+        return ""
+    newest = max(heads, key=lambda head: (head.step, head.number, head.id))
+    ranks = sorted({head.rank for head in heads if head.id == newest.id})
+    return f" (of step {newest.step}, of {newest.world_size} ranks only the parts of {ranks})"
 
 
 def _only(elsewhere: Elsewhere, rank: int) -> Elsewhere:

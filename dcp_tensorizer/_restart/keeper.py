@@ -56,6 +56,7 @@ from .wire import Address
 _NICENESS = 10  # below the writer process, because nobody waits for its digests
 _SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days, and a connection does not renew them
+_NEEDED = "its memory was needed"
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all cores
 
@@ -234,10 +235,15 @@ class Keeper:
         return next((kept for kept in of_state if not kept.is_replica), None)
 
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
-        """Forgets states: the trainer its own parts, a successor all that is there of them."""
+        """Forgets states: the trainer its own parts, a successor all that is there of them.
+
+        A copy counts only beside its own part: where a host is lost, another one may have only that.
+        """
         with self._changed:
-            stays = self._copy.id if but_copied and self._copy.is_running else None
-            over = [state_id for state_id in ids if state_id != stays]
+            copied = "" if self._copy.problem else self._copy.id
+            over = [state_id for state_id in ids if not (but_copied and state_id == copied)]
+            if copied in over and not self._copy.is_running:
+                self._copy = CopyStatus(copied, problem=_NEEDED, is_given_up=True)
             keys = [key for key, kept in self._kept.items() if key[0] in over and not (is_trainer and kept.is_replica)]
             forgotten = [self._kept.pop(key) for key in keys]
             self._wait_anew()

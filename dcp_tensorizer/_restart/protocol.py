@@ -83,7 +83,7 @@ class Forget:
     """Keep these states no more. The trainer writes to their buffers when this is answered."""
 
     ids: tuple[str, ...]
-    but_copied: bool = False  # a state that is being copied stays
+    but_copied: bool = False  # the state that was copied last stays, whole or under way
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,66 +2,101 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import logging
 import os
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_tensorizer import CheckpointManager
 
 from .lab import SHARED, Host, Job, Lab
 
 __all__ = ["copied_step", "damage", "events", "keepers", "start"]
 
-JOB = f"""
-import datetime, json, os, pathlib, sys, time
-import logging
-import torch, torch.distributed as dist
-from dcp_tensorizer import CheckpointManager
-logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
-options = json.loads(os.environ["OPTIONS"])
-last, more = options.pop("last", 0), options.pop("more", 0)
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-rank, size = dist.get_rank(), dist.get_world_size()
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-mesh = init_device_mesh("cpu", (size,))
-full = torch.arange(1_200_000.0)
-state = {{"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 0}}
-def tell(**words):
-    with open("{SHARED}/events", "a") as file:
-        file.write(json.dumps(words | {{"rank": rank, "host": os.environ["HOST"]}}) + "\\n")
-options = {{"save_every": 1000, "survive": 600, "survive_every": 1, "copies": 2}} | options
-with CheckpointManager("{SHARED}/run", **options) as manager:
-    step = manager.restore(state) or 0
-    whole = state["w"].full_tensor()
-    last = last or (step + more if more else 0)
-    tell(event="restored", step=step, right=bool(torch.equal(whole, full + step)) and state["step"] == step)
-    while not last or step < last:
-        step += 1
-        state["w"] += 1
-        state["step"] = step
-        manager.save(step, state, force=step == 1, wait=step == 1)
+_NUMBERS = 1_200_000
+_EVENTS = "events"
+_OPTIONS = {"save_every": 1000, "survive": 600, "survive_every": 1, "copies": 2}
+
+
+def main(words: str) -> None:
+    """One rank: goes on from what it finds, and makes steps, to the last one or until it is killed.
+
+    ``words`` are options of the manager in JSON, and: ``last``, the last step; or ``more``, so many; ``waits``: a step
+    ends when its state is copied; ``numbers``: of the state.
+    """
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
+    options = _OPTIONS | json.loads(words)
+    last, more, waits = options.pop("last", 0), options.pop("more", 0), options.pop("waits", True)
+    full = torch.arange(options.pop("numbers", _NUMBERS), dtype=torch.float32)
+    seconds = options.pop("timeout", 30.0)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    state: dict[str, Any] = {"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 0}
+    log = os.open(SHARED / _EVENTS, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def tell(event: str, step: int, **more: object) -> None:
+        entry = {"event": event, "step": step, "rank": rank, "host": os.environ["HOST"]} | more
+        os.write(log, f"{json.dumps(entry)}\n".encode())
+
+    with CheckpointManager(SHARED / "run", **options) as manager:
+        step = manager.restore(state) or 0
+        local = distribute_tensor(full + step, mesh, [Shard(0)]).to_local()
+        tell("restored", step, right=torch.equal(state["w"].to_local(), local) and state["step"] == step)
+        last = last or (step + more if more else 0)
         survival = manager._job.survival
-        survival.settle()
-        while survival.copies.is_on and (status := survival._keeper.copy_status()).is_running:
-            time.sleep(0.002)
-        tell(event="made", step=step, copied=survival.copies.is_ready and not status.problem)
-dist.destroy_process_group()
-"""
+        copies = survival.copies
+        steps: dict[str, int] = {}  # by the ids of states
+        while not last or step < last:
+            step += 1
+            state["w"] += 1
+            state["step"] = step
+            future = manager.save(step, state, force=step == 1, wait=step == 1)
+            if future is not None and rank == 0:
+                future.add_done_callback(lambda done, step=step: done.exception() or tell("committed", step))
+            if copies.ordered:
+                steps.setdefault(copies.ordered, step)
+            if not waits and (found := steps.pop(copies.confirmed, 0)):
+                tell("copied", found)
+            while waits and copies.is_ready:
+                survival.settle()
+                if not (status := survival._keeper.copy_status()).is_running:
+                    if not status.problem:
+                        tell("copied", step)
+                    break
+                time.sleep(0.001)
+            tell("made", step)
+    os.close(log)
+    dist.destroy_process_group()
 
 
-def start(lab: Lab, hosts: list[Host], *, by_torchrun: bool = False, **options: object) -> Job:
-    """Starts the job, one rank on each host; what it tells begins anew."""
-    (lab.shared / "job.py").write_text(JOB)
-    (lab.shared / "events").unlink(missing_ok=True)
-    launch = lab.torchrun if by_torchrun else lab.ranks
-    return launch(hosts, SHARED / "job.py", environment={"OPTIONS": json.dumps(options)})
+def start(lab: Lab, hosts: list[Host], *, how: str = "forked", **options: object) -> Job:
+    """Starts the job, one rank on each host; what it tells begins anew.
+
+    ``how``: ``forked`` from a process that has imported everything, ``ranks``, or ``torchrun``.
+    """
+    (lab.shared / _EVENTS).unlink(missing_ok=True)
+    words = json.dumps(options)
+    if how == "forked":
+        return lab.forked(hosts, main, words)
+    launch = lab.torchrun if how == "torchrun" else lab.ranks
+    return launch(hosts, "-m", __name__, words)
 
 
 def events(lab: Lab, event: str) -> list[dict[str, Any]]:
     """What ranks have told, but for what one has not told to the end."""
-    path: Path = lab.shared / "events"
+    path = lab.shared / _EVENTS
     lines = path.read_text().splitlines() if path.exists() else []
     return [
         entry for entry in map(json.loads, filter(lambda line: line.endswith("}"), lines)) if entry["event"] == event
@@ -70,23 +105,25 @@ def events(lab: Lab, event: str) -> list[dict[str, Any]]:
 
 def copied_step(lab: Lab, ranks: int) -> int:
     """The newest step that each rank has made, and seen whole on another host; 0 if there is none."""
-    made = [entry for entry in events(lab, "made") if entry["copied"]]
-    return min(max((entry["step"] for entry in made if entry["rank"] == rank), default=0) for rank in range(ranks))
+    found = events(lab, "copied")
+    return min(max((entry["step"] for entry in found if entry["rank"] == rank), default=0) for rank in range(ranks))
 
 
-def damage(host: Host, name: str) -> int:
-    """Flips a byte in the middle of all memory of a name that keepers of a host hold; returns in how many."""
-    count = 0
+def damage(host: Host, name: str, offset: int = 1_000_000) -> int:
+    """Flips a byte in all memory of a name that keepers of a host hold; returns in how many."""
+    done = set[int]()  # several descriptors may lead to one
     for pid in keepers(host):
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(link).startswith(f"/memfd:{name} "):
+            with suppress(FileNotFoundError):  # it has just been closed
+                if not os.readlink(link).startswith(f"/memfd:{name} ") or (inode := link.stat().st_ino) in done:
+                    continue
+                done.add(inode)
                 with open(link, "r+b", buffering=0) as file:
-                    file.seek(1_000_000)
+                    file.seek(offset)
                     (byte,) = file.read(1)
-                    file.seek(1_000_000)
+                    file.seek(offset)
                     file.write(bytes([byte ^ 1]))
-                count += 1
-    return count
+    return len(done)
 
 
 def keepers(host: Host) -> list[int]:
@@ -101,3 +138,7 @@ def _namespace(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:  # it has just ended
         return ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

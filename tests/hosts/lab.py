@@ -6,16 +6,21 @@ the tests do, even if they are killed; and the network ends with the hosts.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -148,8 +153,28 @@ class Lab:
             program: Arguments of Python.
             environment: More variables.
         """
+        own = self._places(hosts)
+        more = dict(environment or {})
+        return self._remember(
+            [h.start(sys.executable, *program, environment=o | more) for h, o in zip(hosts, own, strict=True)]
+        )
+
+    def forked(self, hosts: Sequence[Host], work: Callable[..., object], *arguments: object) -> Job:
+        """Starts a function of a module as one rank on each host, like `ranks`, but nothing has to be imported.
+
+        Args:
+            hosts: The host of each rank.
+            work: It, and all that it imports, is imported once by a process whose forks the ranks are.
+            arguments: Of the function; what pickle can hold.
+        """
+        return self._remember(
+            [h.fork(work, *arguments, environment=o) for h, o in zip(hosts, self._places(hosts), strict=True)]
+        )
+
+    def _places(self, hosts: Sequence[Host]) -> list[dict[str, str]]:
+        """The variables by which ranks find each other."""
         self._port += 10
-        started = []
+        found = []
         for rank, host in enumerate(hosts):
             variables = {
                 "RANK": rank,
@@ -158,9 +183,8 @@ class Lab:
                 "MASTER_PORT": self._port,
             }
             variables |= {"LOCAL_RANK": hosts[:rank].count(host), "LOCAL_WORLD_SIZE": hosts.count(host)}
-            own = {name: str(value) for name, value in variables.items()} | dict(environment or {})
-            started.append(host.start(sys.executable, *program, environment=own))
-        return self._remember(started)
+            found.append({name: str(value) for name, value in variables.items()})
+        return found
 
     def _remember(self, programs: list[Program]) -> Job:
         self._jobs.append(Job(programs))
@@ -172,7 +196,7 @@ class Host:
 
     def __init__(self, lab: Lab, number: int) -> None:
         self._lab, self.number = lab, number
-        self.name, self.address = f"host{number}", f"10.9.0.{number}"
+        self.name, self.address = f"host{number}", _address(number)
         self.folder = lab.folder / self.name
         self.disk = self.folder / "disk"
         self.disk.mkdir(parents=True)
@@ -182,7 +206,7 @@ class Host:
     def boot(self) -> None:
         """Starts it, with a new boot id, and what is on its disk."""
         (self.folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
-        names = [f"10.9.0.{number} host{number}\n" for number in range(1, 100)]
+        names = [f"{_address(number)} host{number}\n" for number in range(1, max(100, self.number + 1))]
         (self.folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", f"{self.address} {self.name}\n", *names]))
         own = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         seen = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)} | {ROOT, Path(sys.prefix)}
@@ -205,13 +229,37 @@ class Host:
         self._lab.ip("link", "add", f"v{self.number}", "type", "veth", "peer", "name", "eth0", "netns", self.init)
         self._lab.ip("link", "set", f"v{self.number}", "master", "br0", "up")
         for words in (
-            ["addr", "add", f"{self.address}/24", "dev", "eth0"],
+            ["addr", "add", f"{self.address}/16", "dev", "eth0"],
             *(["link", "set", n, "up"] for n in ("lo", "eth0")),
         ):
             command("nsenter", f"--target={self.init}", "--net", "ip", *words)
 
     def start(self, *words: object, environment: Mapping[str, str] | None = None) -> Program:
         """Starts a command on it, in `DISK`."""
+        variables, log = self._surroundings(environment)
+        inside = ["nsenter", f"--target={self.init}", "--net", "--mount", "--uts", "--ipc", "--pid"]
+        with open(log, "wb") as output:
+            outer = subprocess.Popen(
+                [*inside, "env", f"--chdir={DISK}", *map(str, words)],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Program(f"{self.name}: {' '.join(map(str, words[:6]))}", outer, log)
+
+    def fork(
+        self, work: Callable[..., object], *arguments: object, environment: Mapping[str, str] | None = None
+    ) -> Program:
+        """Starts a function of a module on it, in `DISK`, in a fork of a process that has imported it."""
+        variables, log = self._surroundings(environment)
+        process = _nursery(work.__module__).Process(target=_enter, args=(self.init, variables, log, work, arguments))
+        process.start()
+        return Program(f"{self.name}: {work.__module__}", Forked(process), log)
+
+    def _surroundings(self, environment: Mapping[str, str] | None) -> tuple[dict[str, str], Path]:
+        """The variables of a program, and the file of what it prints."""
         variables = {
             "PATH": os.environ["PATH"],
             "HOME": "/root",
@@ -225,18 +273,7 @@ class Host:
             "HOST": self.name,
         } | dict(environment or {})
         self._started += 1
-        log = self.folder / f"{self._started}.log"
-        inside = ["nsenter", f"--target={self.init}", "--net", "--mount", "--uts", "--ipc", "--pid"]
-        with open(log, "wb") as output:
-            outer = subprocess.Popen(
-                [*inside, "env", f"--chdir={DISK}", *map(str, words)],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return Program(f"{self.name}: {' '.join(map(str, words[:6]))}", outer, log)
+        return variables, self.folder / f"{self._started}.log"
 
     def run(self, *words: object, environment: Mapping[str, str] | None = None) -> str:
         """Runs a command on it to its end, and returns what it prints; an error has that."""
@@ -246,6 +283,19 @@ class Host:
         finally:
             program.end()
         return program.words()
+
+    def left_over(self) -> list[str]:
+        """Its processes, but for those that keep it up, and its files in memory and on its disk."""
+        mine = os.readlink(f"/proc/{self.init}/ns/pid")
+        found = []
+        for process in psutil.process_iter(["cmdline", "ppid"]):
+            with suppress(OSError):
+                line = process.info["cmdline"] or [""]
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == mine and process.pid != self.init:
+                    found += [" ".join(line)] if line[0] != "sleep" else []
+        for folder in ("/run/user/0", "/dev/shm", "/tmp", str(DISK)):
+            found += [str(path) for path in Path(f"/proc/{self.init}/root{folder}").rglob("*") if not path.is_dir()]
+        return found
 
     def cut(self) -> None:
         """Takes it from the network: what is sent to it or by it is lost, and nobody is told."""
@@ -257,12 +307,77 @@ class Host:
 
     def die(self, *, with_disk: bool = False) -> None:
         """Ends it as a loss of power does: all of its processes at once, its memory, and its disk if that is said."""
-        with suppress(ProcessLookupError):
-            os.kill(self.init, signal.SIGKILL)
-        self._outer.wait(_SECONDS)
+        if self._outer.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.init, signal.SIGKILL)
+            self._outer.wait(_SECONDS)
         if with_disk:
             shutil.rmtree(self.disk)
             self.disk.mkdir()
+
+
+class Forked:
+    """A process on a host that was forked there, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@functools.cache
+def _nursery(module: str) -> ForkServerContext:
+    """A process that has imported a module, and forks. It ends with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
+
+
+def _enter(
+    init: int, variables: dict[str, str], log: Path, work: Callable[..., object], arguments: Sequence[object]
+) -> None:
+    """Enters the namespaces of a host, as nsenter does, and waits for a child there, which does the work."""
+    with open(log, "wb") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespaces = [os.open(f"/proc/{init}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "pid", "mnt")]
+    for descriptor in namespaces:
+        if libc.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+    os.chdir(DISK)
+    os.setsid()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        os._exit(max(os.waitstatus_to_exitcode(status), 0) or (1 if status else 0))
+    code = 1
+    try:
+        os.environ.clear()
+        os.environ.update(variables)
+        work(*arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _address(number: int) -> str:
+    return f"10.9.{number // 250}.{number % 250 + 1}"
 
 
 @dataclass
@@ -270,7 +385,7 @@ class Program:
     """A process on a host."""
 
     name: str
-    outer: subprocess.Popen[bytes]
+    outer: subprocess.Popen[bytes] | Forked
     """It waits for the process, and ends as that does."""
     log: Path
 

@@ -32,12 +32,12 @@ def test_a_host_is_lost(lab: Lab) -> None:
 def test_a_job_goes_on_with_fewer_hosts(lab: Lab) -> None:
     """Under torchrun: one of three hosts is lost, and two ranks put together what three have kept."""
     hosts = lab.hosts(3)
-    job = start(lab, hosts, by_torchrun=True)
+    job = start(lab, hosts, how="torchrun")
     job.until(lambda: copied_step(lab, 3) > 3)
     hosts[1].die()
     made = copied_step(lab, 3)
     assert [program.wait() != 0 for program in job.programs] == [True] * 3
-    job = start(lab, [hosts[2], hosts[0]], by_torchrun=True, last=made + 3)
+    job = start(lab, [hosts[2], hosts[0]], how="torchrun", last=made + 3)
     is_restored(lab, job, made)
     assert "is restored from memory" in job.account()
 

@@ -147,6 +147,20 @@ def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, 
         assert visit.found.heads == ()
 
 
+def test_a_copy_counts_only_beside_its_own_part(
+    source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
+) -> None:
+    """One that is whole stays with its source until all ranks know of it; if it has to go, the copy is given up."""
+    source.keep(part("a"), buffer)
+    source.copy("a", partner.open_to_peers("127.0.0.1", SECRET), 0.0, "")
+    assert copied(source) == CopyStatus("a")
+    source.forget(["a"], but_copied=True)
+    assert (source.kept, source.copy_status()) == ({"a": buffer}, CopyStatus("a"))
+    source.forget(["a"])
+    assert source.kept == {}
+    assert source.copy_status() == CopyStatus("a", problem="its memory was needed", is_given_up=True)
+
+
 def test_a_partner_that_another_run_has_claimed() -> None:
     """It takes no more copies of this run, also when the claim is over; and says so."""
     keeper = Keeper("run", 7, 60.0)
