@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from . import servers
-from .support import memory_files, open_descriptors
+from .support import is_a_servant, memory_files, open_descriptors
 
 # Two busy cores make single examples slow now and then; the number of examples bounds the time.
 settings.register_profile(
@@ -44,7 +44,11 @@ def _shown(process: psutil.Process) -> str:
 
 def _present(temporary: Path) -> dict[str, set[str]]:
     process = psutil.Process()
-    children = [child for child in process.children(recursive=True) if child.pid not in servers.pids()]
+    children = [
+        child
+        for child in process.children(recursive=True)
+        if child.pid not in servers.pids() and not is_a_servant(child)
+    ]
     shared = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
     return {
         "processes": {f"{child.pid} {_shown(child)}" for child in children},

@@ -85,6 +85,15 @@ def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: 
     return StoredItem(f"__0_0_{'a' * 32}.tensors", "t", offset, length, dtype, "tensor", digests)
 
 
+def is_a_servant(process: psutil.Process) -> bool:
+    """multiprocessing keeps a resource tracker, and the server that ranks are forked off, as long as we live."""
+    try:
+        arguments = " ".join(process.cmdline())
+        return "multiprocessing.resource_tracker" in arguments or "from multiprocessing.forkserver" in arguments
+    except psutil.Error:
+        return True
+
+
 class BufferSink:
     """A sink that keeps its contents, in parts of a few bytes if a test wants many."""
 

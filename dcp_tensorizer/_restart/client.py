@@ -98,8 +98,8 @@ class KeeperProcess(ChildProcess):
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
         """Lets the keeper forget some of the states that it keeps: their buffers are free, even if this fails.
 
-        ``but_copied``: the one that was copied last stays, whole or under way. Raises `WriteError` if the keeper does not
-        answer; it is then ended, and keeps nothing.
+        ``but_copied``: the one that was copied last stays, whole or under way. Raises `WriteError` if the keeper does
+        not answer; it is then ended, and keeps nothing.
         """
         forgotten = [state_id for state_id in ids if state_id in self.kept]
         if not forgotten:

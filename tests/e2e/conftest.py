@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from .. import servers
+from ..support import is_a_servant
 from .ranks import MARK, eventually
 
 _SECONDS = 120.0
@@ -54,7 +55,7 @@ def _processes():
     """Everything that descends from this process, also what has been orphaned since."""
     found = {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process)}
     found.update(psutil.Process().children(recursive=True))
-    return [process for process in found if process.pid not in servers.pids() and not _is_a_servant(process)]
+    return [process for process in found if process.pid not in servers.pids() and not is_a_servant(process)]
 
 
 def _is_ours(process):
@@ -62,15 +63,6 @@ def _is_ours(process):
         return process.environ().get(MARK) == os.environ[MARK]
     except psutil.Error:
         return False
-
-
-def _is_a_servant(process):
-    """multiprocessing keeps a resource tracker, and the server that ranks are forked off, as long as we live."""
-    try:
-        arguments = " ".join(process.cmdline())
-        return "multiprocessing.resource_tracker" in arguments or "from multiprocessing.forkserver" in arguments
-    except psutil.Error:
-        return True
 
 
 def _leftovers():
