@@ -217,6 +217,7 @@ class TensorizerStorageReader(StorageReader):
         except Exception as error:
             self._error = MetadataError(f"{redact(str(self._path))} cannot be read: {type(error).__name__}: {error}")
         else:
+            self._clock.has_metadata()
             return self._metadata
         return unreadable(self._error, StorageMeta(load_id=self._load_id))
 
@@ -301,7 +302,7 @@ class TensorizerStorageReader(StorageReader):
         group = None if self._reads_alone else self._exchange
         source = LoadSource(storage, index, located, self._metadata, self._cipher, self._per_rank, group)
         progress = LoadProgress(storage.path, self._on_progress)
-        nbytes, received = load_items(source, plan, planner, self._load_options, progress)
+        nbytes, received = load_items(source, plan, planner, self._load_options, progress, self._clock.reads.append)
         self._last_report = self._clock.report(
             path=storage.path,
             save_id=self._save_id,

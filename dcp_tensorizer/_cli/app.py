@@ -377,6 +377,20 @@ def report(
 
 
 @_command()
+def trace(
+    sources: Annotated[list[str], typer.Argument(metavar="FOLDER", help="Folders that TraceFile has written to.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")] = "trace.json",
+    as_json: Json = False,
+) -> int:
+    """Make a trace of saves and loads: what each rank and process did when. Perfetto opens it."""
+    from .. import tools
+    from .views import show_trace
+
+    show_trace(tools.trace(sources, output), as_json=as_json)
+    return OK
+
+
+@_command()
 def gc(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A directory with checkpoints below it: local path or URL.")

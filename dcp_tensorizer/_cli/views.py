@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..tools import CheckpointInfo, Collected, Reported
     from ..tools._diff import Difference
     from ..tools._inspect import Inspection, TensorInfo
+    from ..tools._trace import Traced
     from ..tools._verify import Verified
 
 
@@ -171,6 +172,19 @@ def show_report(reported: Reported, *, as_json: bool) -> None:
     print_line(
         f"{reported.path}: {count(reported.tensors, 'tensor')} of {count(len(reported.checkpoints), 'checkpoint')}, "
         f"{size(reported.nbytes)} in {reported.seconds:.1f} s"
+    )
+
+
+def show_trace(traced: Traced, *, as_json: bool) -> None:
+    """Shows the result of `trace`."""
+    if as_json:
+        print_json(traced)
+        return
+    what = [count(number, noun) for number, noun in ((traced.saves, "save"), (traced.loads, "load")) if number]
+    where = f"{count(traced.ranks, 'rank')} on {count(traced.hosts, 'host')}"
+    print_line(
+        f"{traced.path}: {' and '.join(what)} of {where}, {count(traced.spans, 'span')} in {traced.seconds:.1f} s. "
+        f"Open it at https://ui.perfetto.dev"
     )
 
 

@@ -21,6 +21,7 @@ from .._format.tensor_bytes import is_wrapper, named_dtype
 from .._index.chunks import Region
 from .._index.reader import Index, Piece
 from .._runtime.gc_pause import collector_paused
+from .._runtime.spans import Span
 from .._runtime.torch_compat import is_fake, real_tensors
 from .._staging.device import CUDA
 from .._storage.base import Storage
@@ -69,11 +70,12 @@ def load_items(
     planner: LoadPlanner,
     options: LoadOptions,
     progress: Callable[[int, int], object],
+    note: Callable[[Span], object],
 ) -> tuple[int, int]:
     """Loads the items of a plan; returns how many bytes were read, and how many came from other ranks.
 
-    ``progress`` gets the bytes of tensors done, and the bytes in all. Raises `CheckpointError`; see
-    `TensorizerStorageReader.read_data`.
+    ``progress`` gets the bytes of tensors done, and the bytes in all; ``note`` gets the time of each read. Raises
+    `CheckpointError`; see `TensorizerStorageReader.read_data`.
     """
     with PinnedPools(CUDA) as pools:
         read = functools.partial(
@@ -85,6 +87,7 @@ def load_items(
             page_cache=options.page_cache,
             in_memory=source.index.in_memory,
             pools=pools,
+            note=note,
         )
         exchange = None
         if source.group is not None:

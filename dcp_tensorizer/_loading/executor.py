@@ -27,6 +27,7 @@ from .._format.tensor_bytes import memory_of, named_dtype
 from .._index.chunks import regions_of_range
 from .._runtime.forks import free_in_child
 from .._runtime.memory_limit import available_memory
+from .._runtime.spans import Span
 from .._runtime.threads import Workers, cores, ranks_of_node
 from .._staging.device import CUDA
 from .._staging.shared_memory import aligned
@@ -56,6 +57,7 @@ def fetch(
     page_cache: bool | None = None,
     in_memory: Mapping[str, bytes] = MappingProxyType({}),
     pools: PinnedPools | None = None,
+    note: Callable[[Span], object] = lambda span: None,
 ) -> int:
     """Reads everything that the targets want; returns the number of bytes. Targets on a GPU are ready when it returns.
 
@@ -70,6 +72,7 @@ def fetch(
         page_cache: Leave data of local disks in the page cache; None: if there is room for it.
         in_memory: Contents of files that need not be read, by name.
         pools: Memory for data on its way to GPUs, shared by several reads; None for its own.
+        note: Called with the time of each operation, by several threads.
 
     Raises:
         ReadError: a file is missing, too short or unreadable; names file, key and offset.
@@ -89,9 +92,10 @@ def fetch(
 
     def run(operation: ReadOperation) -> int:
         nonlocal done
+        began, nbytes = time.perf_counter(), operation.nbytes
         with torch.inference_mode(is_inference):
-            executor.run(operation)
-        nbytes = operation.nbytes
+            verifying = executor.run(operation)
+        note(Span("read file", began, time.perf_counter(), operation.file, nbytes, verifying))
         with counting:
             done += nbytes
             progress(done, total)
@@ -180,22 +184,24 @@ class _Executor:
         self._files = files
         self._scratch = threading.local()
 
-    def run(self, operation: ReadOperation) -> None:
-        """Reads, checks and copies out the segments of one operation."""
+    def run(self, operation: ReadOperation) -> float:
+        """Reads, checks and copies out the segments of one operation; returns the seconds of checking and
+        decrypting.
+        """
         if self._pool is None or not any(map(self._pool.is_for, operation.targets)):
-            self._run(operation, None)
-        else:
-            with self._pool.slot() as slot:
-                self._run(operation, slot)
+            return self._run(operation, None)
+        with self._pool.slot() as slot:
+            return self._run(operation, slot)
 
-    def _run(self, operation: ReadOperation, slot: Slot | None) -> None:
+    def _run(self, operation: ReadOperation, slot: Slot | None) -> float:
         places = self._places(operation, slot)
-        self._read(operation, places)
+        verifying = self._read(operation, places)
         for segment, place in zip(operation.segments, places, strict=True):
             if segment.item.nonce_and_macs:
-                self._decrypt(segment, place)
+                verifying += _timed(self._decrypt, segment, place)
             if segment.target_offset is None:
                 scatter(segment, place, slot)
+        return verifying
 
     # --- the memory that segments are read into -----------------------------------------------------------------
 
@@ -223,14 +229,15 @@ class _Executor:
 
     # --- reading and checking -----------------------------------------------------------------------------------
 
-    def _read(self, operation: ReadOperation, places: Sequence[memoryview]) -> None:
-        """Reads segments into their memory, and compares each with its digests."""
+    def _read(self, operation: ReadOperation, places: Sequence[memoryview]) -> float:
+        """Reads segments into their memory, and compares each with its digests; returns the seconds of comparing."""
+        verifying = 0.0
         try:
             file = self._files.open(operation.file)
             if not self._page_cache and not any(target.shared for target in operation.targets):
                 file = file.once(operation.offset, operation.nbytes)
             for batch in operation.batches(self._slice_bytes):
-                self._read_batch(file, operation.segments[batch], places[batch])
+                verifying += self._read_batch(file, operation.segments[batch], places[batch])
             self._files.finish_operation(operation.file)
         except CheckpointError:
             raise
@@ -242,27 +249,30 @@ class _Executor:
                     f"{operation.file} (for {key!r}): {type(error).__name__}: {error}{_advice(error)}"
                 )
             ) from self._storage.cause(error)
+        return verifying
 
-    def _read_batch(self, file: RangeReader, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
+    def _read_batch(self, file: RangeReader, segments: Sequence[Segment], places: Sequence[memoryview]) -> float:
         """Reads one segment in slices, or several at once."""
         if len(segments) == 1:
-            self._read_slices(file, segments[0], places[0])
-            return
+            return self._read_slices(file, segments[0], places[0])
         file.read_into(with_gaps(segments, places), segments[0].offset)
-        if self._verify:
-            for segment, place in zip(segments, places, strict=True):
-                self._compare(segment, place)
+        return _timed(self._compare_all, segments, places) if self._verify else 0.0
 
-    def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> None:
+    def _compare_all(self, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
+        for segment, place in zip(segments, places, strict=True):
+            self._compare(segment, place)
+
+    def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> float:
         check = DigestCheck(segment.item, segment.start, place.nbytes) if self._verify else None
-        step = self._slice_bytes
+        verifying, step = 0.0, self._slice_bytes
         for start in range(0, place.nbytes, step):
             data = place[start : start + step]
             file.read_into([data], segment.offset + start)
             if check is not None:
-                check.update(data)
+                verifying += _timed(check.update, data)
         if check is not None and not check.matches():
             self._compare(segment, place)
+        return verifying
 
     def _compare(self, segment: Segment, data: memoryview) -> None:
         try:
@@ -285,6 +295,13 @@ class _Executor:
             f"{keys} in {self._storage.path}/{segment.item.file}: {damaged_bytes} of the tensor at byte "
             f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{advice}."
         )
+
+
+def _timed(function: Callable[..., object], *arguments: object) -> float:
+    """Calls a function; returns the seconds that it took."""
+    began = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - began
 
 
 def _advice(error: Exception) -> str:

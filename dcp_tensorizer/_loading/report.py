@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from .._runtime.spans import Span, clock_offset
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -28,6 +30,9 @@ class LoadReport:
         plan_seconds: The part of it before the first tensor was read: the metadata, DCP's planning and its collectives,
             and checks.
         read_seconds: The part of it for reading, verifying and converting.
+        verify_seconds: Time for comparing what was read with its digests, or decrypting it, added up over threads.
+        spans: The same as spans of time, also of each file, the whole load first. `trace` makes a picture of them.
+        clock_offset: The seconds that turn the times of spans into those of ``time.time()``.
     """
 
     path: str
@@ -41,6 +46,9 @@ class LoadReport:
     plan_seconds: float
     read_seconds: float
     received_bytes: int = 0
+    verify_seconds: float = 0.0
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    clock_offset: float = 0.0
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -60,7 +68,12 @@ class LoadClock:
 
     def __init__(self) -> None:
         self._started_at = time.time()
-        self._began = self._began_reading = time.perf_counter()
+        self._began = self._has_metadata = self._began_reading = time.perf_counter()
+        self.reads: list[Span] = []  # several threads append
+
+    def has_metadata(self) -> None:
+        """Notes that the metadata is read."""
+        self._has_metadata = time.perf_counter()
 
     def begin_reading(self) -> None:
         """Notes that everything is planned."""
@@ -69,12 +82,41 @@ class LoadClock:
     def report(self, **facts: Any) -> LoadReport:
         """The report of a load that ends now; ``facts`` are its other fields."""
         ended = time.perf_counter()
+        reads, self.reads = self.reads, []
+        verifying = sum(span.verify_seconds for span in reads)
+        nbytes = facts["nbytes"]
+        spans = (
+            Span("load", self._began, ended, nbytes=nbytes),
+            Span("metadata", self._began, self._has_metadata),
+            Span("prepare", self._has_metadata, self._began_reading),
+            Span("read", self._began_reading, ended, nbytes=nbytes, verify_seconds=verifying),
+            *_by_file(reads),
+        )
         return LoadReport(
             **facts,
             started_at=self._started_at,
             seconds=ended - self._began,
             plan_seconds=self._began_reading - self._began,
             read_seconds=ended - self._began_reading,
+            verify_seconds=verifying,
+            spans=spans,
+            clock_offset=clock_offset(),
+        )
+
+
+def _by_file(reads: Sequence[Span]) -> Iterator[Span]:
+    """One span for the reads of each file, from its first to its last."""
+    of_file: dict[str, list[Span]] = {}
+    for read in reads:
+        of_file.setdefault(read.file, []).append(read)
+    for file, spans in of_file.items():
+        yield Span(
+            spans[0].name,
+            min(span.began for span in spans),
+            max(span.ended for span in spans),
+            file,
+            sum(span.nbytes for span in spans),
+            sum(span.verify_seconds for span in spans),
         )
 
 

@@ -7,7 +7,7 @@ import fnmatch
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from .._format.names import StoredItem
 from .._format.tensor_bytes import named_dtype
 from .._index.schema import ItemKey
+from .._runtime.spans import Span, clock_offset
 from .._staging.staged_save import StageTimes
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class SaveReport:
         commit_seconds: Time to publish ``.metadata``; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).
         remote_durable_at: When the remote had the whole checkpoint; None before that, and without ``local``.
+        spans: The same as spans of time, also of the writer process and of each file, the whole save first. `trace`
+            makes a picture of them.
+        clock_offset: The seconds that turn the times of spans into those of ``time.time()``.
     """
 
     path: str
@@ -71,6 +75,8 @@ class SaveReport:
     durable_at: float
     remote_durable_at: float | None = None
     wait_seconds: float = 0.0
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    clock_offset: float = 0.0
 
     @property
     def stall_seconds(self) -> float:
@@ -101,6 +107,7 @@ class SaveTimes:
         self._staging = staging or StageTimes(time.time())
         self._began = self._planned = time.perf_counter()
         self._commit_began = 0.0
+        self._spans: tuple[Span, ...] = ()
 
     def planned(self) -> None:
         """Notes that the plan is finished."""
@@ -109,6 +116,10 @@ class SaveTimes:
     def written(self, *, path: str, save_id: str, rank: int, nbytes: int, written: Written) -> SaveReport:
         """The report of a rank whose data is durable now."""
         done, now = written.done, time.time()
+        ended = time.perf_counter()
+        plan, write = Span("plan", self._began, self._planned), Span("write", self._planned, ended, nbytes=nbytes)
+        self._spans = (*self._staged(), plan, write, *done.spans)
+        staging = self._staging
         return SaveReport(
             path=path,
             save_id=save_id,
@@ -117,14 +128,18 @@ class SaveTimes:
             reused_nbytes=sum(item.length for file in done.files if file.adopted for item in file.tensors),
             files=len(done.files),
             attempts=written.attempts,
-            seconds=max(0.0, now - self._staging.started_at),
-            **self._staging._asdict(),
+            started_at=staging.started_at,
+            seconds=max(0.0, now - staging.started_at),
+            wait_seconds=staging.wait_seconds,
+            stage_seconds=staging.stage_seconds,
             plan_seconds=self._planned - self._began,
-            resolve_seconds=max(0.0, time.perf_counter() - self._planned - done.seconds),
+            resolve_seconds=max(0.0, write.seconds - done.seconds),
             hash_seconds=done.hash_seconds,
             write_seconds=done.write_seconds,
             commit_seconds=None,
             durable_at=now,
+            spans=self._whole(ended, nbytes),
+            clock_offset=clock_offset(),
         )
 
     def commit_begins(self) -> None:
@@ -133,13 +148,28 @@ class SaveTimes:
 
     def committed(self, report: SaveReport) -> SaveReport:
         """The report of a save that is committed now, made from the report of its data."""
-        now = time.time()
+        now, ended = time.time(), time.perf_counter()
+        commit = Span("commit", self._commit_began, ended)
+        self._spans += (Span("agree", report.spans[0].ended, self._commit_began), commit)
         return dataclasses.replace(
             report,
-            commit_seconds=time.perf_counter() - self._commit_began,
+            commit_seconds=commit.seconds,
             durable_at=now,
             seconds=max(0.0, now - report.started_at),
+            spans=self._whole(ended, report.nbytes),
         )
+
+    def _staged(self) -> tuple[Span, ...]:
+        """The spans of staging, and of the wait before it; none for a save that stages nothing."""
+        staging = self._staging
+        if not staging.began:
+            return ()
+        wait = Span("wait", staging.began - staging.wait_seconds, staging.began)
+        return wait, Span("stage", staging.began, staging.began + staging.stage_seconds)
+
+    def _whole(self, ended: float, nbytes: int) -> tuple[Span, ...]:
+        """All spans of a save that has ended."""
+        return (Span("save", self._staging.began or self._began, ended, nbytes=nbytes), *self._spans)
 
 
 class Reports:
@@ -159,7 +189,9 @@ class Reports:
 
     def arrived(self, report: SaveReport, moment: float) -> None:
         """Reports a save again when the remote has it."""
-        report = dataclasses.replace(report, remote_durable_at=moment)
+        began, ended = report.durable_at - report.clock_offset, moment - report.clock_offset
+        flush = Span("flush", began, ended, nbytes=report.nbytes)
+        report = dataclasses.replace(report, remote_durable_at=moment, spans=(*report.spans, flush))
         if self.last is None or self.last.save_id == report.save_id:
             self.last = report
         logger.info("%s is on the remote, %.1f s after it was durable", report.path, moment - report.durable_at)

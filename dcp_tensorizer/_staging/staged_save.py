@@ -288,6 +288,8 @@ class StageTimes(NamedTuple):
     """How long training waited before that for the end of the save before."""
     stage_seconds: float = 0.0
     """How long it took."""
+    began: float = 0.0
+    """``time.perf_counter()`` when it began."""
 
 
 # --- the staged state dict of a save, or its error --------------------------------------------------------------------

@@ -16,6 +16,7 @@ import xxhash
 from .._format.encoder import PartMemory, Parts, encode_ahead
 from .._format.tensorizer_file import lay_out
 from .._runtime.forks import free_in_child
+from .._runtime.spans import Span
 from .._runtime.threads import Workers, in_threads
 from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
@@ -82,26 +83,33 @@ class FileJob:
             written = [file for file in self._files if file.name not in results]
             # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
             with Workers(1, thread_name_prefix="complete") as pool:
-                completions: list[Future[None]] = []
+                completions: list[Future[Span]] = []
+                encoded: list[Span] = []
                 for file in written:
                     if len(completions) >= _UNFINISHED:
                         wait([completions[-_UNFINISHED]])
                     if any(completion.done() and completion.exception() for completion in completions):
                         break  # the files after it are not wanted either
                     name = file.name
+                    began = time.perf_counter()
                     results[name], parts = self._write(file)
-                    completions.append(pool.submit(self._complete, self._sinks[-1], parts))
+                    encoded.append(Span("encode", began, time.perf_counter(), name, results[name].nbytes))
+                    completions.append(pool.submit(self._complete, self._sinks[-1], parts, name))
                 hash_seconds = time.perf_counter() - started
-                for file, completion in zip(written, completions, strict=False):
+                spans: list[Span] = []
+                for file, of_file, completion in zip(written, encoded, completions, strict=False):
                     name = file.name
-                    completion.result()
+                    finished = completion.result()
+                    spans += [of_file._replace(name="file", ended=finished.ended), of_file, finished]
                     if self._options.reuse_unchanged:
                         results[name] = replace(results[name], identity=self._storage.identity(name))
             if self._options.sync_files:
                 self._storage.sync_directory()
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks)
-            seconds = time.perf_counter() - started
-            return WriteDone(tuple(results[file.name] for file in self._files), seconds, hash_seconds, writing)
+            ended = time.perf_counter()
+            spans.insert(0, Span("files", started, ended, nbytes=sum(span.nbytes for span in encoded)))
+            files = tuple(results[file.name] for file in self._files)
+            return WriteDone(files, ended - started, hash_seconds, writing, tuple(spans))
         except BaseException as error:
             self.remove()
             if not isinstance(error, Exception):  # a Ctrl-C in the trainer
@@ -166,7 +174,8 @@ class FileJob:
         )
         return FileResult(file.name, layout.nbytes, tuple(encoded.items)), encoded.parts
 
-    def _complete(self, sink: Sink, parts: Parts) -> None:
+    def _complete(self, sink: Sink, parts: Parts, name: str) -> Span:
+        began = time.perf_counter()
         try:
             parts.finish()
             with self._completing:
@@ -176,6 +185,7 @@ class FileJob:
         except BaseException:
             sink.abort()
             raise
+        return Span("finish", began, time.perf_counter(), name)
 
 
 def _protocol(location: str) -> str:

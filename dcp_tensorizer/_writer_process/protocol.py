@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._format.names import StoredItem
 from .._runtime.channel import Done, Failed
 from .._runtime.process_context import ProcessContext
+from .._runtime.spans import Span
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import FileIdentity
 from .shared_job import PartsWritten, Pieces, SharedFilePart
@@ -189,6 +190,8 @@ class WriteDone:
     """Until all hashes were known; it writes meanwhile."""
     write_seconds: float
     """In write calls and fsync."""
+    spans: tuple[Span, ...] = ()
+    """Of all of it, and of its files."""
 
     def places(self) -> dict[str, tuple[StoredItem, int]]:
         """The location of each tensor by its name, and the size of its file."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .._restart.find import KeptInfo, list_kept
     from ._diff import Change, Difference
     from ._inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total
+    from ._trace import Traced, trace
     from ._verbs import CheckpointInfo, Collected, Reported, collect, diff, inspect, list_checkpoints, report, verify
     from ._verify import Damage, Verified
 
@@ -34,6 +35,7 @@ __all__ = [
     "Reported",
     "TensorInfo",
     "Total",
+    "Traced",
     "Verified",
     "VersionInfo",
     "VersionsVerified",
@@ -45,6 +47,7 @@ __all__ = [
     "list_kept",
     "list_versions",
     "report",
+    "trace",
     "verify",
     "verify_versions",
 ]
@@ -63,6 +66,7 @@ _ON_USE = {
     "Reported": "._verbs",
     "TensorInfo": "._inspect",
     "Total": "._inspect",
+    "Traced": "._trace",
     "Verified": "._verify",
     "VersionInfo": ".._publish.offline",
     "VersionsVerified": ".._publish.offline",
@@ -74,6 +78,7 @@ _ON_USE = {
     "list_kept": ".._restart.find",
     "list_versions": ".._publish.offline",
     "report": "._verbs",
+    "trace": "._trace",
     "verify": "._verbs",
     "verify_versions": ".._publish.offline",
 }

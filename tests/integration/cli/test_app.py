@@ -20,11 +20,13 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import load_file
 from tensorizer import EncryptionParams
 
 import dcp_tensorizer
+from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
@@ -33,6 +35,7 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import _gc, _verbs
 from dcp_tensorizer.tools._gc import Removal
 from dcp_tensorizer.tools._view import read_parts
+from dcp_tensorizer.trace import TraceFile
 
 from ...checkpoints import ODD, make_checkpoint
 from ...support import filled, raw, run_python
@@ -612,6 +615,19 @@ def test_report(checkpoint: Path, tmp_path: Path) -> None:
     code, out, _ = run("report", checkpoint, "-o", tmp_path / "page.html")
     assert (code, out.startswith(f"{tmp_path}/page.html: 3 tensors of 1 checkpoint, ")) == (0, True)
     assert told("report", checkpoint, "-o", tmp_path / "page.html")["checkpoints"] == [str(checkpoint)]  # type: ignore[call-overload, index]
+
+
+def test_trace(tmp_path: Path) -> None:
+    """Makes the trace, and says what is in it; a folder without trace files is no damage."""
+    record = TraceFile(tmp_path / "spans")
+    with TensorizerStorageWriter(tmp_path / "ckpt", on_report=record) as writer:
+        dcp.save({"weight": torch.ones(4)}, storage_writer=writer)
+    code, out, _ = run("trace", tmp_path / "spans", "-o", tmp_path / "trace.json")
+    assert (code, out.startswith(f"{tmp_path}/trace.json: 1 save of 1 rank on 1 host, ")) == (0, True)
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 5
+    assert told("trace", tmp_path / "spans", "-o", tmp_path / "trace.json")["loads"] == 0
+    code, _, said = run("trace", tmp_path, "-o", tmp_path / "none.json")
+    assert (code, f"{tmp_path}: there is no trace file; pass TraceFile(" in said) == (2, True)
 
 
 @pytest.mark.parametrize(

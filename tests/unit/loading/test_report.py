@@ -10,6 +10,7 @@ import pytest
 
 from dcp_tensorizer import LoadReport
 from dcp_tensorizer._loading.report import LoadClock, LoadProgress, publish
+from dcp_tensorizer._runtime.spans import Span
 
 REPORT = LoadReport(
     path="/ckpt",
@@ -55,6 +56,33 @@ def test_the_times_of_a_report_add_up() -> None:
     assert before <= report.started_at <= time.time()
     assert report.seconds == pytest.approx(report.plan_seconds + report.read_seconds)
     assert 0 <= report.plan_seconds <= report.seconds <= time.perf_counter() - begin
+
+
+def test_the_spans_of_a_load_are_its_times() -> None:
+    """The reads of a file are one span, from the first to the last, with all of their bytes."""
+    clock = LoadClock()
+    clock.has_metadata()
+    clock.begin_reading()
+    began = time.perf_counter()
+    clock.reads += [
+        Span("read file", began + 1, began + 3, "a", 10, 0.5),
+        Span("read file", began, began + 1, "b", 5, 0.25),
+        Span("read file", began, began + 2, "a", 20, 0.125),
+    ]
+    report = clock.report(path="/ckpt", save_id="save", load_id="load", rank=1, items=2, nbytes=35)
+    whole, metadata, prepare, read, *files = report.spans
+    assert [span.name for span in (whole, metadata, prepare, read)] == ["load", "metadata", "prepare", "read"]
+    assert whole.seconds == report.seconds
+    assert (whole.began, whole.ended) == (metadata.began, read.ended)
+    assert metadata.seconds + prepare.seconds == pytest.approx(report.plan_seconds)
+    assert (metadata.ended, prepare.ended) == (prepare.began, read.began)
+    assert read.seconds == report.read_seconds
+    assert (read.nbytes, read.verify_seconds, report.verify_seconds) == (35, 0.875, 0.875)
+    assert files == [
+        Span("read file", began, began + 3, "a", 30, 0.625),
+        Span("read file", began, began + 1, "b", 5, 0.25),
+    ]
+    assert clock.reads == []
 
 
 def test_a_report_is_logged_and_handed_to_the_user(caplog: pytest.LogCaptureFixture) -> None:

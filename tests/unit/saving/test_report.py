@@ -9,6 +9,7 @@ import time
 import pytest
 
 from dcp_tensorizer import SaveReport
+from dcp_tensorizer._runtime.spans import Span
 from dcp_tensorizer._saving.report import Reports, SaveTimes
 from dcp_tensorizer._saving.writer_client import Written
 from dcp_tensorizer._staging.staged_save import StageTimes
@@ -55,8 +56,43 @@ def test_a_commit_takes_its_own_time_and_ends_the_save() -> None:
     assert made.commit_seconds >= 0
     assert made.durable_at >= data.durable_at
     assert made.seconds == made.durable_at - made.started_at >= 10
-    same = {"commit_seconds": None, "durable_at": data.durable_at, "seconds": data.seconds}
+    same = {"commit_seconds": None, "durable_at": data.durable_at, "seconds": data.seconds, "spans": data.spans}
     assert dataclasses.replace(made, **same) == data  # type: ignore[arg-type]
+
+
+def test_the_spans_of_a_save_are_its_times() -> None:
+    """Staging, the plan, the write with what the writer process did in it, the wait for other ranks, and the commit."""
+    began = time.perf_counter() - 10
+    times = SaveTimes(StageTimes(time.time() - 10, 0.5, 2.0, began))
+    times.planned()
+    files = (Span("files", began + 3, began + 4),)
+    done = Written(WriteDone((), 1.0, 0.5, 0.5, files))
+    data = times.written(path="/c", save_id="s", rank=3, nbytes=5, written=done)
+    times.commit_begins()
+    made = times.committed(data)
+    spans = {span.name: span for span in made.spans}
+    assert [span.name for span in data.spans] == ["save", "wait", "stage", "plan", "write", "files"]
+    assert list(spans) == ["save", "wait", "stage", "plan", "write", "files", "agree", "commit"]
+    assert (spans["wait"].began, spans["wait"].ended) == (began - 0.5, spans["stage"].began)
+    assert spans["stage"].ended == began + 2.0
+    assert spans["plan"].seconds == made.plan_seconds
+    assert spans["plan"].ended == spans["write"].began
+    assert spans["files"] is files[0]
+    assert spans["agree"].began == spans["write"].ended == data.spans[0].ended
+    assert (spans["agree"].ended, spans["commit"].ended) == (spans["commit"].began, spans["save"].ended)
+    assert spans["commit"].seconds == made.commit_seconds
+    assert spans["save"].began + made.clock_offset == pytest.approx(made.started_at, abs=1)
+
+
+def test_a_flush_is_a_span_of_its_own() -> None:
+    """From the moment when the save was durable to the one when the remote had it."""
+    received: list[SaveReport] = []
+    made = report(SaveTimes())
+    Reports(received.append).arrived(made, made.durable_at + 2)
+    *before, flush = received[0].spans
+    assert tuple(before) == made.spans
+    assert (flush.name, flush.seconds) == ("flush", pytest.approx(2))
+    assert flush.began + made.clock_offset == pytest.approx(made.durable_at)
 
 
 def test_a_clock_that_was_set_back_gives_no_negative_time() -> None:

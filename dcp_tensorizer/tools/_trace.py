@@ -1,0 +1,214 @@
+"""Puts the spans of all ranks and processes on one clock, as a trace that Perfetto and ``chrome://tracing`` open."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._runtime.spans import Span
+from ..errors import NotCommitted, ReadError
+from ._atomic_output import beside
+
+_Path = str | os.PathLike[str]
+
+_TRACKS = ("training", "save", "load", "writer process", "files", "read", "flush")
+_TRACK_OF = {
+    "wait": "training",
+    "stage": "training",
+    "files": "writer process",
+    "file": "files",
+    "encode": "files",
+    "finish": "files",
+    "flush": "flush",
+    "load": "load",
+    "metadata": "load",
+    "prepare": "load",
+    "read": "load",
+    "read file": "read",
+}
+"""The row of each span's name; the others are in that of the save."""
+_ROWS = 1000  # at most, of one track
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A trace, as it was written.
+
+    Attributes:
+        path: The file.
+        saves: Saves of a rank in it: a save of four ranks counts as four.
+        loads: Loads of a rank.
+        ranks: Different ranks.
+        hosts: Different hosts.
+        spans: Spans.
+        seconds: From the first to the last.
+    """
+
+    path: str
+    saves: int
+    loads: int
+    ranks: int
+    hosts: int
+    spans: int
+    seconds: float
+
+
+def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
+    """Makes a trace from what `dcp_tensorizer.trace.TraceFile` has written, for https://ui.perfetto.dev.
+
+    The processes of a host share a clock. The clocks of different hosts are compared by their time of day.
+
+    Args:
+        sources: Folders of trace files, or single ones.
+        output: The trace: a local path, or a URL. An older file is replaced.
+
+    Raises:
+        ValueError: there are no sources.
+        NotCommitted: there is no trace file at one of them.
+        ReadError: one cannot be read, or is none of them.
+        WriteError: the trace cannot be written.
+    """
+    if not sources:
+        raise ValueError("sources is empty: name at least one folder")
+    records = [record for source in sources for file in _files(Path(source)) for record in _records(file)]
+    if not records:
+        raise NotCommitted(f"{', '.join(map(str, sources))}: the trace files hold no save and no load")
+    on_clock = _on_one_clock(records)
+    events = list(_events(on_clock))
+    storage, name = beside(os.fspath(output), {})
+    storage.make_directory()
+    began = _began(on_clock) + records[0].clock_offset
+    content = {"displayTimeUnit": "ms", "otherData": {"began": began}, "traceEvents": events}
+    storage.put(name, json.dumps(content).encode(), sync=False)
+    ends = [span.ended for record in on_clock for span in record.spans]
+    return Traced(
+        path=f"{storage.path}/{name}",
+        saves=len({(record.rank, record.id) for record in records if record.kind != "load"}),
+        loads=sum(record.kind == "load" for record in records),
+        ranks=len({record.rank for record in records}),
+        hosts=len({record.boot for record in records}),
+        spans=sum(len(record.spans) for record in records),
+        seconds=max(ends) - _began(on_clock),
+    )
+
+
+class _Record(NamedTuple):
+    """One line of a trace file."""
+
+    kind: str
+    id: str
+    path: str
+    rank: int
+    host: str
+    boot: str
+    pid: int
+    clock_offset: float
+    spans: tuple[Span, ...]
+
+
+def _files(source: Path) -> list[Path]:
+    files = sorted(source.glob("*.spans.jsonl")) if source.is_dir() else [source]
+    if not files or not files[0].exists():
+        raise NotCommitted(
+            f"{source}: there is no trace file; pass TraceFile({str(source)!r}) as on_report on each rank"
+        )
+    return files
+
+
+def _records(file: Path) -> Iterator[_Record]:
+    """The lines of a file. The last one may be cut off, if its process was killed."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeError) as error:
+        raise ReadError(f"cannot read {file}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = json.loads(line)
+            spans = tuple(Span(*span) for span in fields.pop("spans"))
+            record = _Record(**fields, spans=spans)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                return
+            raise ReadError(f"line {number} of {file} is no report of spans: {error}") from None
+        # A save that was flushed is reported twice: only its last span is new then.
+        yield record._replace(spans=spans[-1:]) if record.kind == "flush" else record
+
+
+def _on_one_clock(records: Sequence[_Record]) -> list[_Record]:
+    """The records with all spans on the clock of the first one's host; all those of a host are moved alike.
+
+    Seconds since the epoch would be rounded to a quarter of a microsecond.
+    """
+    offsets: dict[str, float] = {}
+    moved = []
+    for record in records:
+        offset = offsets.setdefault(record.boot, record.clock_offset) - records[0].clock_offset
+        spans = (span._replace(began=span.began + offset, ended=span.ended + offset) for span in record.spans)
+        moved.append(record._replace(spans=tuple(spans)))
+    return moved
+
+
+def _began(records: Iterable[_Record]) -> float:
+    return min(span.began for record in records for span in record.spans)
+
+
+def _events(records: Sequence[_Record]) -> Iterator[dict[str, Any]]:
+    """The events of the trace: one process for each rank, and rows in it, in which spans only nest."""
+    zero, free = _began(records), dict[tuple[int, str], list[float]]()
+    for rank, host in sorted({(record.rank, record.host) for record in records}):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {host}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    for record in sorted(records, key=lambda record: record.spans[0].began):
+        for track, spans in _bundles(record.spans):
+            rows = free.setdefault((record.rank, track), [])
+            known, row = len(rows), _row(rows, spans)
+            thread = 1 + _TRACKS.index(track) * _ROWS + row
+            if row == known:
+                name = track if not row else f"{track} {row + 1}"
+                yield {"ph": "M", "name": "thread_name", "pid": record.rank, "tid": thread, "args": {"name": name}}
+                order = {"sort_index": thread}
+                yield {"ph": "M", "name": "thread_sort_index", "pid": record.rank, "tid": thread, "args": order}
+            for span in spans:
+                begin, end = (round((moment - zero) * 1e6, 3) for moment in (span.began, span.ended))
+                yield {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": record.kind,
+                    "pid": record.rank,
+                    "tid": thread,
+                    "ts": begin,
+                    "dur": round(end - begin, 3),
+                    "args": _arguments(record, span),
+                }
+
+
+def _arguments(record: _Record, span: Span) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"path": record.path, "id": record.id}
+    if span.file:
+        arguments["file"] = span.file
+    if span.nbytes:
+        arguments |= {"bytes": span.nbytes, "GB/s": round(span.nbytes / 1e9 / max(span.seconds, 1e-9), 3)}
+    if span.verify_seconds:
+        arguments["verify seconds of all threads"] = round(span.verify_seconds, 6)
+    return arguments
+
+
+def _bundles(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
+    """Spans that nest in one another, and so share a row: those of a track, but of each file by themselves."""
+    bundles: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        bundles.setdefault((_TRACK_OF.get(span.name, "save"), span.file), []).append(span)
+    for (track, _), bundle in bundles.items():
+        yield track, bundle
+
+
+def _row(free: list[float], spans: Sequence[Span]) -> int:
+    """The first row that is free when the spans begin; ``free`` has the moment from which each row is."""
+    began = min(span.began for span in spans)
+    row = next((row for row, moment in enumerate(free) if moment <= began), len(free))
+    free[row : row + 1] = [max(span.ended for span in spans)]
+    return row

@@ -1,0 +1,114 @@
+"""Traces: the spans of all processes on one clock, in rows in which they only nest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer import NotCommitted, ReadError
+from dcp_tensorizer.tools import Traced, trace
+
+SAVE = [
+    ["wait", 9.0, 10.0],
+    ["save", 10.0, 20.0, "", 6_000_000_000],
+    ["stage", 10.0, 11.0],
+    ["plan", 11.5, 12.0],
+    ["write", 12.0, 18.0],
+    ["files", 12.5, 17.5],
+    ["file", 13.0, 16.0, "a", 6_000_000_000],
+    ["encode", 13.0, 15.0, "a"],
+    ["finish", 15.0, 16.0, "a"],
+    ["file", 15.0, 17.0, "b"],
+    ["file", 16.0, 17.5, "c"],
+    ["agree", 18.0, 19.0],
+    ["commit", 19.0, 20.0],
+]
+
+
+def write(file: Path, *records: dict[str, Any], end: str = "\n") -> None:
+    """A trace file; what a record does not say is that of a save of rank 0."""
+    common = {"kind": "save", "id": "s", "path": "/c", "rank": 0, "host": "h", "boot": "1", "pid": 1, "spans": SAVE}
+    file.write_text("\n".join(json.dumps(common | {"clock_offset": 0.0} | record) for record in records) + end)
+
+
+def events(output: Path, rank: int = 0) -> dict[tuple[str, str], dict[str, Any]]:
+    """The spans of a rank, by name and file."""
+    content = json.loads(output.read_text())
+    found = [event for event in content["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
+    return {(event["name"], event["args"].get("file", "")): event for event in found}
+
+
+def test_a_save_in_rows(tmp_path: Path) -> None:
+    """Times begin at the first span, in microseconds. Files that overlap have rows of their own; a free row is used
+    again.
+    """
+    write(tmp_path / "h-1.spans.jsonl", {})
+    traced = trace([tmp_path], tmp_path / "trace.json")
+    assert traced == Traced(
+        path=f"{tmp_path}/trace.json", saves=1, loads=0, ranks=1, hosts=1, spans=len(SAVE), seconds=11.0
+    )
+    spans = events(tmp_path / "trace.json")
+    assert [(name, spans[name, ""]["ts"], spans[name, ""]["dur"]) for name in ("wait", "save", "commit")] == [
+        ("wait", 0.0, 1e6),
+        ("save", 1e6, 1e7),
+        ("commit", 1e7, 1e6),
+    ]
+    assert spans["save", ""]["args"] == {"path": "/c", "id": "s", "bytes": 6_000_000_000, "GB/s": 0.6}
+    rows = {key: event["tid"] for key, event in spans.items()}
+    assert rows["file", "a"] == rows["encode", "a"] == rows["finish", "a"] == rows["file", "c"] != rows["file", "b"]
+    assert rows["save", ""] == rows["plan", ""] == rows["write", ""] == rows["agree", ""] == rows["commit", ""]
+    assert rows["wait", ""] == rows["stage", ""] != rows["save", ""]
+    named = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["name"] == "thread_name"]
+    assert {event["tid"]: event["args"]["name"] for event in named} == {
+        rows["wait", ""]: "training",
+        rows["save", ""]: "save",
+        rows["files", ""]: "writer process",
+        rows["file", "a"]: "files",
+        rows["file", "b"]: "files 2",
+    }
+
+
+def test_ranks_of_a_host_share_its_clock(tmp_path: Path) -> None:
+    """Even if the time of day was set between their reports; other hosts are moved by their time of day."""
+    first = {"rank": 0, "clock_offset": 1000.0}
+    beside = {"rank": 1, "clock_offset": 5000.0}
+    other = {"rank": 2, "host": "i", "boot": "2", "clock_offset": 1002.5}
+    write(tmp_path / "a.spans.jsonl", first, beside)
+    write(tmp_path / "b.spans.jsonl", other)
+    traced = trace([tmp_path / "a.spans.jsonl", tmp_path / "b.spans.jsonl"], tmp_path / "trace.json")
+    assert (traced.ranks, traced.hosts, traced.seconds) == (3, 2, 13.5)
+    began = [events(tmp_path / "trace.json", rank)["save", ""]["ts"] for rank in range(3)]
+    assert began == [1e6, 1e6, 3.5e6]
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == {"began": 1009.0}
+
+
+def test_a_flush_is_added_to_its_save(tmp_path: Path) -> None:
+    """Its report repeats the spans of the save, which are drawn once."""
+    write(tmp_path / "h.spans.jsonl", {}, {"kind": "flush", "spans": [*SAVE, ["flush", 20.0, 25.0]]})
+    traced = trace([tmp_path], tmp_path / "trace.json")
+    assert (traced.saves, traced.spans, traced.seconds) == (1, len(SAVE) + 1, 16.0)
+    assert events(tmp_path / "trace.json")["flush", ""]["dur"] == 5e6
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    """Its process was killed. Damage anywhere else is an error, which names file and line."""
+    file = tmp_path / "h.spans.jsonl"
+    write(file, {}, end='\n{"kind": "sa')
+    assert trace([tmp_path], tmp_path / "trace.json").saves == 1
+    write(file, {}, end='\n{"kind": "sa\n')
+    with pytest.raises(ReadError, match=rf"^line 2 of {file} is no report of spans: "):
+        trace([tmp_path], tmp_path / "trace.json")
+
+
+def test_there_must_be_something_to_trace(tmp_path: Path) -> None:
+    """No sources, no files, or files without a report."""
+    with pytest.raises(ValueError, match="sources is empty"):
+        trace([])
+    with pytest.raises(NotCommitted, match="there is no trace file"):
+        trace([tmp_path])
+    (tmp_path / "h.spans.jsonl").touch()
+    with pytest.raises(NotCommitted, match="hold no save and no load"):
+        trace([tmp_path])
