@@ -39,7 +39,7 @@ _MEANINGS = {
 _IF_DRAWN = ("alone", "raw")  # in the legend only where a bar is of that kind
 _WHISKERS = "from the lowest to the highest value; the bar is the median"
 _READS = "raw reads of the same bytes: lowest, median, highest"
-_RC: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.size": 8.5,
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
@@ -98,7 +98,7 @@ def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], c
     heights = [
         sum(len(bars) + bool(group) for group, bars in panel.groups.items()) + 2.5 for panel in panels[::columns]
     ]
-    with mpl.rc_context(_RC):
+    with mpl.rc_context(STYLE):
         figure, grid = plt.subplots(
             len(heights), columns, figsize=size, squeeze=False, layout="constrained", height_ratios=heights
         )

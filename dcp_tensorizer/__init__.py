@@ -98,7 +98,19 @@ _ON_USE = {
     "publish": "_publish.publisher",
     "uninstall": "_install",
 }
-_MODULES = ("any_format", "convert", "export", "manager", "planner", "reader", "storage", "tools", "trace", "writer")
+_MODULES = (
+    "any_format",
+    "convert",
+    "export",
+    "manager",
+    "planner",
+    "progress",
+    "reader",
+    "storage",
+    "tools",
+    "trace",
+    "writer",
+)
 
 if not TYPE_CHECKING:
 

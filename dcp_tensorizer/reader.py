@@ -89,8 +89,8 @@ class TensorizerStorageReader(StorageReader):
             servers that stay silent for a tenth of that are tried again.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
             checkpoint that is not encrypted is refused.
-        on_progress: Called while tensors are read, with the bytes that are done and the bytes in all; by several
-            threads, one at a time.
+        on_progress: Called before the first tensor is read, and then again and again, with the bytes that are done and
+            the bytes in all; by several threads, one at a time. `ProgressLine` shows them on a terminal.
         exchange: A process group. Data that all its ranks want is read once: each rank reads a part, and they exchange
             the parts. It pays if ranks hold the same state (DDP; for HSDP, pass the group of the replicas), and the
             network between ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of the group

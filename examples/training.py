@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer.progress import ProgressLine
 
 from .model import ByteTransformer, batch, python_sources
 from .record import Loaded, Reporter, Saved, Saving, Stepped
@@ -121,7 +121,7 @@ def open_manager(job: Job) -> CheckpointManager:
         save_every=job.save_every or None,
         survive=_SURVIVE_SECONDS if job.survives else 0,
         survive_every=1 if job.survives else None,
-        reader_options={"on_progress": LoadingBar()},
+        reader_options={"on_progress": ProgressLine("   loading")},
     )
 
 
@@ -156,24 +156,6 @@ def load(app: App, manager: CheckpointManager, report: Reporter) -> None:
     started = time.monotonic()
     if manager.restore({"app": app}) is not None:
         report(Loaded(app.step, time.monotonic() - started, state_digest(app)))
-
-
-class LoadingBar:
-    """Shows how far a load has come, on rank 0."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            tqdm.monitor_interval = 0  # no thread of its own: one that outlives the interpreter can abort the process
-            # With its total from the start: a bar whose total comes later is shown as a bare count.
-            self._bar = tqdm(
-                desc="   loading", total=total, unit="B", unit_scale=True, leave=False, disable=dist.get_rank() != 0
-            )
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
 
 
 def state_digest(app: App) -> str:

@@ -103,17 +103,6 @@ def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
         signal.signal(signal.SIGINT, before)
 
 
-def size(nbytes: int) -> str:
-    """Bytes in decimal units: ``1.5 GB``."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[0]}"
-
-
 def count(number: int, noun: str) -> str:
     """``1 tensor``, ``2 tensors``."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"

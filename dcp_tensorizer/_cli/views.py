@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .._runtime.sizes import size
 from .._storage.open import absolute_path
 from .._storage.redact import redact
-from .terminal import count, moment, print_json, print_line, print_table, ranks, shape, size
+from .terminal import count, moment, print_json, print_line, print_table, ranks, shape
 
 if TYPE_CHECKING:
     from .._publish.apply import Applied

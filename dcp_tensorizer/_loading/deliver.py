@@ -243,6 +243,8 @@ def read_tensors(
     # An estimate: parts are smaller, whole blocks larger.
     total = sum(piece.item.length for _, pieces in items for piece in pieces)
     done = 0
+    if total:
+        progress(0, total)
     for batch in _batches(items, planner):
         with collector_paused():
             tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]

@@ -1,0 +1,65 @@
+"""A line on a terminal that tells how far a load has come: `ProgressLine`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+import torch.distributed as dist
+
+from ._runtime.sizes import size
+
+__all__ = ["ProgressLine"]
+
+_EVERY = 0.1  # seconds; people cannot read faster
+_CLEAR = "\r\033[K"
+
+
+class ProgressLine:
+    """Tells how far a load has come: bytes, their rate, and how long it still takes.
+
+    Pass it as ``on_progress`` to a reader, or in the ``reader_options`` of a manager::
+
+        CheckpointManager("run", reader_options={"on_progress": ProgressLine()})
+
+    The line appears when the first tensor is about to be read, and is cleared at the end. It is written by rank 0, and
+    only to a terminal. It serves any number of loads, one after the other.
+
+    Args:
+        doing: The beginning of the line.
+        stream: Where it is written; None for the standard error stream.
+    """
+
+    def __init__(self, doing: str = "loading", stream: TextIO | None = None) -> None:
+        self._doing = doing
+        self._stream = stream
+        self._began: float | None = None
+        self._shown = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Takes the bytes done and the bytes in all."""
+        now = time.monotonic()
+        if self._began is None or not done:
+            self._began, self._shown = now, 0.0
+        is_over = done >= total
+        if (is_over or now - self._shown >= _EVERY) and self._is_shown():
+            line = _CLEAR if is_over else _CLEAR + self._line(done, total, now - self._began)
+            self._out.write(line)
+            self._out.flush()
+            self._shown = now
+        if is_over:
+            self._began = None
+
+    def _line(self, done: int, total: int, seconds: float) -> str:
+        rate = done / max(seconds, 1e-9)
+        left = f", {(total - done) / rate:.0f} s left" if done else ""
+        return f"{self._doing}: {size(done)} of {size(total)}, {size(rate)}/s{left}"
+
+    @property
+    def _out(self) -> TextIO:
+        return self._stream or sys.stderr
+
+    def _is_shown(self) -> bool:
+        is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        return is_first and self._out is not None and self._out.isatty()
