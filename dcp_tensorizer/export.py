@@ -175,11 +175,11 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             ),
         )
         self._synchronize_after_execute = staging != "buffer"
-        self._begin(ModelSaver(self._options, self._model, on_report))
+        self._begin(on_report)
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
         return shown(self, self._path, self._options.write.storage_options, self._model.arguments())
 
-    def _new_saver(self, *, closed: bool) -> Saver:
-        return ModelSaver(self._options, self._model, None, closed=closed)
+    def _new_saver(self, on_report: Callable[[SaveReport], object] | None, *, closed: bool) -> Saver:
+        return ModelSaver(self._options, self._model, on_report, closed=closed)

@@ -11,6 +11,7 @@ Here are DCP's hooks; what happens in each of them is in ``_saving.session``.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,12 +25,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ._format.encryption import encryption_cipher
+from ._runtime.forks import in_child
 from ._runtime.gc_pause import age_objects
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
 from ._saving.report import SaveReport
-from ._saving.saver import CopiedWriter, SaveDescription, Saver
+from ._saving.saver import SaveDescription, Saver
 from ._saving.session import SaveSession
 from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location
@@ -43,6 +45,12 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ._format.encryption import EncryptionParams
+    from ._runtime.process_context import ProcessContext
+    from .errors import StagingError
+
+_NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads
+_OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+"""Environment variables that DCP has set in its own process, for its process group."""
 
 __all__ = ["TensorizerStorageWriter", "WriterOptions"]
 
@@ -70,7 +78,7 @@ class WriterOptions(TypedDict, total=False):
     max_unflushed: int
 
 
-class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
+class TensorizerStorageWriter(StorageWriter, AsyncStager):
     """Writes checkpoints as tensorizer files, while training goes on.
 
     Pass it as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), and close it before
@@ -184,7 +192,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
             survive=survive,
         )
         self._synchronize_after_execute = staging != "buffer"
-        self._begin(Saver(self._options, on_report))
+        self._begin(on_report)
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
@@ -421,7 +429,7 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         if staged_save is None:
             self._saver.stager.wait_turn()  # for a synchronous save, or one that another stager has staged
         self._end_session()
-        context = self._context(staged_save)
+        context = self._take_on_context(staged_save)
         directory = None if context is None else context.directory
         try:
             session = self._saver.begin(self.checkpoint_id, directory, staged_save, self._error_of_trainer)
@@ -444,6 +452,53 @@ class TensorizerStorageWriter(CopiedWriter, StorageWriter, AsyncStager):
         session: SaveSession | None = getattr(self._local, "session", None)
         if session is not None:
             session.end()
+
+    # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
+
+    def _begin(self, on_report: Callable[[SaveReport], object] | None) -> None:
+        """Begins in the process that made the writer."""
+        self._error_of_trainer: StagingError | None = None
+        self._context_of_trainer: ProcessContext | None = None
+        self._begin_here(self._new_saver(on_report, closed=False))
+
+    def _begin_here(self, saver: Saver) -> None:
+        self._saver = saver
+        # Each save's path and session, because saves without staging may run at the same time.
+        self._local = threading.local()
+        in_child(self, TensorizerStorageWriter._renew)
+
+    def _new_saver(self, on_report: Callable[[SaveReport], object] | None, *, closed: bool) -> Saver:
+        return Saver(self._options, on_report, closed=closed)
+
+    def _renew(self) -> None:
+        """Begins anew in a forked child: the writer process, the buffers and the saves belong to its parent."""
+        self._saver = self._new_saver(self._saver.reports.on_report, closed=self._saver.closed)
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy in another process."""
+        staged_save = self._saver.stager.begin_save()
+        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        state["_closed"] = self._saver.closed
+        if staged_save is not None:
+            state |= {"_error_of_trainer": staged_save.error, "_context_of_trainer": staged_save.context}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes a copy, which writes in its own process. If it stages, it is a trainer's writer."""
+        closed = state.pop("_closed")
+        self.__dict__.update(state)
+        self._begin_here(self._new_saver(None, closed=closed))
+
+    def _take_on_context(self, staged_save: StagedSave | None) -> ProcessContext | None:
+        """Takes on the process context of the trainer that asked for a save, and returns it; None if that is this
+        process.
+        """
+        if staged_save is not None:
+            return staged_save.context
+        if self._context_of_trainer is not None:
+            self._context_of_trainer.take_on(_OF_GROUP)
+        return self._context_of_trainer
 
 
 class DescribedStager(AsyncStager):

@@ -14,7 +14,6 @@ from ..errors import CheckpointError
 from .engine import engine_of_process
 from .options import SaveOptions
 from .report import Freshness, Reports, SaveReport
-from .reuse import ReusingSave
 
 
 class SaveContext:
@@ -64,10 +63,3 @@ class SaveContext:
         if self.flushing is not None and self._life is None and not self.closed:
             with suppress(CheckpointError, OSError):
                 self._life = Life(self.flushing.queue, self.id)
-
-    def reusing_save(self) -> ReusingSave | None:
-        """Returns a `ReusingSave` that decides what need not be written again; None if everything is written."""
-        options = self.options
-        if not options.write.reuse_unchanged:
-            return None
-        return ReusingSave(self.engine.files, max_reuses=options.limits.max_reuses, sha256=options.write.sha256)

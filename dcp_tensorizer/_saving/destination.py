@@ -17,6 +17,7 @@ from .._index.locations import RankPlaces
 from .._runtime.threads import Hung, in_background, in_time
 from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
+from .._writer_process.protocol import WriteDone
 from ..errors import WriteError
 from .commit import (
     agree_on_key,
@@ -30,8 +31,8 @@ from .commit import (
 )
 from .context import SaveContext
 from .report import SaveReport
+from .reuse import FilesOfSave
 from .write_plan import Item
-from .writer_client import Written
 
 _T = TypeVar("_T")
 
@@ -112,7 +113,7 @@ class Destination:
                 f"that is saved here without collectives: remove that, or save to another path"
             )
 
-    def write(self, save_id: str, items: Sequence[Item]) -> Written:
+    def write(self, save_id: str, items: Sequence[Item]) -> WriteDone:
         """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
         left.
         """
@@ -123,24 +124,16 @@ class Destination:
             self._in_time(lambda: put_records(self.storage, [save_id]))
         return self._write(save_id, items)
 
-    def _write(self, save_id: str, items: Sequence[Item]) -> Written:
+    def _write(self, save_id: str, items: Sequence[Item]) -> WriteDone:
         context = self._context
-        return context.engine.client.write(
-            self.storage,
-            self.rank,
-            save_id,
-            items,
-            self._staged_save,
-            context.options.write,
-            lambda: context.closed,
-            context.reusing_save(),
-        )
+        files = FilesOfSave(self.storage, self.rank, save_id, context.options.write, context.engine.files)
+        return context.engine.client.write(files, items, self._staged_save, lambda: context.closed)
 
-    def wrote(self, written: Written) -> None:
+    def wrote(self, written: WriteDone) -> None:
         """Notes that this rank's part is ready. The save may still fail on another rank."""
         save = self._staged_save
         if save is not None and save.files is not None:
-            save.files.note(self.storage, [file.name for file in written.done.files])
+            save.files.note(self.storage, [file.name for file in written.files])
 
     def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be

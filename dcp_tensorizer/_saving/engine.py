@@ -28,7 +28,6 @@ from ..errors import WriteError, describe
 from .flushing import Flushing
 from .keeping import Keeping
 from .reuse import KnownFiles
-from .write_plan import ObjectCheck
 from .writer_client import WriterClient
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Engine:
         saves: The staged saves and their buffers.
         client: Writes them through the writer process.
         failures: Counts the saves in a row that were not committed.
-        objects: Warns about objects that will not load.
+        looked_at: Keys whose objects have been looked at, see `warn_of_refused`.
         sections: Those of the last indexes, see `entries_section`.
         tables: The coordinator's memory of the ranks' tables of places.
         files: The contents of the files of the last saves.
@@ -59,7 +58,7 @@ class Engine:
         self.saves = StagedSaves()
         self.client = WriterClient(devices=devices)
         self.failures = FailureCounter()
-        self.objects = ObjectCheck()
+        self.looked_at: set[str] = set()
         self.sections: Recent[bytes] = Recent(_SAVES)
         self.tables = KnownTables()
         self.files = KnownFiles()
@@ -112,7 +111,7 @@ class Engine:
         self.client.free()
         self.saves.close(deadline, stager)
         self.connection = None
-        self.failures, self.objects = FailureCounter(), ObjectCheck()
+        self.failures, self.looked_at = FailureCounter(), set()
         self.sections, self.tables = Recent(_SAVES), KnownTables()
 
 

@@ -25,7 +25,6 @@ from .._runtime.threads import NEVER, Deadline, Patience, in_background
 from .._tiers.flush import FlushThread
 from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, FlushEntry, FlushRecord, Queue
 from .._tiers.target import FlushTarget
-from .._writer_process.protocol import FlushRequest
 from ..errors import ReadError, WriteError
 from .report import SaveReport
 from .writer_client import WriterClient
@@ -253,7 +252,7 @@ class Flushing:
         context = ProcessContext.here()
         self._environment = dict(context.environment)
         try:
-            self._client.flush(FlushRequest(self.target, context))
+            self._client.flush(self.target, context)
         except WriteError as error:
             logger.warning("%s: the flush cannot go on now: %s", self.target.name, str(error))
 

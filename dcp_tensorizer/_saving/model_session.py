@@ -36,7 +36,6 @@ from .session import SaveSession
 from .ties import live_state, ties_of
 from .versions import VersionsOfWriter
 from .write_plan import Item, resolve
-from .writer_client import Written
 
 
 class RankParts(NamedTuple):
@@ -117,7 +116,7 @@ class ModelSession(SaveSession):
             self._destination.drop_files(self.id)
         super().end()
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
         layout = plan.storage_data
         if not isinstance(layout, RankLayout):
             raise WriteError(
@@ -136,7 +135,7 @@ class ModelSession(SaveSession):
         done = job.done
         names = [layout.files[number].file for number in sorted(job.touched)]
         files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
-        written = Written(WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds), job.attempts)
+        written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, job.attempts)
         part = RankParts(self._destination.rank, done.parts)
         return job.items, written, [WriteResult(MetadataIndex(f"rank {part.rank}"), done.nbytes, part)]
 
@@ -225,10 +224,6 @@ class ModelSaver(Saver):
     ) -> SaveSession:
         """Begins a save of what was staged for it, or of `source`: see `Saver.begin`."""
         return super().begin(path, directory, staged_save or self.source, error)
-
-    def renewed(self) -> ModelSaver:
-        """A new saver with the same options, which shares nothing with this one."""
-        return ModelSaver(self.options, self.model, self.reports.on_report, closed=self.closed)
 
     def _destination(self, where: str | Path, staged_save: StagedSave | None) -> ModelDestination:
         storage = open_storage(where, self.options.write.storage_options, self.options.limits.timeout)

@@ -19,8 +19,7 @@ from .._runtime.spans import Span, clock_offset
 from .._staging.staged_save import StageTimes
 
 if TYPE_CHECKING:
-    from .writer_client import Written
-
+    from .._writer_process.protocol import WriteDone
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -113,9 +112,9 @@ class SaveTimes:
         """Notes that the plan is finished."""
         self._planned = time.perf_counter()
 
-    def written(self, *, path: str, save_id: str, rank: int, nbytes: int, written: Written) -> SaveReport:
+    def written(self, *, path: str, save_id: str, rank: int, nbytes: int, done: WriteDone) -> SaveReport:
         """The report of a rank whose data is durable now."""
-        done, now = written.done, time.time()
+        now = time.time()
         ended = time.perf_counter()
         plan, write = Span("plan", self._began, self._planned), Span("write", self._planned, ended, nbytes=nbytes)
         self._spans = (*self._staged(), plan, write, *done.spans)
@@ -127,7 +126,7 @@ class SaveTimes:
             nbytes=nbytes,
             reused_nbytes=sum(item.length for file in done.files if file.adopted for item in file.tensors),
             files=len(done.files),
-            attempts=written.attempts,
+            attempts=done.attempts,
             started_at=staging.started_at,
             seconds=max(0.0, now - staging.started_at),
             wait_seconds=staging.wait_seconds,

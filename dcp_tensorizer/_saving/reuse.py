@@ -15,16 +15,19 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from .._format.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._runtime.forks import free_in_child
-from .._storage.base import UNLIMITED, Storage
+from .._storage.base import Storage
 from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource, WriteDone
+from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError
 from .write_plan import plan_files
+
+logger = logging.getLogger("dcp_tensorizer")
 
 _HOMES = 4  # in the last saves: the newest may be gone, if its save was not committed
 _KEPT = 4  # saves: a job may save its model and its optimizer in turn, and other states between them
@@ -119,58 +122,60 @@ class KnownFiles:
             self._files, self._histories = (*files, *others), known
 
 
-class ReusingSave:
-    """One save of one rank that does not write again what is in files of earlier saves.
+_Digest = Callable[[Sequence[TensorSource]], Sequence[bytes]]
+"""Takes the XXH3-128 of each tensor."""
 
-    A file is adopted at most ``max_reuses`` times before its tensors are written anew.
+
+class FilesOfSave:
+    """The files of one rank in one save: which tensors each holds, and which need not be written again.
+
+    A second attempt has other file names, because data that a dead process sent may arrive later.
     """
 
-    def __init__(self, known: KnownFiles, *, max_reuses: int, sha256: bool) -> None:
-        self._known = known
-        self._max_reuses = max_reuses
-        self._sha256 = sha256
-        self._number = 0
+    def __init__(self, storage: Storage, rank: int, save_id: str, options: WriteOptions, known: KnownFiles) -> None:
+        self.storage = storage
+        self.rank = rank
+        self.options = options
+        self._save_id = save_id
+        self._known = known if options.reuse_unchanged and storage.adopts else None
+        self._requests: tuple[FileRequest, ...] = ()
+        self._first = 0
+        self._number = 0  # of the save among those of `known`; 0 before it has begun
         self._contents: dict[TensorSource, bytes] = {}
         self._histories: dict[TensorSource, _History] = {}
         self._candidates: list[_KnownFile] = []
         self._adopted: dict[str, _KnownFile] = {}
-        self._changed: set[TensorSource] = set()
+        self._digest_seconds = 0.0
 
-    @property
-    def is_prepared(self) -> bool:
-        """Returns whether `prepare` has been called."""
-        return self._number > 0
+    def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
+        """Distributes tensors over files; ``digest`` takes the XXH3-128 of each, if they are needed."""
+        self._first += len(self._requests)
+        self._requests = ()
+        if self._known is None:
+            self._requests = self._files(sources, self.storage.max_file_bytes, self._first)
+        else:
+            if not self._number:
+                self._begin(self._known, sources, digest)
+            self._requests = self._plan_reuse(sources)
+        return self._requests
 
-    def prepare(self, sources: Sequence[TensorSource], digests: Sequence[bytes]) -> None:
-        """Compares the tensors of a save with known files. Each source has its own name; ``digests`` are their
-        XXH3-128.
-        """
-        self._contents = dict(zip(map(_described, sources), digests, strict=True))
-        self._number, found, self._histories = self._known.begin(self._contents)
+    def _begin(self, known: KnownFiles, sources: Sequence[TensorSource], digest: _Digest) -> None:
+        """Compares the tensors with known files. Each source has its own name."""
+        self._contents = dict(zip(map(_described, sources), self._timed(digest, sources), strict=True))
+        self._number, found, self._histories = known.begin(self._contents)
         # Only files with the same kinds of hashes, because others differ from what would be written instead.
-        self._candidates = [file for file in found if file.uses < self._max_reuses and file.sha256 == self._sha256]
+        most, sha256 = self.options.limits.max_reuses, self.options.sha256
+        self._candidates = [file for file in found if file.uses < most and file.sha256 == sha256]
 
-    def plan(
-        self,
-        sources: Sequence[TensorSource],
-        rank: int,
-        save_id: str,
-        max_file_bytes: int = UNLIMITED,
-        max_adopted_bytes: int = UNLIMITED,
-        first: int = 0,
-    ) -> tuple[FileRequest, ...]:
-        """Distributes tensors over files: first adopted ones, then those of unchanging tensors, then the rest.
-
-        ``sources`` are those that were passed to `prepare`. Files of more than ``max_adopted_bytes`` are not adopted;
-        ``first`` is the number of the first file, and ``max_file_bytes`` as in `plan_files`.
-        """
+    def _plan_reuse(self, sources: Sequence[TensorSource]) -> tuple[FileRequest, ...]:
+        """Distributes tensors over files: first adopted ones, then those of unchanging tensors, then the rest."""
         left = {_described(source): source for source in sources}
         self._adopted = {}
         requests: list[FileRequest] = []
         for file in self._candidates:
-            if file.nbytes <= max_adopted_bytes and all(tensor in left for tensor, _ in file.contents):
+            if file.nbytes <= self.storage.max_adopted_bytes and all(tensor in left for tensor, _ in file.contents):
                 tensors = tuple(left.pop(tensor) for tensor, _ in file.contents)
-                name = data_file_name(rank, first + len(requests), save_id)
+                name = data_file_name(self.rank, self._first + len(requests), self._save_id)
                 requests.append(FileRequest(name, tensors, file.homes, file.nbytes))
                 self._adopted[name] = file
         steady = [source for tensor, source in left.items() if self._histories[tensor].is_steady]
@@ -178,37 +183,50 @@ class ReusingSave:
             steady = []
         apart = set(map(_described, steady))
         changing = [source for tensor, source in left.items() if tensor not in apart]
-        for group, most in ((steady, min(_MAX_STEADY_BYTES, max_file_bytes)), (changing, max_file_bytes)):
-            requests += plan_files(group, rank, save_id, most, first=first + len(requests))
+        most = self.storage.max_file_bytes
+        for group, limit in ((steady, min(_MAX_STEADY_BYTES, most)), (changing, most)):
+            requests += self._files(group, limit, self._first + len(requests))
         return tuple(requests)
 
-    def check(self, sources: Iterable[TensorSource], digests: Iterable[bytes]) -> None:
-        """Compares tensors that were written from memory that others can change with what they were before.
+    def _files(self, sources: Sequence[TensorSource], max_bytes: int, first: int) -> tuple[FileRequest, ...]:
+        return plan_files(sources, self.rank, self._save_id, max_bytes, first=first)
 
-        ``digests`` are taken again after the write.
+    def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
+        """Takes the result of writing the files; returns it with the places of tensors in all of them.
+
+        The files are remembered for later saves.
         """
-        tensors = map(_described, sources)
-        self._changed |= {s for s, digest in zip(tensors, digests, strict=True) if self._contents[s] != digest}
-
-    def finish(self, location: str, requests: Iterable[FileRequest], done: WriteDone) -> WriteDone:
-        """Remembers the written files, and adds to the result the places of tensors in adopted files.
-
-        ``location`` is the directory's, ``requests`` the result of `plan`, and ``done`` that of writing them.
-        """
+        if self._known is None:
+            return done
+        changed = self._changed(done, digest)
         results, known = [], []
-        for request, result in zip(requests, done.files, strict=True):
+        for request, result in zip(self._requests, done.files, strict=True):
             file = self._adopted[result.name] if result.adopted else self._written(request, result)
             items = tuple(item._replace(file=result.name) for item in file.items)
             results.append(replace(result, tensors=items))
-            if result.identity is not None and (
-                result.adopted or self._changed.isdisjoint(map(_described, request.tensors))
-            ):
-                home = EarlierFile(location, result.name, result.identity)
+            if result.identity is not None and (result.adopted or changed.isdisjoint(map(_described, request.tensors))):
+                home = EarlierFile(self.storage.location, result.name, result.identity)
                 homes = (home, *itertools.islice(file.homes, _HOMES - 1))
                 uses = file.uses + result.adopted
                 known.append(replace(file, homes=homes, uses=uses, seen=self._number))
         self._known.end(self._number, known, self._histories)
-        return replace(done, files=tuple(results))
+        seconds = done.seconds + self._digest_seconds, done.hash_seconds + self._digest_seconds
+        return replace(done, files=tuple(results), seconds=seconds[0], hash_seconds=seconds[1])
+
+    def _changed(self, done: WriteDone, digest: _Digest) -> set[TensorSource]:
+        """The tensors that were written from the trainer's own memory and no longer match their digests.
+
+        Training must not change them during a save. If it does, that checkpoint is bad, but later ones must not be.
+        """
+        written = {file.name for file in done.files if not file.adopted}
+        tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]
+        live = [tensor for tensor in tensors if not isinstance(tensor.memory, int)]
+        if not live:
+            return set()
+        digests: Sequence[bytes] = [b""] * len(live)
+        with suppress(WriteError):  # then it is unknown, and everything has been written
+            digests = self._timed(digest, live)
+        return {t for t, found in zip(map(_described, live), digests, strict=True) if self._contents[t] != found}
 
     def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
         """A file that was written. If known files elsewhere are equal, as in a job that saves to two storages in turn,
@@ -216,73 +234,7 @@ class ReusingSave:
         """
         contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
         uses = self._adopted[request.name].uses if request.homes else 0
-        return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self._sha256, uses)
-
-
-def _described(source: TensorSource) -> TensorSource:
-    """A tensor without its place in memory."""
-    return TensorSource(*source[:5])
-
-
-# --- the files of one rank in one save: which tensors each holds, and which need not be written again -----------------
-
-logger = logging.getLogger("dcp_tensorizer")
-
-_Digest = Callable[[Sequence[TensorSource]], Sequence[bytes]]
-"""Takes the XXH3-128 of each tensor."""
-
-
-class FilesOfSave:
-    """The files of one save. A second attempt has other file names, because data that a dead process sent may arrive
-    later.
-
-    ``reuse`` is None if everything is written.
-    """
-
-    def __init__(self, storage: Storage, rank: int, save_id: str, reuse: ReusingSave | None) -> None:
-        self.storage = storage
-        self.rank = rank
-        self._save_id = save_id
-        self._reuse = reuse
-        self._requests: tuple[FileRequest, ...] = ()
-        self._first = 0
-        self._digest_seconds = 0.0
-
-    def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
-        """Distributes tensors over files; ``digest`` takes the XXH3-128 of each, if they are needed."""
-        self._first += len(self._requests)
-        self._requests = ()
-        names, limit = (self.rank, self._save_id), self.storage.max_file_bytes
-        if self._reuse is None:
-            self._requests = plan_files(sources, *names, limit, first=self._first)
-        else:
-            if not self._reuse.is_prepared:
-                self._reuse.prepare(sources, self._timed(digest, sources))
-            limits = limit, self.storage.max_adopted_bytes
-            self._requests = self._reuse.plan(sources, *names, *limits, first=self._first)
-        return self._requests
-
-    def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
-        """Takes the result of writing them; returns it with the places of tensors in all files."""
-        if self._reuse is None:
-            return done
-        self._check_unchanged(self._reuse, done, digest)
-        seconds = done.seconds + self._digest_seconds, done.hash_seconds + self._digest_seconds
-        done = replace(done, seconds=seconds[0], hash_seconds=seconds[1])
-        return self._reuse.finish(self.storage.location, self._requests, done)
-
-    def _check_unchanged(self, reuse: ReusingSave, done: WriteDone, digest: _Digest) -> None:
-        """Checks that tensors which were written from the trainer's own memory still match their digests.
-
-        Training must not change them during a save. If it does, that checkpoint is bad, but later ones must not be.
-        """
-        written = {file.name for file in done.files if not file.adopted}
-        tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]
-        if live := [tensor for tensor in tensors if not isinstance(tensor.memory, int)]:
-            digests: Sequence[bytes] = [b""] * len(live)
-            with suppress(WriteError):  # then it is unknown, and everything has been written
-                digests = self._timed(digest, live)
-            reuse.check(live, digests)
+        return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self.options.sha256, uses)
 
     def _timed(self, digest: _Digest, sources: Sequence[TensorSource]) -> Sequence[bytes]:
         started = time.perf_counter()
@@ -298,3 +250,8 @@ class FilesOfSave:
             except Exception as error:
                 shown = self.storage.scrub(str(error))
                 logger.warning("%s/%s is left over from a failed save: %s", self.storage.path, file.name, shown)
+
+
+def _described(source: TensorSource) -> TensorSource:
+    """A tensor without its place in memory."""
+    return TensorSource(*source[:5])

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._index.schema import SaveRecord
-from .._runtime.forks import free_in_child, in_child
-from .._runtime.process_context import ProcessContext
+from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes
@@ -196,10 +195,6 @@ class Saver(SaveContext):
         if self._ends_engine:
             self.engine.free(deadline, self.stager)
 
-    def renewed(self) -> Saver:
-        """A new saver with the same options, which shares nothing with this one."""
-        return Saver(self.options, self.reports.on_report, closed=self.closed)
-
     def _leave(self) -> bool:
         """Stops using the engine; returns whether nobody else uses it."""
         self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
@@ -276,67 +271,3 @@ class Saver(SaveContext):
                 f"mirrors: save below the writer's path, or use a writer without local="
             )
         return TieredDestination(self, flushing, place, staged_save)
-
-
-# --- writers that are copied to another process, or to a forked child -------------------------------------------------
-
-_NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads
-_OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
-"""Environment variables that DCP has set in its own process, for its process group."""
-
-
-class CopiedWriter:
-    """The part of `TensorizerStorageWriter` that is tied to a process.
-
-    In PROCESS mode DCP sends a copy with every save.
-    """
-
-    _options: SaveOptions
-    _saver: Saver
-
-    def _begin(self, saver: Saver) -> None:
-        """Begins in the process that made the writer."""
-        self._error_of_trainer: StagingError | None = None
-        self._context_of_trainer: ProcessContext | None = None
-        self._saver = saver
-        self._here()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy in another process."""
-        staged_save = self._saver.stager.begin_save()
-        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        state["_closed"] = self._saver.closed
-        if staged_save is not None:
-            state |= {"_error_of_trainer": staged_save.error, "_context_of_trainer": staged_save.context}
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes a copy, which writes in its own process. If it stages, it is a trainer's writer."""
-        closed = state.pop("_closed")
-        self.__dict__.update(state)
-        self._saver = self._new_saver(closed=closed)
-        self._here()
-
-    def _new_saver(self, *, closed: bool) -> Saver:
-        """The saver of a copy, in its own process."""
-        return Saver(self._options, None, closed=closed)
-
-    def _context(self, staged_save: StagedSave | None) -> ProcessContext | None:
-        """The process context of the trainer that asked for a save, after taking it on; None if that is this
-        process.
-        """
-        if staged_save is not None:
-            return staged_save.context
-        if self._context_of_trainer is not None:
-            self._context_of_trainer.take_on(_OF_GROUP)
-        return self._context_of_trainer
-
-    def _renew(self) -> None:
-        """Begins anew in a forked child: the writer process, the buffers and the saves belong to its parent."""
-        self._saver = self._saver.renewed()
-        self._local = threading.local()
-
-    def _here(self) -> None:
-        # Each save's path and session, because saves without staging may run at the same time.
-        self._local = threading.local()
-        in_child(self, CopiedWriter._renew)

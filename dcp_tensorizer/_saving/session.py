@@ -19,6 +19,7 @@ from .._runtime.threads import QuickTurns
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave
 from .._writer_process.client import WriterProcessHung
+from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied
 from .commit import failed_before_commit
 from .context import SaveContext
@@ -26,8 +27,7 @@ from .destination import Destination
 from .engine import SaveTables
 from .keeping import KeptSave
 from .report import SaveReport, SaveTimes, warn_if_stale
-from .write_plan import Item, resolve, write_results
-from .writer_client import Written
+from .write_plan import Item, resolve, warn_of_refused, write_results
 
 
 class SaveSession:
@@ -119,13 +119,13 @@ class SaveSession:
                 context.stager.written(self._staged_save)
             if not context.options.cache_staged_state_dict:
                 context.engine.client.free()
-        context.engine.objects.check(items)
+        warn_of_refused(items, context.engine.looked_at)
         self._report = self._times.written(
             path=self.path,
             save_id=self.id,
             rank=destination.rank,
             nbytes=sum(item.tensor.nbytes for item in items),
-            written=written,
+            done=written,
         )
         if not destination.commits:
             self._end_turns()
@@ -170,40 +170,36 @@ class SaveSession:
         if self._turns is not None:
             self._turns.end()
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], Written, list[WriteResult]]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
         if self._kept is not None and not self._context.closed:
             self._kept.keep(self._tables.told(plan), planner, self._destination.rank)
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
-        written = self._write_files(items)
+        written = self._destination.write(self.id, items)
         try:
             self._tell_digests(items, written)
             cipher = self._context.options.write.cipher
-            results = write_results(items, written.done, self._destination.rank, planner, cipher, self._compare)
+            results = write_results(items, written, self._destination.rank, planner, cipher, self._compare)
             if not self._destination.commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
             self._destination.wrote(written)
         except BaseException:
-            self._destination.remove([file.name for file in written.done.files])
+            self._destination.remove([file.name for file in written.files])
             raise
         return items, written, results
 
-    def _tell_digests(self, items: list[Item], written: Written) -> None:
+    def _tell_digests(self, items: list[Item], written: WriteDone) -> None:
         """Passes the digests to the object that keeps the staged state, which then need not take them."""
         save = self._staged_save
         if save is None or save.on_written is None or save.buffer is None:
             return
         known = dict[tuple[int, int], bytes]()
         if self._context.options.write.cipher is None:
-            stored = written.done.places()
+            stored = written.places()
             for item in items:
                 if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
                     known[offset, item.tensor.nbytes] = stored[item.name][0].digests
         save.on_written(known)
-
-    def _write_files(self, items: list[Item]) -> Written:
-        """Writes the items, and makes them durable; raises `WriteError`."""
-        return self._destination.write(self.id, items)
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         buffer = None if self._staged_save is None else self._staged_save.buffer

@@ -18,6 +18,7 @@ from .._storage.local import LocalStorage
 from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
 from .._writer_process.client import WriterProcessHung
+from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
 from .commit import agree_on_key, encoded, remove
 from .context import SaveContext
@@ -25,7 +26,6 @@ from .destination import Destination
 from .flushing import CommittedMeta, Flushing
 from .report import SaveReport
 from .write_plan import Item
-from .writer_client import Written
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -73,7 +73,7 @@ class TieredDestination(Destination):
 
     # --- this rank's files ------------------------------------------------------------------------------------------
 
-    def write(self, save_id: str, items: Sequence[Item]) -> Written:
+    def write(self, save_id: str, items: Sequence[Item]) -> WriteDone:
         self._id = save_id
         try:
             self._writing, self._lock = self._in_time(self._begin)
@@ -109,7 +109,7 @@ class TieredDestination(Destination):
             undo(writing)
             raise
 
-    def _write_locally(self, items: Sequence[Item]) -> Written:
+    def _write_locally(self, items: Sequence[Item]) -> WriteDone:
         """Writes to the local folder. If that fails, copies of older saves are removed there, and it is tried again."""
         try:
             written = self._write(self._id, items)
@@ -120,14 +120,14 @@ class TieredDestination(Destination):
                 raise
             self.storage.make_directory()
             written = self._write(self._id, items)
-        self._files = {file.name: file.nbytes for file in written.done.files}
+        self._files = {file.name: file.nbytes for file in written.files}
         for name, nbytes in self._files.items():  # no other node can check
             found = self.storage.head(name)
             if found != nbytes:
                 raise WriteError(f"{self.storage.path}/{name} has {found} bytes after it was written, not {nbytes:,}")
         return written
 
-    def wrote(self, written: Written) -> None:
+    def wrote(self, written: WriteDone) -> None:
         """Hands over this rank's files to the flush, on a rank that does not commit."""
         if self._writing is not None and not self.commits:
             try:

@@ -57,8 +57,8 @@ class VersionsOfWriter:
         if client is None:
             version, self._own = publication.publish(self._own)
         else:
-            done = client.publish(PublishRequest(publication, self._own, context), self._write.limits.timeout)
-            version, self._own = done.version, done.own
+            request = PublishRequest(publication, self._own)
+            version, self._own = client.publish(request, self._write.limits.timeout, context)
         self._last = model.location
         logger.info("%s: published as version %d of %s", model.path, version.version, version.path)
 

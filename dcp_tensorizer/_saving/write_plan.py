@@ -179,31 +179,28 @@ def _small(item: Item, cipher: Cipher | None) -> InlineItem:
     return InlineItem(checked_hash(key, offset), stored, content)
 
 
-class ObjectCheck:
-    """Warns about objects that a reader will refuse, at their first save instead of at the load."""
+def warn_of_refused(items: Sequence[Item], known: set[str]) -> None:
+    """Warns about objects that a reader will refuse, at their first save instead of at the load.
 
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def check(self, items: Sequence[Item]) -> None:
-        """Logs a warning for each new key whose object would be refused."""
-        for item in items:
-            key = item.index.fqn
-            if item.kind != "object" or key in self._known or item.tensor.nbytes > _MAX_BYTES:
-                continue
-            self._known.add(key)
-            try:
-                refused = unsafe_globals(bytes(host_bytes(item.tensor)), _MAX_OPCODES)
-            except UntrustedObject as error:
-                logger.warning("%r will be loaded only with allow_pickle=True: %s", key, error)
-                continue
-            if refused:
-                logger.warning(
-                    "%r will be loaded only after torch.serialization.add_safe_globals([%s]), or with "
-                    "allow_pickle=True: these types could run code",
-                    key,
-                    ", ".join(refused),
-                )
+    ``known`` has the keys whose objects have been looked at; the others are added.
+    """
+    for item in items:
+        key = item.index.fqn
+        if item.kind != "object" or key in known or item.tensor.nbytes > _MAX_BYTES:
+            continue
+        known.add(key)
+        try:
+            refused = unsafe_globals(bytes(host_bytes(item.tensor)), _MAX_OPCODES)
+        except UntrustedObject as error:
+            logger.warning("%r will be loaded only with allow_pickle=True: %s", key, error)
+            continue
+        if refused:
+            logger.warning(
+                "%r will be loaded only after torch.serialization.add_safe_globals([%s]), or with "
+                "allow_pickle=True: these types could run code",
+                key,
+                ", ".join(refused),
+            )
 
 
 def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tensor], bool]) -> tuple[str, torch.Tensor]:

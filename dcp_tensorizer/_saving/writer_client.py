@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from .._format.tensor_bytes import dtype_name, host_bytes
@@ -23,11 +22,9 @@ from .._staging.tensor_copy import Copies
 from .._storage.base import Storage
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.gpu_ipc import export, withdraw
-from .._writer_process.jobs import DigestJob, FileJob
+from .._writer_process.jobs import FileJob, take_digests
 from .._writer_process.protocol import (
     DigestRequest,
-    FlushRequest,
-    PublishDone,
     PublishRequest,
     SharedWriteRequest,
     TensorSource,
@@ -38,11 +35,15 @@ from .._writer_process.shared_job import PartsWritten, Pieces, SharedFilePart, S
 from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError, WriterProcessDied
 from .item_bytes import ItemBytes
-from .reuse import FilesOfSave, ReusingSave
+from .reuse import FilesOfSave
 from .write_plan import Item
 
 if TYPE_CHECKING:
     import torch
+
+    from .._publish.publisher import PublishedVersion
+    from .._storage.claim import Claim
+    from .._tiers.target import FlushTarget
 
 _T = TypeVar("_T")
 
@@ -50,14 +51,6 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _WRITES_ITSELF = "rank %d: %s; the trainer writes this save itself"
 _MAX_DEATHS = 2  # while copying from GPUs: after each a process must be started
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The result of writing a rank's items, and the number of attempts."""
-
-    done: WriteDone
-    attempts: int = 1
 
 
 class WriterClient:
@@ -116,15 +109,11 @@ class WriterClient:
 
     def write(
         self,
-        storage: Storage,
-        rank: int,
-        save_id: str,
+        files: FilesOfSave,
         items: Sequence[Item],
         staged_save: StagedSave | None,
-        options: WriteOptions,
         is_closed: Callable[[], bool] = lambda: False,
-        reuse: ReusingSave | None = None,
-    ) -> Written:
+    ) -> WriteDone:
         """Writes the items, in the writer process if they were staged and it can reach the storage.
 
         Otherwise this process writes them: if nothing was staged, if the storage is this process's own memory, if the
@@ -132,15 +121,15 @@ class WriterClient:
         everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. Raises
         `WriteError`, and then no file is left.
         """
-        files = FilesOfSave(storage, rank, save_id, reuse if storage.adopts else None)
+        storage, options = files.storage, files.options
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return Written(self._write_here(files, items, options))
+            return self._write_here(files, items)
         try:
             self.ensure_process(staged_save.context)
         except NotStarted as error:
             if not is_closed():
-                logger.warning(_WRITES_ITSELF, rank, str(error))
-                return Written(self._write_here(files, items, options))
+                logger.warning(_WRITES_ITSELF, files.rank, str(error))
+                return self._write_here(files, items)
         except WriterProcessDied:
             pass  # tried again, unless the writer is closed
         with collector_paused():
@@ -148,16 +137,24 @@ class WriterClient:
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
 
         def write_here() -> WriteDone:
-            return self._write_here(files, items, options)
+            return self._write_here(files, items)
+
+        def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
+            request = DigestRequest(tuple(sources), options.thread_count)
+            digests: tuple[bytes, ...] = self.ensure_process().ask(request, buffers, options.limits.timeout)
+            return digests
 
         def write_there() -> WriteDone:
-            digest = functools.partial(self._digest, options, buffers)
-            request = WriteRequest(storage.location, options, files.plan(sources, digest), staged_save.context)
-            done = self.ensure_process(staged_save.context).write(request, buffers, options.limits.timeout)
+            request = WriteRequest(storage.location, options, files.plan(sources, digest))
+            process = self.ensure_process(staged_save.context)
+            done: WriteDone = process.ask(request, buffers, options.limits.timeout, staged_save.context)
             return files.finish(done, digest)
 
         try:
-            return Written(*self._try_twice(storage, rank, buffers, write_there, write_here, files.remove, is_closed))
+            done, attempts = self._try_twice(
+                storage, files.rank, buffers, write_there, write_here, files.remove, is_closed
+            )
+            return replace(done, attempts=attempts)
         finally:
             self._keep(extra)
 
@@ -192,11 +189,12 @@ class WriterClient:
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
         request = SharedWriteRequest(
-            storage.location, options, tuple(files), pieces, tuple(sources), tuple(map(dtype_name, dtypes)), context
+            storage.location, options, tuple(files), pieces, tuple(sources), tuple(map(dtype_name, dtypes))
         )
 
         def write_there() -> PartsWritten:
-            return self.ensure_process(context).write_shared(request, buffers, options.limits.timeout)
+            done: PartsWritten = self.ensure_process(context).ask(request, buffers, options.limits.timeout, context)
+            return done
 
         try:
             return self._try_twice(storage, rank, buffers, write_there, write_here, lambda: None, is_closed)
@@ -252,13 +250,6 @@ class WriterClient:
                 raise
         raise AssertionError("unreachable")
 
-    def _digest(
-        self, options: WriteOptions, buffers: Sequence[SharedBuffer], sources: Sequence[TensorSource]
-    ) -> Sequence[bytes]:
-        return self.ensure_process().digest(
-            DigestRequest(tuple(sources), options.thread_count), buffers, options.limits.timeout
-        )
-
     def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
         """Lets the writer process copy GPU tensors into a shared buffer; False if it could not.
 
@@ -270,7 +261,7 @@ class WriterClient:
         try:
             request, _kept = export(pairs, [buffer.locate(copy) or 0 for copy, _ in pairs], buffer.id, copies.streams)
             try:
-                self.ensure_process().snapshot(request, [buffer], timeout)
+                self.ensure_process().ask(request, [buffer], timeout)
             except BaseException:
                 withdraw(request.storages)
                 raise
@@ -288,28 +279,32 @@ class WriterClient:
             return False
         return True
 
-    def flush(self, request: FlushRequest) -> None:
+    def flush(self, target: FlushTarget, context: ProcessContext) -> None:
         """Lets the writer process flush a local folder from now on, and starts one if there is none.
 
         Raises `WriterProcessDied` if it cannot be started, or has ended.
         """
         process = self.ensure_process()
         # On another thread, because a signal handler that interrupts the caller may save, and needs the process.
-        in_background(lambda: process.flush(request, request.target.timeout), daemon=True).result()
+        in_background(lambda: process.ask(target, None, target.timeout, context), daemon=True).result()
 
-    def publish(self, request: PublishRequest, timeout: float) -> PublishDone:
+    def publish(
+        self, request: PublishRequest, timeout: float, context: ProcessContext | None = None
+    ) -> tuple[PublishedVersion, Claim]:
         """Lets the writer process publish a version, and waits for it. If it dies, a fresh one tries once more.
 
         Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has died
         as well, or one was killed because it made no progress.
         """
+        done: tuple[PublishedVersion, Claim]
         try:
-            return self.ensure_process(request.context).publish(request, timeout)
+            done = self.ensure_process(context).ask(request, None, timeout, context)
         except WriterProcessHung:
             raise
         except WriterProcessDied as error:
             logger.warning("%s; publishing once more with a fresh process", str(error))
-        return self.ensure_process(request.context).publish(request, timeout)
+            done = self.ensure_process(context).ask(request, None, timeout, context)
+        return done
 
     @property
     def is_running(self) -> bool:
@@ -330,7 +325,7 @@ class WriterClient:
         """Frees the memory when no save uses it any more."""
         self._keep(None)
 
-    def _write_here(self, files: FilesOfSave, items: Sequence[Item], options: WriteOptions) -> WriteDone:
+    def _write_here(self, files: FilesOfSave, items: Sequence[Item]) -> WriteDone:
         """Writes the items, in this process."""
         tensors = {item.name: item.tensor for item in items}
         # Several threads read them, with current streams of their own.
@@ -342,10 +337,10 @@ class WriterClient:
         sources = [item.source() for item in items if item.has_bytes]
 
         def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
-            return DigestJob(sources, contents, thread_count=options.thread_count).run().digests
+            return take_digests(sources, contents, files.options.thread_count)
 
         requests = files.plan(sources, digest)
-        return files.finish(FileJob(files.storage, requests, contents, options).run(), digest)
+        return files.finish(FileJob(files.storage, requests, contents, files.options).run(), digest)
 
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._runtime.channel import LOOK_SECONDS, Channel, Failed, pickled
 from .._runtime.child import END_SECONDS, ChildProcess, kill
 from .._runtime.forks import Finalizer
+from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline
 from ..errors import WriteError, WriterProcessDied, describe
-from .protocol import (
-    Answer,
-    BufferInfo,
-    DetachRequest,
-    DigestRequest,
-    DigestResult,
-    FlushRequest,
-    PublishDone,
-    PublishRequest,
-    Request,
-    SharedWriteRequest,
-    SnapshotRequest,
-    WriteDone,
-    WriteRequest,
-)
-from .shared_job import PartsWritten
+from .protocol import Call, Request
 
 if TYPE_CHECKING:
     from .._staging.shared_memory import SharedBuffer
@@ -72,78 +57,52 @@ class WriterProcess(ChildProcess):
         self._sent: set[int] = set()  # buffers that it may have mapped, also for a request that failed
         self._end = Finalizer(self, _end, self._popen, self._channel)
 
-    def write(self, request: WriteRequest, buffers: Sequence[SharedBuffer], timeout: float) -> WriteDone:
-        """Writes the files of a request, and waits for that.
+    def ask(
+        self,
+        request: Request,
+        buffers: Sequence[SharedBuffer] | None,
+        timeout: float,
+        context: ProcessContext | None = None,
+    ) -> Any:
+        """Waits until a request is fulfilled, and returns the answer that `protocol` describes.
 
         Args:
-            request: Its ``buffers`` are filled in here.
-            buffers: The shared memory that it refers to.
+            request: The request.
+            buffers: The shared memory that it refers to; the process lets go of all other. None: it keeps what it has.
             timeout: Seconds without progress after which the process is killed.
+            context: The process context that the process takes on.
 
         Raises:
             WriterProcessDied: the process ended, or was killed because it made no progress.
             WriteError: the request failed.
         """
-        answer = self._ask(request, buffers, timeout)
-        assert isinstance(answer, WriteDone)
-        return answer
-
-    def write_shared(
-        self, request: SharedWriteRequest, buffers: Sequence[SharedBuffer], timeout: float
-    ) -> PartsWritten:
-        """Writes a part of files that other processes write, too; raises as `write` does."""
-        answer = self._ask(request, buffers, timeout)
-        assert isinstance(answer, PartsWritten)
-        return answer
-
-    def digest(self, request: DigestRequest, buffers: Sequence[SharedBuffer], timeout: float) -> tuple[bytes, ...]:
-        """Computes the digests of tensors; raises as `write` does."""
-        answer = self._ask(request, buffers, timeout)
-        assert isinstance(answer, DigestResult)
-        return answer.digests
-
-    def snapshot(self, request: SnapshotRequest, buffers: Sequence[SharedBuffer], timeout: float) -> None:
-        """Copies GPU memory to one of the buffers; raises as `write` does."""
-        self._ask(request, buffers, timeout)
-
-    def _ask(
-        self,
-        request: WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest,
-        buffers: Sequence[SharedBuffer],
-        timeout: float,
-    ) -> Answer:
         self._lock.acquire()
         with self._conversation():
-            infos = tuple(BufferInfo(b.id, b.nbytes, b.id in self._attached) for b in buffers)
-            new = [b for b in buffers if b.id not in self._attached]
-            for buffer in new:
-                buffer.at_close(functools.partial(self.detach, buffer.id))
-            try:
-                descriptors = [buffer.fd for buffer in new]
-            except OSError as error:
-                raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
-            answer = self._send(dataclasses.replace(request, buffers=infos), descriptors, timeout)
-            if isinstance(answer, Failed):
-                self._attached = set()  # it may have failed before it attached them
-        return _succeeded(answer)
-
-    def flush(self, request: FlushRequest, timeout: float) -> None:
-        """Flushes a local folder from now on; waits for the request under way, and raises as `write` does."""
-        self._ask_beside(request, timeout)
-
-    def publish(self, request: PublishRequest, timeout: float) -> PublishDone:
-        """Publishes a version, and waits for it; raises as `write` does."""
-        answer = self._ask_beside(request, timeout)
-        assert isinstance(answer, PublishDone)
+            if buffers is None:
+                answer = self._send(Call(request, tuple(self._attached), (), context), [], timeout)
+            else:
+                answer = self._send_with(request, buffers, context, timeout)
+        if isinstance(answer, Failed):
+            raise WriteError(answer.message) from _RemoteTraceback(answer.details)
         return answer
 
-    def _ask_beside(self, request: FlushRequest | PublishRequest, timeout: float) -> Answer:
-        """Sends a request that needs no shared memory: the process keeps what it has."""
-        self._lock.acquire()
-        with self._conversation():
-            kept = tuple(BufferInfo(number, 0, attached=True) for number in self._attached)
-            answer = self._send(dataclasses.replace(request, buffers=kept), [], timeout)
-        return _succeeded(answer)
+    def _send_with(
+        self, request: Request, buffers: Sequence[SharedBuffer], context: ProcessContext | None, timeout: float
+    ) -> object:
+        """Sends a request with the descriptors of buffers that the process does not have yet; see `_send`."""
+        new = [buffer for buffer in buffers if buffer.id not in self._attached]
+        for buffer in new:
+            buffer.at_close(functools.partial(self.detach, buffer.id))
+        try:
+            descriptors = [buffer.fd for buffer in new]
+        except OSError as error:
+            raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
+        kept = tuple(buffer.id for buffer in buffers if buffer.id in self._attached)
+        call = Call(request, kept, tuple((buffer.id, buffer.nbytes) for buffer in new), context)
+        answer = self._send(call, descriptors, timeout)
+        if isinstance(answer, Failed):
+            self._attached = set()  # it may have failed before it attached them
+        return answer
 
     def detach(self, number: int) -> None:
         """Unmaps a shared buffer in the process, so that closing it here frees its memory.
@@ -153,8 +112,7 @@ class WriterProcess(ChildProcess):
         if self._lock.acquire(blocking=False):
             with suppress(WriterProcessDied), self._conversation():  # if it died, so has its mapping
                 if self.alive and number in self._sent:
-                    kept = tuple(BufferInfo(other, 0, attached=True) for other in self._attached - {number})
-                    self._send(DetachRequest(kept), [], _DETACH_SECONDS)
+                    self._send(Call(None, tuple(self._attached - {number})), [], _DETACH_SECONDS)
 
     def close(self, timeout: float = END_SECONDS) -> None:
         """Ends the process: it finishes its request, but is killed after ``timeout`` seconds. Idempotent.
@@ -185,13 +143,13 @@ class WriterProcess(ChildProcess):
         while self._popen.poll() is None:
             time.sleep(LOOK_SECONDS)
 
-    def _send(self, request: Request, fds: Sequence[int], timeout: float) -> Answer:
+    def _send(self, call: Call, fds: Sequence[int], timeout: float) -> object:
         """Sends a request, and returns the answer; raises `WriterProcessDied`. The caller holds the lock."""
-        body, buffers = _pickled(request), {info.id for info in request.buffers}
+        body, buffers = _pickled(call), {*call.kept, *(number for number, _ in call.new)}
         self._sent |= buffers
         self._attached = buffers
         try:
-            answer: Answer = self._exchange(body, fds, timeout)
+            answer = self._exchange(body, fds, timeout)
         except TimeoutError as error:
             raise WriterProcessHung(
                 f"{error}: the destination hangs, or is slower than the writer's timeout allows"
@@ -203,13 +161,6 @@ class WriterProcess(ChildProcess):
         return answer
 
 
-def _succeeded(answer: Answer) -> Answer:
-    """Returns an answer; raises `WriteError` if it is that the request failed."""
-    if isinstance(answer, Failed):
-        raise WriteError(answer.message) from _RemoteTraceback(answer.details)
-    return answer
-
-
 class _RemoteTraceback(Exception):
     """Carries a traceback from the writer process as text, as the cause of an error here."""
 
@@ -217,10 +168,10 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _pickled(request: Request) -> bytes:
+def _pickled(call: Call) -> bytes:
     """Pickles a request; raises `Unsendable`. Only the user's options in it may not pickle."""
     try:
-        return pickled(request)
+        return pickled(call)
     except Exception as error:
         raise Unsendable(
             f"storage_options cannot be sent to the writer process, because they cannot be pickled: {describe(error)}"

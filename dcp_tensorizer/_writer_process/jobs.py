@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -22,12 +21,8 @@ from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
 from .._storage.remote import patience_of
 from ..errors import CheckpointError, WriteError, describe
-from .protocol import DigestResult, FileRequest, FileResult, PublishDone, TensorSource, WriteDone
+from .protocol import FileRequest, FileResult, TensorSource, WriteDone
 from .write_options import WriteOptions
-
-if TYPE_CHECKING:
-    from .._publish.publisher import Publication
-    from .._storage.claim import Claim
 
 _UNFINISHED = 4  # files that may be open at once; each holds a descriptor until the disk has it
 
@@ -200,57 +195,30 @@ def _protocol(location: str) -> str:
 _PIECE = 16 << 20  # after each, there has been progress
 
 
-class DigestJob:
-    """Takes the XXH3-128 of tensors, which has enough bits for equality to rest on it."""
+def take_digests(
+    tensors: Sequence[TensorSource],
+    contents: Callable[[TensorSource], memoryview],
+    thread_count: int,
+    done: list[int] | None = None,
+) -> tuple[bytes, ...]:
+    """Takes the XXH3-128 of tensors, which has enough bits for equality to rest on it.
 
-    def __init__(
-        self, tensors: Sequence[TensorSource], contents: Callable[[TensorSource], memoryview], *, thread_count: int
-    ) -> None:
-        self._tensors = tensors
-        self._contents = contents
-        self._thread_count = thread_count
-        self._done = [0] * len(tensors)
+    ``done`` gets the bytes of each tensor that have been read, for a thread that reports progress.
+    """
+    counts = [] if done is None else done
+    counts[:] = [0] * len(tensors)
 
-    @property
-    def bytes_written(self) -> int:
-        """Grows as long as there is progress; may be read from another thread. As of a `FileJob`."""
-        return sum(self._done)
-
-    def run(self) -> DigestResult:
-        """Takes all of them."""
-        with Workers(self._thread_count, "digest") as pool:
-            # The largest ones first, so that the threads end together.
-            order = sorted(range(len(self._tensors)), key=lambda number: -self._tensors[number].nbytes)
-            digests = dict(zip(order, pool.map(self._digest, order), strict=True))
-        return DigestResult(tuple(digests[number] for number in range(len(self._tensors))))
-
-    def _digest(self, number: int) -> bytes:
-        data = self._contents(self._tensors[number])
+    def digest(number: int) -> bytes:
+        data = contents(tensors[number])
         state = xxhash.xxh3_128()
         for start in range(0, data.nbytes, _PIECE):
             piece = data[start : start + _PIECE]
             state.update(piece)
-            self._done[number] += piece.nbytes
+            counts[number] += piece.nbytes
         return state.digest()
 
-
-class PublishJob:
-    """Publishes a version of a model that has been written."""
-
-    def __init__(self, publication: Publication, own: Claim | None) -> None:
-        self._publication, self._own = publication, own
-        self._done = 0
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of the model that have been read: the work goes on as long as they grow."""
-        return self._done
-
-    def run(self) -> PublishDone:
-        """Publishes it; raises what `Publication.publish` does."""
-
-        def progress(done: int, total: int) -> None:
-            self._done = done
-
-        version, own = self._publication.publish(self._own, progress)
-        return PublishDone(version, own)
+    with Workers(thread_count, "digest") as pool:
+        # The largest ones first, so that the threads end together.
+        order = sorted(range(len(tensors)), key=lambda number: -tensors[number].nbytes)
+        digests = dict(zip(order, pool.map(digest, order), strict=True))
+    return tuple(digests[number] for number in range(len(tensors)))

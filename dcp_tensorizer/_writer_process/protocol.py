@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._format.names import StoredItem
-from .._runtime.channel import Done, Failed
 from .._runtime.process_context import ProcessContext
 from .._runtime.spans import Span
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import FileIdentity
-from .shared_job import PartsWritten, Pieces, SharedFilePart
+from .._tiers.target import FlushTarget
+from .shared_job import Pieces, SharedFilePart
 from .write_options import WriteOptions
 
 if TYPE_CHECKING:
-    from .._publish.publisher import Publication, PublishedVersion
+    from .._publish.publisher import Publication
     from .._storage.claim import Claim
-    from .._tiers.target import FlushTarget
 
 
 class TensorSource(NamedTuple):
@@ -60,15 +59,6 @@ class FileRequest:
     nbytes: int = 0  # of the file; only known if there are homes
 
 
-@dataclass(frozen=True, slots=True)
-class BufferInfo:
-    """A shared buffer; its descriptor travels with the message when the writer process has not seen it yet."""
-
-    id: int
-    nbytes: int
-    attached: bool
-
-
 class DeviceTensor(NamedTuple):
     """A tensor on a GPU, and the offset in a shared buffer where its elements go in C order."""
 
@@ -90,23 +80,23 @@ class SnapshotRequest:
     device: int  # a GPU that one of the tensors is on
     storages: tuple[tuple[Any, ...], ...]  # what torch needs to open each storage, which can be opened once
     tensors: tuple[DeviceTensor, ...]
-    buffers: tuple[BufferInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class WriteRequest:
-    """Write ``files`` below ``path`` and make them durable. Buffers not in ``buffers`` are let go."""
+    """Write ``files`` below ``path`` and make them durable. The answer is a `WriteDone`."""
 
     path: str
     options: WriteOptions
     files: tuple[FileRequest, ...]
-    context: ProcessContext | None = None  # when and where the save was asked for; None for the present one
-    buffers: tuple[BufferInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class SharedWriteRequest:
-    """Write pieces of tensors into files below ``path`` that other processes write, too, and make them durable."""
+    """Write pieces of tensors into files below ``path`` that other processes write, too, and make them durable.
+
+    The answer is a `PartsWritten`.
+    """
 
     path: str
     options: WriteOptions
@@ -114,51 +104,39 @@ class SharedWriteRequest:
     pieces: Pieces  # which tensor, by its number in ``tensors``, goes where
     tensors: tuple[TensorSource, ...]
     dtypes: tuple[str, ...]  # the dtype that each tensor is written as
-    context: ProcessContext | None = None
-    buffers: tuple[BufferInfo, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
-class FlushRequest:
-    """Flush a local folder to a remote one, from now on, while nothing else is asked for."""
-
-    target: FlushTarget
-    context: ProcessContext | None = None
-    buffers: tuple[BufferInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Publish a model that has been written, as the next version of a directory."""
+    """Publish a model that has been written, as the next version of a directory.
+
+    The answer is the version, and the claim with which the next one is to be published.
+    """
 
     publication: Publication
     own: Claim | None  # the claim on that directory; None before the first version
-    context: ProcessContext | None = None
-    buffers: tuple[BufferInfo, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PublishDone:
-    """The version is published; the next one is to be published with ``own``."""
-
-    version: PublishedVersion
-    own: Claim
 
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """Take the digests of these tensors. Buffers not in ``buffers`` are let go."""
+    """Take the XXH3-128 of each of these tensors. The answer has them in the same order."""
 
     tensors: tuple[TensorSource, ...]
     thread_count: int
-    buffers: tuple[BufferInfo, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DigestResult:
-    """The XXH3-128 of each tensor that was asked for, in that order."""
+Request = WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | PublishRequest | FlushTarget
+"""A `FlushTarget` is to be flushed from now on, while nothing else is asked for."""
 
-    digests: tuple[bytes, ...]
+
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
+class Call:
+    """A request, and what it needs. The descriptors of new buffers travel with the message."""
+
+    request: Request | None  # None: only let go of buffers
+    kept: tuple[int, ...]  # the numbers of shared buffers that the process has; it lets go of all others
+    new: tuple[tuple[int, int], ...] = ()  # the number and size of each buffer that it gets
+    context: ProcessContext | None = None  # when and where the save was asked for; None for the present one
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +148,6 @@ class FileResult:
     tensors: tuple[StoredItem, ...]  # empty if it was adopted
     identity: FileIdentity | None = None  # what it will be recognised by; None where files are not adopted
     adopted: bool = False  # it was not written, because the same bytes were there
-
-
-@dataclass(frozen=True, slots=True)
-class DetachRequest:
-    """Let go of all buffers but these."""
-
-    buffers: tuple[BufferInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +163,9 @@ class WriteDone:
     """In write calls and fsync."""
     spans: tuple[Span, ...] = ()
     """Of all of it, and of its files."""
+    attempts: int = 1
+    """2 if the writer process died, and a fresh one wrote everything again."""
 
     def places(self) -> dict[str, tuple[StoredItem, int]]:
         """The location of each tensor by its name, and the size of its file."""
         return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}
-
-
-Request = (
-    WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | DetachRequest | FlushRequest | PublishRequest
-)
-Answer = WriteDone | PartsWritten | DigestResult | PublishDone | Done | Failed

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,27 +26,26 @@ from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._staging.shared_mappings import MappedFile, attach, map_shared
 from .._storage.open import open_storage
-from .jobs import DigestJob, FileJob, PublishJob
+from .._tiers.target import FlushTarget
+from .jobs import FileJob, take_digests
 from .protocol import (
-    Answer,
-    BufferInfo,
-    DetachRequest,
+    Call,
     DigestRequest,
-    FlushRequest,
     PublishRequest,
     Request,
     SharedWriteRequest,
     SnapshotRequest,
     TensorSource,
+    WriteDone,
     WriteRequest,
 )
-from .shared_job import Fill, SharedWriteJob
+from .shared_job import Fill, PartsWritten, SharedWriteJob
 
 if TYPE_CHECKING:
     from .._tiers.flush import FlushThread
-    from .._tiers.target import FlushTarget
     from .gpu_ipc import Snapshots
 
+_T = TypeVar("_T")
 
 # Where all cores are busy, a save takes the same CPU time from training whatever its priority is; the priority decides
 # how long the save takes. Two and four ranks on two cores, each with a training loop: with a niceness of 7, data was
@@ -106,7 +105,8 @@ class _Worker:
         self._shared: dict[MappedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_KEPT_BYTES)
-        self._job: FileJob | DigestJob | SharedWriteJob | PublishJob | None = None
+        self._progress: Callable[[], int] | None = None  # of the request under way
+        self._job: FileJob | None = None
         self._connection: object = None
         self._flushes: FlushThread | None = None
 
@@ -119,48 +119,41 @@ class _Worker:
     def abandon(self) -> None:
         """Removes the files of an unfinished request, which no trainer can commit any more."""
         job = self._job
-        if isinstance(job, FileJob):
+        if job is not None:
             job.abandon()
 
-    def _answer(self, request: Request, fds: list[int]) -> tuple[Answer, Sequence[int]]:
-        self._attach(request.buffers, fds)
-        return self._fulfil(request), ()
+    def _answer(self, call: Call, fds: list[int]) -> tuple[object, Sequence[int]]:
+        self._attach(call, fds)
+        if call.context is not None:
+            call.context.take_on(OWN_VARIABLES)
+        return self._fulfil(call.request), ()
 
-    def _fulfil(self, request: Request) -> Answer:
-        if (
-            isinstance(request, WriteRequest | SharedWriteRequest | FlushRequest | PublishRequest)
-            and request.context is not None
-        ):
-            request.context.take_on(OWN_VARIABLES)
+    def _fulfil(self, request: Request | None) -> object:
         match request:
             case WriteRequest():
                 return self._write(request)
             case SharedWriteRequest():
                 return self._write_shared(request)
             case DigestRequest():
-                return self._run(DigestJob(request.tensors, self._bytes, thread_count=request.thread_count))
+                return self._digest(request)
             case PublishRequest():
-                return self._run(PublishJob(request.publication, request.own))
+                return self._publish(request)
             case SnapshotRequest():
                 self._snapshot(request)
-            case FlushRequest():
-                self._flush(request.target)
-            case DetachRequest():
-                pass  # `_attach` has let go of them
+            case FlushTarget():
+                self._flush(request)
         return Done()
 
-    def _attach(self, buffers: Sequence[BufferInfo], fds: list[int]) -> None:
+    def _attach(self, call: Call, fds: list[int]) -> None:
         """Maps new buffers, and unmaps those that no longer exist."""
-        attached = {info.id for info in buffers if info.attached}
         if self._snapshots is not None:
-            self._snapshots.keep(attached)
-        new = [info for info in buffers if not info.attached]
+            self._snapshots.keep(set(call.kept))
         writable = self._snapshots is not None
-        self._buffers = {number: self._buffers[number] for number in attached}
+        self._buffers = {number: self._buffers[number] for number in call.kept}
         left = deque(fds)
         try:
-            for info in new:
-                self._buffers[info.id] = attach(left.popleft(), info.nbytes, writable=writable)
+            for number, nbytes in call.new:
+                self._buffers[number] = attach(left.popleft(), nbytes, writable=writable)
         finally:
             for fd in left:
                 os.close(fd)
@@ -169,7 +162,7 @@ class _Worker:
         if self._flushes is None:
             from .._tiers.flush import FlushThread  # here, because its imports would make every start a fifth longer
 
-            self._flushes = FlushThread(lambda: self._job is not None)
+            self._flushes = FlushThread(lambda: self._progress is not None)
         self._flushes.add(target)
 
     def _snapshot(self, request: SnapshotRequest) -> None:
@@ -177,16 +170,34 @@ class _Worker:
         assert self._snapshots is not None, "it was started without GPUs"
         self._snapshots.take(request, self._buffers[request.buffer])
 
-    def _write(self, request: WriteRequest) -> Answer:
+    def _digest(self, request: DigestRequest) -> tuple[bytes, ...]:
+        done: list[int] = []
+        return self._run(
+            lambda: take_digests(request.tensors, self._bytes, request.thread_count, done), lambda: sum(done)
+        )
+
+    def _publish(self, request: PublishRequest) -> tuple[Any, ...]:
+        done = [0]
+
+        def progress(nbytes: int, total: int) -> None:
+            done[0] = nbytes
+
+        return self._run(lambda: request.publication.publish(request.own, progress), lambda: done[0])
+
+    def _write(self, request: WriteRequest) -> WriteDone:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
         memory, self._part_memory = self._part_memory, PartMemory(_KEPT_BYTES)
-        answer = self._run(FileJob(storage, request.files, self._bytes, options, memory))
+        job = self._job = FileJob(storage, request.files, self._bytes, options, memory)
+        try:
+            done = self._run(job.run, lambda: job.bytes_written)
+        finally:
+            self._job = None
         self._part_memory = memory  # not that of a job that failed: some of it may never have come back
-        return answer
+        return done
 
-    def _write_shared(self, request: SharedWriteRequest) -> Answer:
+    def _write_shared(self, request: SharedWriteRequest) -> PartsWritten:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
@@ -195,21 +206,23 @@ class _Worker:
             from .casts import filling  # torch, which takes two seconds and 200 MB, where nothing else can cast
 
             fill = filling(request.tensors, request.dtypes, self._bytes)
-        return self._run(SharedWriteJob(storage, request.files, request.pieces, fill, options))
+        job = SharedWriteJob(storage, request.files, request.pieces, fill, options)
+        return self._run(job.run, lambda: job.bytes_written)
 
     def _fill(self, sources: Sequence[TensorSource], number: int, start: int, memory: np.ndarray) -> None:
         """Fills memory with bytes of a tensor."""
         memory[:] = np.frombuffer(self._bytes(sources[number])[start : start + memory.nbytes], dtype=np.uint8)
 
-    def _run(self, job: FileJob | DigestJob | SharedWriteJob | PublishJob) -> Answer:
-        self._job = job
+    def _run(self, work: Callable[[], _T], progress: Callable[[], int]) -> _T:
+        """Does the work of a request. What ``progress`` returns grows as long as there is any."""
+        self._progress = progress
         with suppress(OSError, RuntimeError):  # without /proc, or another thread, the priority stays
-            arguments = job, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
+            arguments = progress, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
             threading.Thread(target=self._use_spare_cores, args=arguments, name="priority", daemon=True).start()
         try:
-            return job.run()
+            return work()
         finally:
-            self._job = None
+            self._progress = None
             self._shared.clear()
 
     def _bytes(self, source: TensorSource) -> memoryview:
@@ -233,15 +246,13 @@ class _Worker:
         with suppress(EOFError):
             self._channel.send(message)
 
-    def _use_spare_cores(
-        self, job: FileJob | DigestJob | SharedWriteJob | PublishJob, others: set[int], spare: SpareCores
-    ) -> None:
-        """Lowers the priority of a job's threads further, as soon as there are idle cores for them.
+    def _use_spare_cores(self, progress: Callable[[], int], others: set[int], spare: SpareCores) -> None:
+        """Lowers the priority of a request's threads further, as soon as there are idle cores for them.
 
-        Only the job's own threads, which end with it: without privileges a priority cannot be raised again.
+        Only its own threads, which end with it: without privileges a priority cannot be raised again.
         """
         samples = 0
-        while self._job is job:
+        while self._progress is progress:
             time.sleep(_SAMPLE_SECONDS)
             samples = samples + 1 if spare.since_last() >= _MIN_SPARE_CORES else 0
             if samples == _MIN_SAMPLES:
@@ -253,9 +264,9 @@ class _Worker:
     def _report_progress(self) -> None:
         while True:
             time.sleep(_PROGRESS_SECONDS)
-            job = self._job
-            if job is not None:
-                self._send(Progress(job.bytes_written))
+            progress = self._progress
+            if progress is not None:
+                self._send(Progress(progress()))
 
 
 def _exit(abandon: Callable[[], None]) -> None:

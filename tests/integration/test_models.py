@@ -288,15 +288,15 @@ def test_a_writer_process_that_dies_is_replaced_once(
 ) -> None:
     """The bytes are written to their places once more; a second death fails the save, and leaves the old model."""
     deaths = [1]
-    original: Callable[..., Any] = WriterProcess.write_shared
+    original: Callable[..., Any] = WriterProcess.ask
 
-    def write_shared(self: WriterProcess, *arguments: Any) -> Any:
+    def ask(self: WriterProcess, *arguments: Any) -> Any:
         if deaths[0]:
             deaths[0] -= 1
             kill(psutil.Process(self.pid))
         return original(self, *arguments)
 
-    monkeypatch.setattr(WriterProcess, "write_shared", write_shared)
+    monkeypatch.setattr(WriterProcess, "ask", ask)
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         save(tmp_path, state(), max_shard_bytes=10_000)
     assert "writing once more with a fresh process" in caplog.text

@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._cli.views import show_listing
+from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.options import Staging
 from dcp_tensorizer._saving.reuse import KnownFiles
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.client import WriterProcess
-from dcp_tensorizer._writer_process.jobs import DigestJob
+from dcp_tensorizer._writer_process.protocol import DigestRequest
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
 from ..proxy import Fault, Request, s3_proxy
@@ -213,14 +214,17 @@ def test_files_with_hashes_are_not_taken_for_files_without(tmp_path: Path) -> No
 def test_a_tensor_that_changed_under_a_save_spoils_no_later_one(tmp_path: Path, staging: Staging) -> None:
     """A counter is counted up while it is saved from where it is, and set back to zero before the next save."""
     state = {"counter": torch.zeros(200_000).share_memory_()}
-    taken, sync = DigestJob.run if staging == "buffer" else WriterProcess.digest, staging == "buffer"
+    target, name = (writer_client, "take_digests") if staging == "buffer" else (WriterProcess, "ask")
+    sync, taken = staging == "buffer", getattr(target, name)
 
     def count(*arguments: Any) -> Any:
         digests = taken(*arguments)
+        if not sync and not isinstance(arguments[1], DigestRequest):
+            return digests
         state["counter"] += 1
         return digests
 
-    method = mock.patch.object(*((DigestJob, "run") if sync else (WriterProcess, "digest")), count)
+    method = mock.patch.object(target, name, count)
     with TensorizerStorageWriter(reuse_unchanged=True, staging=staging) as writer:
         for name, changes in (("during", method), ("after", nullcontext())):
             with changes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,12 @@ from dcp_tensorizer._restart import client, runtime_directory
 from dcp_tensorizer._restart.client import KeeperProcess, Visit, visits
 from dcp_tensorizer._restart.protocol import Extent, Keep, KeptContent, KeptHead
 from dcp_tensorizer._runtime.threads import Deadline
+from dcp_tensorizer._saving.destination import Destination
 from dcp_tensorizer._saving.engine import engine_of_process
-from dcp_tensorizer._saving.session import SaveSession
 from dcp_tensorizer._saving.write_plan import Item
-from dcp_tensorizer._saving.writer_client import Written
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._writer_process.protocol import WriteDone
 
 from ..support import keepers_below
 from ..waiting import WAIT, Gate
@@ -144,13 +145,13 @@ def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
 
 def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that writes a step that was held in memory: of both no more than the part."""
-    gate, write_files = Gate(), SaveSession._write_files
+    gate, write_files = Gate(), Destination.write
 
-    def waits(session: SaveSession, items: list[Item]) -> Written:
+    def waits(destination: Destination, save_id: str, items: Sequence[Item]) -> WriteDone:
         gate.pass_through()
-        return write_files(session, items)
+        return write_files(destination, save_id, items)
 
-    monkeypatch.setattr(SaveSession, "_write_files", waits)
+    monkeypatch.setattr(Destination, "write", waits)
     with manager_of(tmp_path / "run", save_every=1) as manager:
         manager.save(5, state_of(5))
         gate.wait_reached()
@@ -243,16 +244,16 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
 ) -> None:
     """It does not answer when it is told the digests: the save is committed, and the keeper is ended."""
     stopped = []
-    write = SaveSession._write_files
+    write = Destination.write
 
-    def stop_and_write(session: SaveSession, items: list[Item]) -> Written:
+    def stop_and_write(destination: Destination, save_id: str, items: Sequence[Item]) -> WriteDone:
         (keeper,) = keepers_below(sockets)
         keeper.send_signal(signal.SIGSTOP)
         stopped.append(keeper)
         monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.5)
-        return write(session, items)
+        return write(destination, save_id, items)
 
-    monkeypatch.setattr(SaveSession, "_write_files", stop_and_write)
+    monkeypatch.setattr(Destination, "write", stop_and_write)
     with TensorizerStorageWriter(tmp_path / "run", survive=WAIT) as writer:
         dcp.async_save(state_of(1), storage_writer=writer).result()
         stopped[0].wait(WAIT)

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving.tiered_destination import TieredDestination
 from dcp_tensorizer._saving.write_plan import Item
-from dcp_tensorizer._saving.writer_client import Written
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue
 from dcp_tensorizer._tiers.target import FlushTarget
+from dcp_tensorizer._writer_process.protocol import WriteDone
 
 NUMBERS = 300_000
 ID = "a" * 32
@@ -87,7 +87,7 @@ class Run:
         return step
 
 
-def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> tuple[TieredDestination, Written]:
+def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> tuple[TieredDestination, WriteDone]:
     """The destination "a" of a rank that does not commit, and what it has written there: one small file."""
     saver = writer.saver
     assert saver.flushing is not None

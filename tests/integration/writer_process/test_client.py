@@ -77,7 +77,7 @@ def test_requests_are_written(process, buffer, tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         buffer.reset()
-        done = process.write(request(folder, buffer), [buffer], 60)
+        done = process.ask(request(folder, buffer), [buffer], 60)
         assert [file.name for file in done.files] == [NAME]
         assert done.files[0].nbytes == (folder / NAME).stat().st_size
         place = done.files[0].tensors[0]
@@ -89,10 +89,10 @@ def test_requests_are_written(process, buffer, tmp_path):
 def test_a_failed_request_leaves_no_file(process, buffer, tmp_path):
     """An error names the path, comes with the traceback of the other process, and the next request works."""
     with pytest.raises(WriteError, match="nowhere") as caught:
-        process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
+        process.ask(request(tmp_path / "nowhere", buffer), [buffer], 60)
     assert "Traceback" in str(caught.value.__cause__)
     buffer.reset()
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
@@ -103,7 +103,7 @@ def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
     sys.modules["a_module_of_nobody"] = sys.modules[__name__]
     try:
         with pytest.raises(WriteError, match="a_module_of_nobody"):
-            process.write(request(tmp_path, buffer, options=options), [buffer], 60)
+            process.ask(request(tmp_path, buffer, options=options), [buffer], 60)
     finally:
         del sys.modules["a_module_of_nobody"]
     assert process.alive
@@ -112,11 +112,11 @@ def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
 def test_storage_options_that_cannot_be_sent(process, buffer, tmp_path):
     """They are named as what is wrong, nothing is sent, and the next request works."""
     with pytest.raises(Unsendable, match=r"storage_options cannot be sent.*TypeError: cannot pickle '_thread.lock'"):
-        process.write(request(tmp_path, buffer, options={"option": threading.Lock()}), [buffer], 60)
+        process.ask(request(tmp_path, buffer, options={"option": threading.Lock()}), [buffer], 60)
     assert process.alive
     assert list(tmp_path.iterdir()) == []
     buffer.reset()
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
@@ -126,11 +126,11 @@ def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
     sys.modules["a_module_of_nobody"] = sys.modules[__name__]
     try:
         with pytest.raises(WriteError, match="a_module_of_nobody"):
-            process.write(request(tmp_path, buffer, options={"option": Foreign()}), [buffer], 60)
+            process.ask(request(tmp_path, buffer, options={"option": Foreign()}), [buffer], 60)
     finally:
         del sys.modules["a_module_of_nobody"]
     buffer.reset()
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     assert (tmp_path / NAME).exists()
 
 
@@ -138,26 +138,26 @@ def test_death_is_noticed(process, buffer, tmp_path):
     """A process that was killed is not alive, and a request to it is WriterProcessDied with the signal's name."""
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(WriterProcessDied, match="SIGKILL"):
-        process.write(request(tmp_path, buffer), [buffer], 60)
+        process.ask(request(tmp_path, buffer), [buffer], 60)
     assert not process.alive
 
 
 def test_death_in_the_middle_of_a_request_is_noticed(process, buffer, tmp_path):
     """A process that is killed while it has a request is WriterProcessDied at once, in its own words only."""
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL))
     killer.start()
     buffer.reset()
     with pytest.raises(WriterProcessDied) as caught:
-        process.write(request(tmp_path, buffer), [buffer], 60)
+        process.ask(request(tmp_path, buffer), [buffer], 60)
     killer.join()
     assert str(caught.value) == f"the writer process (pid {process.pid}) was killed by SIGKILL"
 
 
 def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
     """A request larger than the socket's buffer waits for its reader no longer than any other."""
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
     rescue.start()
@@ -166,7 +166,7 @@ def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
     large = WriteRequest(str(tmp_path), padded, (FileRequest(NAME, (source,) * 20_000),))
     try:
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
-            process.write(large, [buffer], 1)
+            process.ask(large, [buffer], 1)
     finally:
         rescue.cancel()
     assert not process.alive
@@ -177,7 +177,7 @@ def test_warnings_as_errors_do_not_keep_it_from_starting(buffer, tmp_path, monke
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     process = WriterProcess()
     try:
-        process.write(request(tmp_path, buffer), [buffer], 60)
+        process.ask(request(tmp_path, buffer), [buffer], 60)
     finally:
         process.close()
     assert (tmp_path / NAME).exists()
@@ -185,11 +185,11 @@ def test_warnings_as_errors_do_not_keep_it_from_starting(buffer, tmp_path, monke
 
 def test_a_process_that_hangs_is_killed(process, buffer, tmp_path):
     """Without progress for the timeout, the process is killed and the error says so."""
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     buffer.reset()
     with pytest.raises(WriterProcessDied, match="made no progress for 2 s"):
-        process.write(request(tmp_path, buffer), [buffer], 2)
+        process.ask(request(tmp_path, buffer), [buffer], 2)
     assert not process.alive
 
 
@@ -198,12 +198,12 @@ def test_signals_of_the_job_are_the_trainers(buffer, tmp_path, when):
     """Terminals and schedulers signal every process of a job. None ends the writer process: the trainer decides."""
     process = WriterProcess()
     if when == "at work":
-        process.write(request(tmp_path, buffer), [buffer], 60)
+        process.ask(request(tmp_path, buffer), [buffer], 60)
         (tmp_path / NAME).unlink()
         buffer.reset()
     for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM", "TSTP", "XCPU"):
         os.kill(process.pid, getattr(signal, f"SIG{name}"))
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     assert (tmp_path / NAME).exists()
     process.close()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
@@ -224,7 +224,7 @@ def test_an_answer_that_stops_half_way(process, buffer, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Channel, "_read", stop_first)
     with pytest.raises(WriterProcessDied, match="made no progress for 2 s"):
-        process.write(request(tmp_path, buffer), [buffer], 2)
+        process.ask(request(tmp_path, buffer), [buffer], 2)
     assert not process.alive
 
 
@@ -239,7 +239,7 @@ def test_closing_twice(process):
 
 def test_nothing_secret_in_the_process_list(process, buffer, tmp_path):
     """The command line shows how it is started, the module and three numbers."""
-    process.write(request(tmp_path, buffer, options={"secret": "hunter2-secret"}), [buffer], 60)
+    process.ask(request(tmp_path, buffer, options={"secret": "hunter2-secret"}), [buffer], 60)
     command = psutil.Process(process.pid).cmdline()
     assert command[:-3] == [*interpreter(), "dcp_tensorizer._writer_process.worker"]
     assert all(argument.lstrip("-").isdigit() for argument in command[-3:])
@@ -247,7 +247,7 @@ def test_nothing_secret_in_the_process_list(process, buffer, tmp_path):
 
 def test_no_gpu_and_low_priority(process, buffer, tmp_path):
     """The process sees no GPU and gives way to training."""
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     seen = psutil.Process(process.pid)
     assert seen.environ()["CUDA_VISIBLE_DEVICES"] == ""
     assert seen.nice() == min(19, psutil.Process().nice() + 7)
@@ -288,7 +288,7 @@ def test_started_from_several_threads(tmp_path):
 
     def write(number):
         folders[number].mkdir()
-        processes[number].write(request(folders[number], buffers[number]), [buffers[number]], 60)
+        processes[number].ask(request(folders[number], buffers[number]), [buffers[number]], 60)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -308,9 +308,9 @@ def test_a_snapshot_that_cannot_be_taken_is_an_error_and_no_more(buffer, tmp_pat
     wrong = SnapshotRequest(buffer.id, 0, handle, (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 0),))
     try:
         with pytest.raises(WriteError):
-            process.snapshot(wrong, [buffer], 60)
+            process.ask(wrong, [buffer], 60)
         buffer.reset()
-        process.write(request(tmp_path, buffer), [buffer], 60)
+        process.ask(request(tmp_path, buffer), [buffer], 60)
     finally:
         process.close()
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
@@ -321,7 +321,7 @@ def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, buffer, tmp_
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     process = WriterProcess(devices=True)
     try:
-        process.write(request(tmp_path, buffer), [buffer], 60)  # it has started
+        process.ask(request(tmp_path, buffer), [buffer], 60)  # it has started
         assert psutil.Process(process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "3,5"
     finally:
         process.close()
@@ -338,13 +338,13 @@ def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
     kept, given_back = SharedBuffer(1 << 20), SharedBuffer(1 << 20)
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
-    process.write(request(tmp_path / "1", kept), [kept, given_back], 60)
+    process.ask(request(tmp_path / "1", kept), [kept, given_back], 60)
     inode = os.fstat(kept.fd).st_ino
     assert len(mapped(process)) == 2
     given_back.close()
     assert mapped(process) == {inode}
     kept.reset()
-    process.write(request(tmp_path / "2", kept), [kept], 60)
+    process.ask(request(tmp_path / "2", kept), [kept], 60)
     assert mapped(process) == {inode}
     kept.close()
     assert mapped(process) == set()
@@ -355,7 +355,7 @@ def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_pat
     process = WriterProcess()
     processes.append(process)
     buffer = SharedBuffer(1 << 20)
-    process.write(request(tmp_path, buffer), [buffer], 60)
+    process.ask(request(tmp_path, buffer), [buffer], 60)
     kill(psutil.Process(process.pid))
     buffer.close()
     assert not process.alive
@@ -367,7 +367,7 @@ def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process,
     """Whether the process had attached it is not known here."""
     buffer = SharedBuffer(1 << 20)
     with pytest.raises(WriteError):
-        process.write(request(tmp_path / "nowhere", buffer), [buffer], 60)
+        process.ask(request(tmp_path / "nowhere", buffer), [buffer], 60)
     buffer.close()
     assert mapped(process) == set()
 
@@ -383,11 +383,11 @@ def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(Channel, "answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            process.write(request(tmp_path, buffer), [buffer], 60)
+            process.ask(request(tmp_path, buffer), [buffer], 60)
     assert not process.alive
     buffer.reset()
     with pytest.raises(WriterProcessDied):
-        process.write(request(tmp_path, buffer), [buffer], 60)
+        process.ask(request(tmp_path, buffer), [buffer], 60)
 
 
 def test_a_process_that_cannot_be_started(monkeypatch):
@@ -412,7 +412,7 @@ def test_a_kernel_without_pidfds(monkeypatch, buffer, tmp_path):
     monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
     process = WriterProcess()
     try:
-        assert process.write(request(tmp_path, buffer), [buffer], 60).files[0].name == NAME
+        assert process.ask(request(tmp_path, buffer), [buffer], 60).files[0].name == NAME
     finally:
         process.close()
 
@@ -426,7 +426,7 @@ def test_a_process_that_cannot_be_killed_is_given_up(processes, buffer, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(popen, "send_signal", lambda number: None)
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):
-            process.write(request(tmp_path, buffer), [buffer], 1)
+            process.ask(request(tmp_path, buffer), [buffer], 1)
         assert popen.poll() is None
         assert not process.alive
         process.close()

@@ -38,11 +38,11 @@ def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> N
     write_model(tmp_path / "two", {"w": np.ones(1000, np.float32)})
     published = str(tmp_path / "published")
     first = client.publish(PublishRequest(Publication(str(tmp_path / "one"), published, step=1), None), 60)
-    second = client.publish(PublishRequest(Publication(str(tmp_path / "two"), published), first.own), 60)
-    assert (first.version.version, second.version.version, second.version.is_delta) == (1, 2, True)
-    assert first.own == second.own
+    second = client.publish(PublishRequest(Publication(str(tmp_path / "two"), published), first[1]), 60)
+    assert (first[0].version, second[0].version, second[0].is_delta) == (1, 2, True)
+    assert first[1] == second[1]
     with pytest.raises(WriteError, match="there is no model in"):
-        client.publish(PublishRequest(Publication(str(tmp_path), published), first.own), 60)
+        client.publish(PublishRequest(Publication(str(tmp_path), published), first[1]), 60)
 
 
 def test_a_fresh_process_publishes_what_a_dead_one_could_not(
@@ -61,9 +61,9 @@ def test_a_fresh_process_publishes_what_a_dead_one_could_not(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    request = PublishRequest(Publication(str(tmp_path / "model"), str(published)), None, ProcessContext.here())
+    request = PublishRequest(Publication(str(tmp_path / "model"), str(published)), None)
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
-        version = client.publish(request, 60).version
+        version = client.publish(request, 60, ProcessContext.here())[0]
     killer.join()
     assert "publishing once more with a fresh process" in caplog.text
     assert (version.version, version.is_delta) == (1, False)

@@ -14,7 +14,7 @@ import pytest
 
 from dcp_tensorizer._runtime.channel import Channel, Done, Failed, Progress, Ready
 from dcp_tensorizer._runtime.threads import Patience, in_background
-from dcp_tensorizer._writer_process.protocol import BufferInfo, FileRequest, TensorSource, WriteRequest
+from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource, WriteRequest
 from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 from ...support import open_descriptors
@@ -22,9 +22,7 @@ from ...waiting import WAIT
 
 SOURCE = TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096)
 OPTIONS = WriteOptions(storage_options={"key": "secret", "nested": {"a": [1]}}, thread_count=2)
-REQUEST = WriteRequest(
-    "/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", (SOURCE,)),), (BufferInfo(7, 8192, attached=False),)
-)
+REQUEST = WriteRequest("/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", (SOURCE,)),))
 
 
 @pytest.fixture

@@ -11,15 +11,14 @@ import pytest
 from dcp_tensorizer import SaveReport
 from dcp_tensorizer._runtime.spans import Span
 from dcp_tensorizer._saving.report import Reports, SaveTimes
-from dcp_tensorizer._saving.writer_client import Written
 from dcp_tensorizer._staging.staged_save import StageTimes
 from dcp_tensorizer._writer_process.protocol import FileResult, WriteDone
 
-WRITTEN = Written(WriteDone((FileResult("f0", 5, ()), FileResult("f1", 6, ())), 4.0, 1.5, 2.5), attempts=2)
+DONE = WriteDone((FileResult("f0", 5, ()), FileResult("f1", 6, ())), 4.0, 1.5, 2.5, attempts=2)
 
 
 def report(times: SaveTimes) -> SaveReport:
-    return times.written(path="/c", save_id="s", rank=3, nbytes=4_000_000_000, written=WRITTEN)
+    return times.written(path="/c", save_id="s", rank=3, nbytes=4_000_000_000, done=DONE)
 
 
 def test_a_staged_save_is_timed_from_its_staging() -> None:

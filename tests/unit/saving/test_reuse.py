@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from dcp_tensorizer._format.names import StoredItem, data_file_name
-from dcp_tensorizer._saving.reuse import KnownFiles, ReusingSave
+from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
+from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._writer_process.protocol import FileRequest, FileResult, TensorSource, WriteDone
+from dcp_tensorizer._writer_process.write_options import SaveLimits, WriteOptions
 
 MIB = 1 << 20
 
@@ -25,6 +27,20 @@ class Saved(NamedTuple):
     adopted: list[list[str]]
     done: WriteDone
     requests: tuple[FileRequest, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A storage that adopts files."""
+
+    max_adopted_bytes: int
+    max_file_bytes: int = 1 << 40
+    location: str = "/job"
+    adopts: bool = True
+
+
+def digests_of(values: Mapping[str, int], sources: Sequence[TensorSource]) -> list[bytes]:
+    return [values[source.name].to_bytes(16, "big") for source in sources]
 
 
 class Job:
@@ -51,13 +67,12 @@ class Job:
     ) -> Saved:
         """One save; files of ``refuse`` cannot be adopted. What tensors hold ``afterwards`` is only seen then."""
         self.number += 1
-        save = ReusingSave(self.known, max_reuses=self.max_reuses, sha256=self.sha256)
+        limits = SaveLimits(max_reuses=self.max_reuses)
+        options = WriteOptions(thread_count=1, limits=limits, sha256=self.sha256, reuse_unchanged=True)
+        save = FilesOfSave(cast(Storage, Place(max_adopted_bytes)), 0, save_id(self.number), options, self.known)
         sources = [TensorSource(name, dtype, (nbytes,), nbytes) for name in values]
-        save.prepare(sources, [value.to_bytes(16, "big") for value in values.values()])
-        requests: tuple[FileRequest, ...] = ()
         for _ in range(attempts):
-            limits = 1 << 40, max_adopted_bytes
-            requests = save.plan(sources, 0, save_id(self.number), *limits, first=len(requests))
+            requests = save.plan(sources, lambda sources: digests_of(values, sources))
         results = []
         for request in requests:
             is_adopted = bool(request.homes) and not {home.name for home in request.homes} <= set(refuse)
@@ -66,10 +81,8 @@ class Job:
             size = 1000 + sum(source.nbytes for source in request.tensors)
             results.append(FileResult(request.name, size, tuple(items), identity, adopted=is_adopted))
         done = WriteDone(tuple(results), 0.0, 0.0, 0.0)
-        seen = [source for source in sources if source.name in afterwards]
-        save.check(seen, [afterwards[source.name].to_bytes(16, "big") for source in seen])
         if not fails:
-            done = save.finish("/job", requests, done)
+            done = save.finish(done, lambda sources: digests_of({**values, **afterwards}, sources))
         names = [[source.name for source in request.tensors] for request in requests]
         adopted = [of for of, result in zip(names, done.files, strict=True) if result.adopted]
         return Saved(names, adopted, done, requests)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_tensorizer import WriteError, WriterProcessDied
 from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._saving import writer_client
+from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.device import SideStreams
@@ -39,11 +40,9 @@ class Refusing:
         self.errors = errors
         self.sources: dict[str, TensorSource] = {}
 
-    def snapshot(self, *arguments: Any) -> None:
-        raise self.errors.pop(0)
-
-    def write(self, request: WriteRequest, buffers: Any, timeout: float) -> None:
-        self.sources = {source.name: source for file in request.files for source in file.tensors}
+    def ask(self, request: Any, *arguments: Any) -> None:
+        files = request.files if isinstance(request, WriteRequest) else ()
+        self.sources = {source.name: source for file in files for source in file.tensors}
         raise self.errors.pop(0)
 
     def close(self) -> None:
@@ -55,6 +54,11 @@ def buffer() -> Iterator[SharedBuffer]:
     buffer = SharedBuffer(4096)
     yield buffer
     buffer.close()
+
+
+def files_in(folder: Path) -> FilesOfSave:
+    options = WriteOptions(sync_files=False, thread_count=1)
+    return FilesOfSave(LocalStorage(folder), 0, "save", options, KnownFiles())
 
 
 def client_of(start: Callable[..., Any]) -> WriterClient:
@@ -131,9 +135,8 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
     client = client_of(lambda **options: process)
     client.ensure_process()
     items = [Item(MetadataIndex(name), name, "tensor", t) for name, t in {"staged": staged, "made": made}.items()]
-    options = WriteOptions(sync_files=False, thread_count=1)
     with pytest.raises(WriteError, match="seen enough"):
-        client.write(LocalStorage(tmp_path), 0, "save", items, result.staged_save, options)
+        client.write(files_in(tmp_path), items, result.staged_save)
     assert [type(process.sources[name].memory) for name in ("staged", "made")] == [MappedFile, int]
     client.free()
     del result
@@ -166,7 +169,6 @@ def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_
     device.queue(lambda: weights.fill_(7.0))
     client = WriterClient(device=device)
     items = [Item(MetadataIndex("w"), "w", "tensor", weights)]
-    options = WriteOptions(sync_files=False, thread_count=1)
-    client.write(LocalStorage(tmp_path), 0, "save", items, None, options)
+    client.write(files_in(tmp_path), items, None)
     with TensorDeserializer(tmp_path / data_file_name(0, 0, "save"), device="cpu") as stored:
         assert set(stored["w"].tolist()) == {7.0}

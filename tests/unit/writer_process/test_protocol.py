@@ -9,13 +9,12 @@ import pytest
 from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._runtime.channel import Done, Failed, Progress, Ready
+from dcp_tensorizer._runtime.process_context import ProcessContext
 from dcp_tensorizer._staging.shared_mappings import MappedFile
 from dcp_tensorizer._writer_process.protocol import (
-    BufferInfo,
-    DetachRequest,
+    Call,
     DeviceTensor,
     DigestRequest,
-    DigestResult,
     EarlierFile,
     FileRequest,
     FileResult,
@@ -34,16 +33,13 @@ SOURCES = (
 OPTIONS = WriteOptions(
     storage_options={"key": "a-secret", "nested": {"a": [1]}}, thread_count=2, cipher=Cipher(bytes(range(32)))
 )
-BUFFERS = (BufferInfo(7, 8192, attached=False),)
-REQUEST = WriteRequest("/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", SOURCES),), BUFFERS)
+REQUEST = WriteRequest("/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", SOURCES),))
 STORED = (
     StoredItem("f0", "layer.0", 262_300, 24, "bfloat16", "tensor", b"8" * 8),
     StoredItem("f0", "step", 262_400, 100, "uint8", "object", b"9" * 8),
 )
 DONE = WriteDone((FileResult("f0", 300_000, STORED), FileResult("f1", 5, ())), 1.5, 1.0, 0.5)
-SNAPSHOT = SnapshotRequest(
-    7, 0, (("a handle",),), (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 64),), BUFFERS
-)
+SNAPSHOT = SnapshotRequest(7, 0, (("a handle",),), (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 64),))
 
 
 @pytest.mark.parametrize(
@@ -51,10 +47,10 @@ SNAPSHOT = SnapshotRequest(
     [
         REQUEST,
         SNAPSHOT,
-        DetachRequest(BUFFERS),
+        Call(None, (7, 8)),
+        Call(REQUEST, (), ((7, 8192),), ProcessContext.here()),
         WriteRequest("/p", OPTIONS, (FileRequest("f1", SOURCES, (EarlierFile("/p", "f0", (7, 4711, 5)),), 300_000),)),
-        DigestRequest(SOURCES, 2, BUFFERS),
-        DigestResult((b"1" * 16, b"2" * 16)),
+        DigestRequest(SOURCES, 2),
         WriteDone((FileResult("f1", 300_000, (), ("etag",), adopted=True),), 1.0, 0.5, 0.1),
         DONE,
         Done(),
@@ -89,8 +85,9 @@ def test_messages_cannot_be_changed() -> None:
 
 def test_a_request_shows_no_secrets() -> None:
     """Neither the storage options nor the key are in its ``repr``, which may get into a log."""
-    assert "a-secret" not in repr(REQUEST)
-    assert repr(bytes(range(32))) not in repr(REQUEST)
+    for shown in (repr(REQUEST), repr(Call(REQUEST, ()))):
+        assert "a-secret" not in shown
+        assert repr(bytes(range(32))) not in shown
 
 
 def test_results_are_found_by_name() -> None:
