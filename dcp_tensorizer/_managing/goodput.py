@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
+from .step_folder import Step
 
 # The time to a failure that is assumed of a job that has not failed yet, in seconds. It is short, so that a new job
 # saves often. Each hour without a failure shows that it is longer.
@@ -82,17 +83,6 @@ class GoodputReport:
         )
 
 
-class Lived(Protocol):
-    """The fields of a checkpoint's record that tell how reliable a job is; see `SaveRecord`."""
-
-    @property
-    def lived(self) -> float: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def is_end(self) -> bool: ...
-
-
 class GoodputClock:
     """Measures the times of a job, on several threads."""
 
@@ -104,7 +94,7 @@ class GoodputClock:
         self._stall = self._saving = self._restore = self._durable = 0.0
         self._saves = self._failures = 0
 
-    def resume(self, record: Lived) -> None:
+    def resume(self, record: SaveRecord | Step) -> None:
         """Notes that the job goes on from a checkpoint now."""
         self._resumed = self.now()
         self._lived, self._restarts = record.lived, record.restarts + (not record.is_end)

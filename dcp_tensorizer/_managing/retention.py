@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 from .._format.names import is_ours, metadata_file_name
 from .._loading.validate import read_head
@@ -17,16 +17,6 @@ from .._saving.commit import dead_files, remove, remove_files, withdraw
 from .._storage.base import Storage
 from ..errors import CheckpointError, NotCommitted, ReadError, describe
 from .step_folder import Step, StepNames, members, read_steps
-
-
-class _Measured(Protocol):
-    @property
-    def number(self) -> int: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-
-_Step = TypeVar("_Step", bound=_Measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ class Retention:
         """Returns whether there are no rules."""
         return self.latest is None and self.every is None and self.metric is None
 
-    def best(self, steps: Sequence[_Step]) -> _Step | None:
+    def best(self, steps: Sequence[Step]) -> Step | None:
         """The best step by the metric, the newest of equal ones; None if none has a value."""
         if self.metric is None:
             return None
@@ -84,7 +74,7 @@ class Retention:
         measured = [step for step in steps if not math.isnan(step.metrics.get(name, math.nan))]
         return max(measured, key=lambda step: (sign * step.metrics[name], step.number), default=None)
 
-    def kept(self, steps: Sequence[_Step]) -> set[int]:
+    def kept(self, steps: Sequence[Step]) -> set[int]:
         """The numbers of the steps to keep."""
         numbers = sorted((step.number for step in steps), reverse=True)
         if self.keeps_all or (self.metric is not None and not any(self.metric in step.metrics for step in steps)):

@@ -9,7 +9,6 @@ import string
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
 
 from .._format.names import is_data_file_name, metadata_file_name
 from .._index.schema import Head
@@ -27,27 +26,13 @@ Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
 
 
-class Saved(Protocol):
-    """The fields of a checkpoint that branches need; ``saved_at`` in any unit."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def branch(self) -> Branch: ...
-    @property
-    def saved_at(self) -> int: ...
-
-
-_Saved = TypeVar("_Saved", bound=Saved)
-
-
-def leave(at: Saved | None) -> Branch:
+def leave(at: Step | None) -> Branch:
     """A new branch, which begins at a checkpoint, or with nothing."""
     name = uuid.uuid4().hex
     return ((name, 0),) if at is None else (*at.branch, (name, at.number))
 
 
-def belongs(saved: Saved, branch: Branch) -> bool:
+def belongs(saved: Step, branch: Branch) -> bool:
     """Returns whether a checkpoint is on a branch, or on an earlier part of its history."""
     own = saved.branch[-1][0]
     for (name, _), following in zip(branch, (*branch[1:], None), strict=True):
@@ -56,12 +41,12 @@ def belongs(saved: Saved, branch: Branch) -> bool:
     return False
 
 
-def members(steps: Iterable[_Saved], branch: Branch) -> list[_Saved]:
+def members(steps: Iterable[Step], branch: Branch) -> list[Step]:
     """The checkpoints of a branch, lowest step first."""
     return sorted((saved for saved in steps if belongs(saved, branch)), key=lambda saved: saved.number)
 
 
-def current_branch(steps: Sequence[Saved]) -> Branch | None:
+def current_branch(steps: Sequence[Step]) -> Branch | None:
     """The branch of the job's last save; None if there are no checkpoints.
 
     A branch that the job has left is not considered, whatever the clocks say.
@@ -179,29 +164,27 @@ def step_of(number: int, name: str, head: Head) -> Step:
     )
 
 
-class Others(NamedTuple):
-    """Other contents of a folder where `read_steps` found no checkpoint."""
+def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:
+    """Looks for other contents of a folder where `read_steps` found no checkpoint, by one request for it and each
+    directory.
 
-    unknown: list[str]  # directories and files that look like checkpoints
-    lost: list[str]  # directories of steps that have data without metadata
-
-
-def others(folder: Storage, names: StepNames) -> Others:
-    """Looks for other contents of a folder, by one request for it and each directory; raises `ReadError`."""
+    Returns the names of directories and files that look like checkpoints, and of directories of steps that have data
+    without metadata. Raises `ReadError`.
+    """
     try:
         files, folders = folder.listing()
         folders = sorted([*folders, *folder.linked_directories()])
     except NotCommitted:
-        return Others([], [])
-    found = Others([], [])
+        return [], []
+    unknown, lost = list[str](), list[str]()
     for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
         is_step = names.step_in(name) is not None  # data alone is not a checkpoint: dead saves leave it
         if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
-            found.unknown.append(name)
+            unknown.append(name)
         elif is_step and any(map(is_data_file_name, inside)):
-            found.lost.append(name)
-    found.unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
-    return found
+            lost.append(name)
+    unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
+    return unknown, lost
 
 
 def _files_in(folder: Storage, name: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -31,12 +31,14 @@ _ASK_SECONDS = 5.0  # between two agreements, so that none takes longer than the
 class UnflushedPart(NamedTuple):
     """A record of a save that is not on the remote yet."""
 
-    place: str  # of the checkpoint
-    rank: int  # that saved it
-    files: dict[str, int]  # the rank's, with their sizes
-    commit: dict[str, int] | None  # those of all ranks, on the rank that commits; None on others
+    record: FlushRecord
     is_confirmed: bool = False  # on another rank: the save is known to be committed
     is_alive: bool = False  # the writer that saved it is alive
+
+    @property
+    def committed(self) -> Mapping[str, int] | None:
+        """The files of all ranks, on the rank that commits; None on others."""
+        return None if self.record.commit is None else self.record.commit.files
 
 
 class Left(NamedTuple):
@@ -68,17 +70,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
     own = flushing.open_records()
     can_list, queue = flushing.is_readable, flushing.queue
     held = {name for _, record in own for name in _whole(flushing, record)}
-    parts = [
-        UnflushedPart(
-            place=record.place,
-            rank=record.rank,
-            files=record.files,
-            commit=None if record.commit is None else record.commit.files,
-            is_confirmed=queue.is_confirmed(entry),
-            is_alive=queue.is_alive(record.writer),
-        )
-        for entry, record in own
-    ]
+    parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
     everybody = agreement.gathered(Left(held, parts, can_list))
     losses = list[_Loss]()
     if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush decides in its time
@@ -87,7 +79,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
         _give_up(flushing, own, loss)
     flushing.resume()
     is_far = any(
-        part.commit is not None and not part.commit.keys() <= held for left in everybody for part in left.parts
+        part.committed is not None and not part.committed.keys() <= held for left in everybody for part in left.parts
     )
     (must_wait,) = agreement.largest(int(is_far))  # by then all have given up the lost ones
     for loss in losses:
@@ -124,17 +116,17 @@ def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[
     """
     held = set[str]().union(*(left.held for left in everybody))
     parts = [part for left in everybody for part in left.parts]
-    commits = [part for part in parts if part.commit is not None]
-    named = set[str]().union(*(part.commit or () for part in commits))
+    named = set[str]().union(*(part.committed or () for part in parts))
     suspects = [
-        ([part], part.commit.keys() - held)
-        for part in commits
-        if part.commit is not None and not part.is_alive and part.commit.keys() - held
+        ([part], files.keys() - held)
+        for part in parts
+        if (files := part.committed) is not None and not part.is_alive and files.keys() - held
     ]
     orphans = dict[tuple[str, str], list[UnflushedPart]]()
     for part in parts:
-        if part.commit is None and not named & part.files.keys():
-            orphans.setdefault((part.place, min(map(save_id_in, part.files), default="")), []).append(part)
+        record = part.record
+        if record.commit is None and not named & record.files.keys():
+            orphans.setdefault((record.place, min(map(save_id_in, record.files), default="")), []).append(part)
     return suspects + [(of_save, set()) for of_save in orphans.values() if not any(part.is_alive for part in of_save)]
 
 
@@ -142,7 +134,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
     """The suspects that are not on the remote either. If the remote cannot be read, they are waited for."""
     losses = []
     for parts, missing in suspects:
-        place, commit = parts[0].place, parts[0].commit
+        place, commit = parts[0].record.place, parts[0].committed
         try:
             remote = flushing.target.open(place)
             if commit is not None:
@@ -151,13 +143,13 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
                 if missing:
                     losses.append(_Loss(place, set(commit), reason, is_known=True))
                 continue
-            files = {name for part in parts for name in part.files}
+            files = {name for part in parts for name in part.record.files}
             if files & named_files(remote, metadata_file_name()):
                 continue  # it has arrived, which the local record does not show yet
         except CheckpointError as error:
             logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, place, str(error))
             continue
-        ranks = ", ".join(str(part.rank) for part in parts[:8]) + (", ..." if len(parts) > 8 else "")
+        ranks = ", ".join(str(part.record.rank) for part in parts[:8]) + (", ..." if len(parts) > 8 else "")
         is_known = any(part.is_confirmed for part in parts)
         lost = "its node is lost" if is_known else "the save was not over, or its node is lost"
         reason = f"no node of this job has its metadata, but data of rank {ranks}: {lost}"

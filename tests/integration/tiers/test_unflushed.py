@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.unflushed import Left, UnflushedPart, settle
+from dcp_tensorizer._managing.unflushed import Left, settle
 from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._tiers.queue import Commit, FlushRecord, Queue
@@ -73,7 +73,10 @@ def test_what_may_lie_in_a_folder_that_cannot_be_listed_is_not_given_up(
     assert run.states() == states
     for entry in run.queue.entries():
         run.queue.remove(entry)  # ends the thread that looks for it
-    assert ranks.told == [Left(set(), [UnflushedPart("step-1", 0, {}, {FILE: 4})], can_list=True), (1,)]
+    left, must_wait = ranks.told
+    (part,) = left.parts
+    assert (left.held, left.can_list, must_wait) == (set(), True, (1,))
+    assert (part.record.place, part.record.rank, part.record.files, part.committed) == ("step-1", 0, {}, {FILE: 4})
 
 
 def test_a_rank_that_can_write_nothing_down_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

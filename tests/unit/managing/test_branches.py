@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._managing.step_folder import TRUNK, Branch, belongs, current_branch, leave, members
+from dcp_tensorizer._managing.step_folder import TRUNK, Branch, Step, belongs, current_branch, leave, members
 
 
-@dataclass(frozen=True)
-class Saved:
-    number: int
-    branch: Branch = TRUNK
-    saved_at: int = 0
+def saved_as(number: int, branch: Branch = TRUNK, saved_at: int = 0) -> Step:
+    return Step(number, f"step-{number}", saved_at=saved_at, branch=branch)
 
 
 def test_a_branch_has_what_led_to_it() -> None:
     """After going back from 1,000 to 500, what lies beyond 500 is of another branch, also later."""
-    old = [Saved(number, saved_at=number) for number in (100, 500, 980, 1000)]
-    new = [Saved(number, leave(old[1]), 2000 + number) for number in (600,)]
-    later = Saved(990, new[0].branch, 3000)
+    old = [saved_as(number, saved_at=number) for number in (100, 500, 980, 1000)]
+    new = [saved_as(number, leave(old[1]), 2000 + number) for number in (600,)]
+    later = saved_as(990, new[0].branch, 3000)
     assert [saved.number for saved in members([*old, *new, later], later.branch)] == [100, 500, 600, 990]
     assert [saved.number for saved in members([*old, *new, later], TRUNK)] == [100, 500, 980, 1000]
     assert current_branch([*old, *new, later]) == later.branch
@@ -29,13 +24,13 @@ def test_a_branch_has_what_led_to_it() -> None:
 
 def test_a_branch_that_was_left_is_never_current() -> None:
     """Also where the clock of whoever left it was behind."""
-    old = Saved(1000, saved_at=99)
-    assert current_branch([old, new := Saved(600, leave(Saved(500)), saved_at=1)]) == new.branch
+    old = saved_as(1000, saved_at=99)
+    assert current_branch([old, new := saved_as(600, leave(saved_as(500)), saved_at=1)]) == new.branch
 
 
 def test_a_job_that_began_anew_has_nothing_of_the_old_one() -> None:
     """Its branch has no other before it."""
-    old, new = Saved(10, saved_at=1), Saved(5, leave(None), saved_at=2)
+    old, new = saved_as(10, saved_at=1), saved_as(5, leave(None), saved_at=2)
     assert members([old, new], new.branch) == [new]
     assert current_branch([old, new]) == new.branch
     assert current_branch([]) is None
@@ -47,7 +42,7 @@ def test_a_job_that_began_anew_has_nothing_of_the_old_one() -> None:
 )
 def test_branches_are_histories(moves: list[tuple[bool, int]], lost: set[int]) -> None:
     """A checkpoint is on a job's branch exactly if it is an ancestor, whatever was deleted in between."""
-    made: list[tuple[Saved, tuple[int, ...]]] = []  # a checkpoint, and the numbers in `made` of its ancestors
+    made: list[tuple[Step, tuple[int, ...]]] = []  # a checkpoint, and the numbers in `made` of its ancestors
     branch, history, step = leave(None), (), 0
     for goes_back, by in moves:
         if goes_back and made:
@@ -55,7 +50,7 @@ def test_branches_are_histories(moves: list[tuple[bool, int]], lost: set[int]) -
             saved, before = made[at]
             branch, history, step = leave(saved), (*before, at), saved.number
         step += 1 + by % 3
-        made.append((Saved(step, branch, len(made)), history))
+        made.append((saved_as(step, branch, len(made)), history))
         history = (*history, len(made) - 1)
     left = [number for number in range(len(made)) if number not in lost]
     for number in left:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer._managing.retention import Retention
+from dcp_tensorizer._managing.step_folder import Step
 
 
-class Step(NamedTuple):
-    number: int
-    metrics: Mapping[str, float]
+def measured(number: int, metrics: Mapping[str, float]) -> Step:
+    return Step(number, f"step-{number}", metrics=metrics)
 
 
 def steps_of(losses: Mapping[int, float | None]) -> list[Step]:
-    return [Step(number, {} if loss is None else {"loss": loss}) for number, loss in losses.items()]
+    return [measured(number, {} if loss is None else {"loss": loss}) for number, loss in losses.items()]
 
 
 LOSSES = st.dictionaries(st.integers(0, 60), st.none() | st.floats(), min_size=1, max_size=12)
