@@ -27,8 +27,8 @@ from ._runtime.validation import did_you_mean
 from .errors import ConversionError, ReadError, WriteError
 from .tools._formats.common import Options, check_options
 from .tools._formats.names import FORMATS
-from .tools._formats.registry import TARGETS, key_of, new_paths, open_checkpoint
-from .tools._view import CheckpointView, StoredTensor, StoredValue
+from .tools._formats.registry import TARGETS, new_paths, open_checkpoint
+from .tools._view import CheckpointView, StoredTensor, StoredValue, key_of
 
 if TYPE_CHECKING:
     from ._format.encryption import DecryptionParams
@@ -102,9 +102,10 @@ def convert(
     view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)
     source_format = view.format
     view = _select(view, options)
-    TARGETS[to].check(view, options)
+    check, write = TARGETS[to]
+    check(view, options)
     try:
-        TARGETS[to].write(_with_progress(view, on_progress), os.fspath(target), storage_options or {}, options)
+        write(_with_progress(view, on_progress), os.fspath(target), storage_options or {}, options)
     except WriteError as error:
         if isinstance(error.__cause__, ReadError):  # the error is the source's
             raise error.__cause__ from error.__cause__.__cause__

@@ -213,6 +213,14 @@ class Region(NamedTuple):
         """The same elements, with coordinates relative to the start of ``outer``."""
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
+    def span(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The number of the first element in a C-ordered array of ``shape``, and the one after the last."""
+        first = last = 0
+        for start, size, extent in zip(self.start, self.size, shape, strict=True):
+            first = first * extent + start
+            last = last * extent + start + size - 1
+        return first, last + 1
+
 
 def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
     """Returns whether chunks of a tensor lie within it and hold each of its elements exactly once."""

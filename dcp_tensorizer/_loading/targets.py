@@ -65,16 +65,9 @@ class ReadTarget:
         """
         if self.region.size == self.shape:
             return 0, self.item.length
-        first, last = self._enclosing_bytes()
-        return (first, last) if last - first == math.prod(self.region.size) * self.itemsize else None
-
-    def _enclosing_bytes(self) -> tuple[int, int]:
-        """The range of bytes in the stored tensor from the region's first element to its last."""
-        first = last = 0
-        for start, size, extent in zip(self.region.start, self.region.size, self.shape, strict=True):
-            first = first * extent + start
-            last = last * extent + start + size - 1
-        return first * self.itemsize, (last + 1) * self.itemsize
+        first, stop = self.region.span(self.shape)
+        is_run = stop - first == math.prod(self.region.size)
+        return (first * self.itemsize, stop * self.itemsize) if is_run else None
 
 
 def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -41,19 +41,14 @@ _MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A directory with a checkpoint, or with the leftovers of a save.
+    """A directory with a checkpoint, or with the leftovers of a save. It becomes a `CheckpointInfo`.
 
     Attributes:
-        path: Without credentials.
-        state: ``committed``; ``incomplete``: data files that its metadata names are missing or of other sizes, as in a
-            copy under way; ``unfinished``; ``unflushed``: in a local folder, and not on the remote yet; ``flushed``:
-            the local copy of one on the remote; ``torch``: written by torch's own FileSystemWriter; or ``unreadable``:
-            damaged, or of another format.
+        path, state, ranks, tensors, objects: As in `CheckpointInfo`.
         step: The step that a manager has recorded, if the name has that number; otherwise see `step_of`.
         saved: When it was saved, in seconds since the epoch: by its own record, which copies keep; without one, when a
             file in it was last written.
         files: All files in it.
-        ranks, tensors, objects: How many it has; None if it is not committed.
         parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
         leftovers: Files of uncommitted saves, as far as a listing shows, and unless a flush needs them.
         dead: Those of them that belong to dead saves, unless a save is under way there.
@@ -363,12 +358,8 @@ class Unit:
         return min(part.parts for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The checkpoints in one directory; ``objection``: why none of them may be removed as an old step."""
-
-    units: list[Unit]
-    objection: str
+Group = tuple[list[Unit], str]
+"""The checkpoints in one directory, and why none of them may be removed as an old step; empty if they may."""
 
 
 def arrange(top: Folder) -> list[Group]:
@@ -392,14 +383,14 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
         units += [] if unit is None else [unit]
         groups += below
     jobs, units = _jobs(units)
-    groups += [Group(steps, "") for steps in jobs]
+    groups += [(steps, "") for steps in jobs]
     if not units:
         return None, groups
     arrangement = _arrangement(units, around)
     if arrangement == "parts" and outer is not None and not groups:
         return Unit(folder, step_of(folder.name)), []
     objection = "" if arrangement == "steps" else f"{folder.storage.path} may hold the parts of one checkpoint"
-    return None, [*groups, Group(units, objection)]
+    return None, [*groups, (units, objection)]
 
 
 def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:

@@ -178,10 +178,10 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
 
 def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data: bool) -> Iterator[Removal]:
     linked = [path for folder in top.walk() for path in folder.storage.links()]
-    for group in arrange(top):
-        for old in _beyond(group.units, keep):
+    for units, objection in arrange(top):
+        for old in _beyond(units, keep):
             if time.time() - old.saved >= (older_than or 0.0):
-                kept = group.objection or _objection(old, linked, older_than)
+                kept = objection or _objection(old, linked, older_than)
                 unknown = "" if kept else next((part.unknown for part in old.parts if part.unknown), "")
                 files = (f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name)))
                 yield Removal(old.folder, tuple(files), whole=True, kept=kept or unknown, failed=bool(unknown))

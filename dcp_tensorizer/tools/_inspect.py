@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .._format.names import StoredItem, data_file_rank
 from .._format.tensor_bytes import dtype_name
@@ -136,28 +135,23 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
     )
 
 
-class Shown(NamedTuple):
-    """The description of an object; see `ObjectInfo`."""
+def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | None]:
+    """Describes an object from its ``torch.save`` bytes, as far as possible, without running code.
 
-    type: str
-    text: str
-    value: bool | int | float | str | None = None
-
-
-def shown_value(content: bytes) -> Shown:
-    """Describes an object from its ``torch.save`` bytes, as far as possible, without running code."""
+    Returns type, text and value as in `ObjectInfo`.
+    """
     try:
         value = load_object(content)
     except UntrustedObject as error:
-        return Shown("?", str(error))
+        return "?", str(error), None
     except Exception as error:
-        return Shown("?", f"cannot be loaded here: {type(error).__name__}: {error}")
+        return "?", f"cannot be loaded here: {type(error).__name__}: {error}", None
     try:
         text = repr(value) if is_small(value) else "too large to be shown"
     except Exception as error:
         text = f"cannot be shown: {type(error).__name__}"
     short = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
-    return Shown(type(value).__qualname__, short, value if type(value) in (bool, int, float, str) else None)
+    return type(value).__qualname__, short, value if type(value) in (bool, int, float, str) else None
 
 
 def _tensor(tensor: StoredTensor) -> TensorInfo:
@@ -172,9 +166,9 @@ def _object(stored: StoredObject) -> ObjectInfo:
     assert stored.item is not None
     try:
         too_large = stored.nbytes > _MAX_READ
-        shown = Shown("?", "too large to be shown") if too_large else shown_value(stored.read())
+        shown = ("?", "too large to be shown", None) if too_large else shown_value(stored.read())
     except DecryptionError:
-        shown = Shown("?", "encrypted")
+        shown = "?", "encrypted", None
     return ObjectInfo(stored.key, *shown, stored.nbytes, *_place(stored.item))
 
 

@@ -41,6 +41,11 @@ Path = tuple[str | int, ...]
 """The path to a value in the nested state dict: keys of dicts, and indices of lists."""
 
 
+def key_of(path: Path) -> str:
+    """The key of the value at a path in the nested state dict."""
+    return ".".join(map(str, path))
+
+
 class NonStringKey(str):
     """The name of a dict's key that is not a string. DCP's formats only have names; ``torch.save`` files have the
     keys.
@@ -203,7 +208,7 @@ def plain_tensor(
 
     Its key is made of ``path``. ``place`` is the file, and the offset of the first element; ``strides`` as in `Chunk`.
     """
-    key = ".".join(map(str, path))
+    key = key_of(path)
     count = math.prod(shape)
     if strides is not None and count:
         count = strides[1] + 1 + sum((n - 1) * step for n, step in zip(shape, strides[0], strict=True))
@@ -218,7 +223,7 @@ def refused(source: str, path: Path, fault: str) -> StoredObject:
 
     ``source`` is the file, for messages; ``fault`` as in `StoredObject`.
     """
-    key = ".".join(map(str, path))
+    key = key_of(path)
 
     def read() -> bytes:
         raise ConversionError(f"{source}: {key!r} {fault}, which cannot be read")
@@ -252,7 +257,7 @@ def recorded_path(planner_data: Any, key: str) -> Path:
         type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path
     ):
         return (key,)
-    return path if ".".join(map(str, path)) == key else (key,)
+    return path if key_of(path) == key else (key,)
 
 
 # --- joining chunks into regions --------------------------------------------------------------------------------------
@@ -298,10 +303,11 @@ def read_region(
         if chunk.strides is not None:
             copy_elements(part, part_of(STRIDED.read(storage, key, chunk, common), common, chunk.region))
             continue
-        inner = Region(tuple(a - b for a, b in zip(common.start, chunk.region.start, strict=True)), common.size)
         if chunk.item.nonce_and_macs and chunk.cipher is None:
             raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
-        targets[chunk.cipher].append(ReadTarget.of(key, chunk.item, chunk.region.size, inner, part))
+        targets[chunk.cipher].append(
+            ReadTarget.of(key, chunk.item, chunk.region.size, common.within(chunk.region), part)
+        )
     for cipher, parts in targets.items():
         fetch(storage, parts, verify=verify, cipher=cipher)
     return target
@@ -325,10 +331,6 @@ class StridedCache:
         self._lock = free_in_child(threading.Lock())
         self._chunk: Chunk | None = None
         self._elements: torch.Tensor | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self._elements is None
 
     def read(self, storage: Storage, key: str, chunk: Chunk, region: Region) -> torch.Tensor:
         """Reads the whole chunk of a region. After the region at its end, the chunk is dropped."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..._format.names import metadata_file_name
 from ..._format.renaming import Renaming
@@ -19,7 +19,7 @@ from ..._storage.redact import redact
 from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
 from .._atomic_output import beside
 from .._find import where_below
-from .._view import CheckpointView, Path, data_files, read_parts, unlock_parts, view_checkpoint
+from .._view import CheckpointView, Path, data_files, key_of, read_parts, unlock_parts, view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
 from .common import Options
 from .names import FORMATS
@@ -30,25 +30,20 @@ if TYPE_CHECKING:
     from ..._format.encryption import DecryptionParams
 
 
+_Check = Callable[[CheckpointView, Options], None]
+"""Raises `ConversionError` if a format cannot hold a checkpoint, before anything is written."""
+_Write = Callable[[CheckpointView, str, Mapping[str, Any], Options], None]
+"""Writes a checkpoint to a path, with options for its filesystem."""
+
 _FIRST_BYTES = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
 _FILE_READERS = {"tensorizer": tensorizer.read, "safetensors": safetensors.read, "torch": torch_file.read}
 
-
-class WritableFormat(NamedTuple):
-    """A format to write."""
-
-    # raises `ConversionError` if the format cannot hold a checkpoint, before anything is written
-    check: Callable[[CheckpointView, Options], None]
-    # to a path, with options for its filesystem
-    write: Callable[[CheckpointView, str, Mapping[str, Any], Options], None]
-
-
-TARGETS = {
-    "dcp_tensorizer": WritableFormat(dcp_tensorizer.check, dcp_tensorizer.write),
-    "tensorizer": WritableFormat(tensorizer.check, tensorizer.write),
-    "safetensors": WritableFormat(safetensors.check, safetensors.write),
-    "torch": WritableFormat(torch_file.check, torch_file.write),
-    "dcp": WritableFormat(dcp.check, dcp.write),
+TARGETS: dict[str, tuple[_Check, _Write]] = {
+    "dcp_tensorizer": (dcp_tensorizer.check, dcp_tensorizer.write),
+    "tensorizer": (tensorizer.check, tensorizer.write),
+    "safetensors": (safetensors.check, safetensors.write),
+    "torch": (torch_file.check, torch_file.write),
+    "dcp": (dcp.check, dcp.write),
 }
 
 
@@ -191,11 +186,6 @@ def _is_directory(storage: Storage, name: str) -> bool:
 
 
 # --- renaming keys: strip a prefix, rename, add a prefix --------------------------------------------------------------
-
-
-def key_of(path: Path) -> str:
-    """The key of the value at a path in the nested state dict."""
-    return ".".join(map(str, path))
 
 
 def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[str, Path]:

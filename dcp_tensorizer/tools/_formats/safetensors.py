@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,7 +28,7 @@ from ..._format.safetensors import (
     lay_out,
     shards,
 )
-from ..._format.safetensors_header import INDEX, SINGLE, TensorRecord, read_header, read_index
+from ..._format.safetensors_header import INDEX, SINGLE, Header, TensorRecord, read_header, read_index
 from ..._format.tensor_bytes import host_bytes
 from ..._index.chunks import Region
 from ..._loading.validate import check_chunks
@@ -48,14 +48,6 @@ class _Saved(Struct):
     """The offset of a file's tensor in the whole tensor."""
 
     saved_offsets: tuple[_Count, ...]
-
-
-class _File(NamedTuple):
-    """The contents of a file's header: its tensors, the offset of their data, and their offsets in whole tensors."""
-
-    entries: dict[str, TensorRecord]
-    base: int
-    saved: dict[str, _Saved]
 
 
 _decode_saved = Decoder(dict[str, _Saved]).decode
@@ -108,11 +100,10 @@ def _put_together(storage: Storage, names: Iterable[str]) -> dict[str, StoredTen
     """The tensors whose parts are in several files."""
     parts: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
     for name in names:
-        file = _opened(storage, name)
+        header, saved = _opened(storage, name)
         with _damage_translated(f"{storage.path}/{name}"):
-            for key, entry in file.entries.items():
-                part = _tensor(storage, name, key, entry, file.base)
-                begin = file.saved[key].saved_offsets if key in file.saved else (0,) * len(part.shape)
+            for key, part in _tensors(storage, name, header):
+                begin = saved[key].saved_offsets if key in saved else (0,) * len(part.shape)
                 others = [other for _, other in parts.setdefault(key, [])]
                 if any((o.dtype, len(o.shape)) != (part.dtype, len(begin)) for o in [part, *others]):
                     raise ValueError(f"its part of {key!r} is not of one tensor with those of other files")
@@ -137,21 +128,26 @@ def read(storage: Storage, name: str) -> CheckpointView:
     cannot be read.
     """
     path = f"{storage.path}/{name}"
-    file = _opened(storage, name)
-    is_part = bool(file.saved) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
-    if is_part or any(any(saved.saved_offsets) for saved in file.saved.values()):
+    header, saved = _opened(storage, name)
+    is_part = bool(saved) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
+    if is_part or any(any(one.saved_offsets) for one in saved.values()):
         raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
     with _damage_translated(path):
-        tensors = by_key(_tensor(storage, name, key, entry, file.base) for key, entry in file.entries.items())
+        tensors = by_key(tensor for _, tensor in _tensors(storage, name, header))
     return CheckpointView(path, "safetensors", tensors)
 
 
-def _opened(storage: Storage, name: str) -> _File:
+def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, _Saved]]:
+    """The header of a file, and the offsets of its tensors in whole tensors."""
     with storage.reading(name) as reader, _damage_translated(f"{storage.path}/{name}"):
         header = read_header(reader.read_range, storage.head(name) or 0)
         saved = header.notes.get(_OFFSETS)
-        offsets = _decode_saved(saved) if isinstance(saved, str) else {}
-        return _File(header.tensors, len(header.content), offsets)
+        return header, _decode_saved(saved) if isinstance(saved, str) else {}
+
+
+def _tensors(storage: Storage, name: str, header: Header) -> Iterator[tuple[str, StoredTensor]]:
+    base = len(header.content)
+    return ((key, _tensor(storage, name, key, entry, base)) for key, entry in header.tensors.items())
 
 
 def _tensor(storage: Storage, name: str, key: str, entry: TensorRecord, base: int) -> StoredTensor:

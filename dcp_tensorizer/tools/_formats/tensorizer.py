@@ -147,11 +147,8 @@ class _VerifiedReads:
 
 def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
     """The number of a region's first element, if the region is one run of elements in C order; otherwise None."""
-    first = last = 0
-    for start, size, extent in zip(region.start, region.size, shape, strict=True):
-        first = first * extent + start
-        last = last * extent + start + size - 1
-    return first if last - first + 1 == math.prod(region.size) else None
+    first, stop = region.span(shape)
+    return first if stop - first == math.prod(region.size) else None
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

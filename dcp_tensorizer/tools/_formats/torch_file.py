@@ -39,6 +39,7 @@ from .._view import (
     StoredTensor,
     StoredValue,
     blocks_of,
+    key_of,
     plain_tensor,
     refused,
 )
@@ -95,7 +96,7 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
 
     ``place`` is the file, and the offset in it of the ``torch.save`` bytes.
     """
-    key = ".".join(map(str, path))
+    key = key_of(path)
     if not is_located(tensor):
         raise ConversionError(f"{key!r} in {storage.path}/{place[0]} is {_NOT_LOCATED}, which cannot be converted")
     shape = tuple(tensor.shape)

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..._format.tensor_bytes import dtype_name
 from .._find import step_of
-from .._view import CheckpointView
-from .measure import Measured, measure
+from .._view import CheckpointView, StoredTensor
+from .measure import measure
 from .statistics import Statistics
 
 
@@ -40,7 +40,7 @@ def build(
         checkpoint_row(name, step_of(_name(view)), view.saved, view.format, view.nbytes, len(view.objects))
         for name, view in zip(names, views, strict=True)
     ]
-    return render({"checkpoints": checkpoints, "tensors": [tensor_row(one) for one in measure(views, on_progress)]})
+    return render({"checkpoints": checkpoints, "tensors": [tensor_row(*one) for one in measure(views, on_progress)]})
 
 
 def _name(view: CheckpointView) -> str:
@@ -85,10 +85,9 @@ def checkpoint_row(
     }
 
 
-def tensor_row(measured: Measured) -> list[Any]:
+def tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -> list[Any]:
     """The page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint."""
-    tensor = measured.tensor
-    rows = [None if of_one is None else _statistics_row(of_one) for of_one in measured.statistics]
+    rows = [None if of_one is None else _statistics_row(of_one) for of_one in statistics]
     return [tensor.key, list(tensor.shape), dtype_name(tensor.dtype), tensor.nbytes, rows]
 
 

@@ -23,14 +23,6 @@ _BLOCK = 8 << 20  # bytes that a thread reads at once, of all checkpoints togeth
 _MAX_THREADS = 4
 
 
-class Measured(NamedTuple):
-    """A tensor, as in the last checkpoint that has it."""
-
-    tensor: StoredTensor
-    # in each checkpoint; None if it lacks the tensor, or the dtype has no arithmetic
-    statistics: list[Statistics | None]
-
-
 class _Series(NamedTuple):
     """A tensor in consecutive checkpoints in which it has the same shape."""
 
@@ -46,9 +38,11 @@ class _Series(NamedTuple):
 
 def measure(
     views: Sequence[CheckpointView], on_progress: Callable[[int, int], object] = lambda done, total: None
-) -> Iterator[Measured]:
-    """The statistics of each tensor, one after the other; raises `ReadError` if a checkpoint is damaged or cannot be
-    read.
+) -> Iterator[tuple[StoredTensor, list[Statistics | None]]]:
+    """Yields each tensor, as in the last checkpoint that has it, with its statistics in each checkpoint.
+
+    They are None if a checkpoint lacks the tensor, or the dtype has no arithmetic. Raises `ReadError` if a checkpoint
+    is damaged or cannot be read.
 
     ``on_progress`` gets the bytes done and the bytes in all.
     """
@@ -74,7 +68,7 @@ def measure(
                 if known:
                     _place(run, measured, statistics)
             newest = max(place for run in of_key for places in run.places for place in places)
-            yield Measured(views[newest].tensors[key], statistics)
+            yield views[newest].tensors[key], statistics
 
 
 def _runs(key: str, tensors: Sequence[StoredTensor | None]) -> Iterator[_Series]:

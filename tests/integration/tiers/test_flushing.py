@@ -40,7 +40,7 @@ class _Client:
 
     is_running = True
 
-    def flush(self, request: object) -> None:
+    def flush(self, target: object, context: object) -> None:
         """Takes a request."""
 
 
