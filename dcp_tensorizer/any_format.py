@@ -24,7 +24,7 @@ from ._runtime.validation import check_path
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact
-from ._tiers.tiered_storage import Opener
+from ._tiers.tiered_storage import nearest
 from .errors import CheckpointError, DecryptionError, MetadataError, ReadError
 from .reader import ReaderOptions, TensorizerStorageReader
 
@@ -99,7 +99,7 @@ class AnyFormatReader(StorageReader):
         self._path: str | os.PathLike[str] = absolute_path(path)
         self._root = path
         self._options = options
-        self._storage = Opener(
+        self._storage = nearest(
             path, options.get("storage_options"), options.get("timeout", TIMEOUT), options.get("local")
         )
         self._extensions: Any = None  # set by `install`: decoders of streams that torch's own writer has encoded
@@ -220,7 +220,7 @@ class KeptReader(TensorizerStorageReader):
 
     def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
         super().__init__("/", **{name: value for name, value in options.items() if name in _KEPT_OPTIONS})
-        self._open = lambda path: checkpoint  # type: ignore[assignment]
+        self._open = lambda path: checkpoint
         self._checkpoint = checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

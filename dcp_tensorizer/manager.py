@@ -41,7 +41,7 @@ from ._runtime.forks import Home
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_path, check_timeout
 from ._storage.open import absolute_path
-from ._tiers.tiered_storage import Opener
+from ._tiers.tiered_storage import nearest
 from .errors import CheckpointError, WriteError
 from .export import Export
 from .writer import TensorizerStorageWriter, WriterOptions
@@ -157,7 +157,7 @@ class CheckpointManager:
         limits, max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **options)
         try:
-            opener = Opener(folder, options.get("storage_options"), limits.timeout, options.get("local"))
+            opener = nearest(folder, options.get("storage_options"), limits.timeout, options.get("local"))
             self._open_folder = functools.partial(opener, absolute_path(folder))
             self._folder = self._open_folder()
             readers = options_of_reader(options, limits, reader_options)

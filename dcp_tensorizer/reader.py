@@ -42,7 +42,7 @@ from ._runtime.validation import check_callable, check_path, check_storage_optio
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact, shown
-from ._tiers.tiered_storage import Opener
+from ._tiers.tiered_storage import nearest
 from .errors import CheckpointError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TensorizerStorageReader(StorageReader):
         self._path: str | os.PathLike[str] = absolute_path(path)
         self._options = dict(storage_options or {})
         self._load_options = LoadOptions(verify, allow_pickle, thread_count, page_cache)
-        self._open = Opener(path, self._options, timeout, local)
+        self._open = nearest(path, self._options, timeout, local)
         self._timeout = timeout
         self._encryption = encryption
         self._exchange = members_of(exchange)

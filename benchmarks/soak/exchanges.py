@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 
 from dcp_tensorizer import ReadError, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._loading import deliver
-from dcp_tensorizer._loading.exchange import Exchange, ExchangeMemory
+from dcp_tensorizer._loading.exchange import Exchange
 from tests.e2e.ranks import Rank, attempt, run_ranks
 from tests.support import quietly
 
@@ -103,7 +103,8 @@ def _round(
     dist.barrier()
     deliver.Exchange = functools.partial(  # type: ignore[misc,attr-defined]
         Exchange,
-        memory=ExchangeMemory(chance.choice((1 << 16, 1 << 20, 64 << 20)), chance.choice((20_000, 200_000, 64 << 20))),
+        window_bytes=chance.choice((1 << 16, 1 << 20, 64 << 20)),
+        round_bytes=chance.choice((20_000, 200_000, 64 << 20)),
     )
     targets = _targets(state, own)
     if fault == "unfit target" and is_victim:

@@ -39,15 +39,6 @@ _SMALL = _PIECE  # bytes of a tensor
 _MIN_PARTS = 6  # five that one thread fills, and one that is being written
 
 
-class EncodedFile(NamedTuple):
-    """An encoded file, whose last parts may still be on their way to the sink."""
-
-    items: list[StoredItem]
-    """Its tensors as they are stored, in file order."""
-    parts: Parts
-    """The parts on their way: call `Parts.finish` before completing the sink."""
-
-
 def encode(
     layout: FileLayout[T],
     contents: Callable[[T], memoryview],
@@ -80,8 +71,11 @@ def encode_ahead(
     *,
     file: str = "",
     piece_bytes: int = _PIECE,
-) -> EncodedFile:
+) -> tuple[list[StoredItem], Parts]:
     """Encodes a tensorizer file, and returns while its last parts are on their way to the sink.
+
+    Returns the tensors as they are stored, in file order, and the parts: call `Parts.finish` before completing the
+    sink.
 
     ``contents`` returns a tensor's bytes. The sink is aborted when anything fails, and `OSError` is raised if it
     failed. ``threads`` threads hash, ``piece_bytes`` at a time. ``buffer_bytes`` bounds the memory for parts, with a
@@ -101,7 +95,7 @@ def encode_ahead(
         parts = Parts(layout.nbytes, sink, filling=filling, writing=writing, memory=memory)
         try:
             encoding = _Encoding(layout, contents, parts, threads, file, piece_bytes)
-            return EncodedFile(encoding.run_in_order() if sink.in_order else encoding.run(), parts)
+            return encoding.run_in_order() if sink.in_order else encoding.run(), parts
         except BaseException as error:
             parts.abandon(error)
             raise

@@ -12,13 +12,13 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from .._format.runs import Integers
 from .schema import Layout, Run, encode_rows
 
 _MOST = 1 << 26
@@ -184,8 +184,6 @@ def _rows(numbers: Sequence[Sequence[int]], dims: int) -> np.ndarray:
 
 
 # --- regions of tensors -----------------------------------------------------------------------------------------------
-
-Integers: TypeAlias = NDArray[np.int64]
 
 _MAX_ROUNDS = 8  # of cuts along all dimensions: sharding needs one or two; remaining groups are swept
 

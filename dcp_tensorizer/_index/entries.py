@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from .._format.runs import Integers
 from .._format.tensor_bytes import dtype_name
 from .._runtime.recent import Recent
 from ..errors import WriteError
@@ -35,7 +35,7 @@ class StateRules:
     """The entries of a state dict. The properties are DCP's own objects, and are not changed."""
 
     keys: list[Any]
-    rows: NDArray[np.int64]  # for each key, the numbers of its properties and its layout; both -1 for an object
+    rows: Integers  # for each key, the numbers of its properties and its layout; both -1 for an object
     properties: list[TensorProperties]
     layouts: list[ChunkLayout]
 

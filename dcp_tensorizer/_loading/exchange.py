@@ -44,19 +44,14 @@ _WINDOWS = 8  # at least, because the next one is read while one is exchanged
 Progress = Callable[[int, int], object]
 
 
-class ExchangeMemory(NamedTuple):
-    """The memory of an exchange, in bytes."""
-
-    window_bytes: int = 64 << 20  # of one rank's read; there are two windows
-    round_bytes: int = 64 << 20  # of all ranks' pieces in one collective
-
-
 class Exchange:
     """The exchange of one load: first of objects, then of tensors. Enter it before anything can fail.
 
     ``fetch`` reads targets from the storage, like `executor.fetch`. ``verify`` compares data with its digests, and
     received data with those of its sender. ``in_memory`` has files that need not be read. ``reason`` says why this rank
-    exchanges no tensors; it is empty if it does. ``received_bytes`` counts the bytes from other ranks.
+    exchanges no tensors; it is empty if it does. ``window_bytes`` are those of one rank's read, of which there are two,
+    and ``round_bytes`` those of all ranks' pieces in one collective. ``received_bytes`` counts the bytes from other
+    ranks.
     """
 
     def __init__(
@@ -69,11 +64,13 @@ class Exchange:
         verify: bool,
         in_memory: Mapping[str, bytes],
         reason: str = "",
-        memory: ExchangeMemory = ExchangeMemory(),  # noqa: B008 - it is frozen
+        window_bytes: int = 64 << 20,
+        round_bytes: int = 64 << 20,
     ) -> None:
         self._group, self._path = ExchangeGroup(group, path), path
         self._fetch, self._limits, self._verify = fetch, limits, verify
-        self._in_memory, self._reason, self._memory = in_memory, reason, memory
+        self._in_memory, self._reason = in_memory, reason
+        self._window_bytes, self._round_bytes = window_bytes, round_bytes
         self._turns = 2  # votes in which the other ranks wait for this one
         self.received_bytes = 0
 
@@ -159,10 +156,10 @@ class Exchange:
         error: BaseException | None = None
         try:
             share = total_bytes(common) // self._group.size
-            window_bytes = min(self._memory.window_bytes, max(_MIN_WINDOW, share // _WINDOWS))
+            window_bytes = min(self._window_bytes, max(_MIN_WINDOW, share // _WINDOWS))
             spans = spans_of(common, self._group.size, window_bytes)
             windows = _Windows(spans[self._group.rank], common, self._fetch, self._limits, device)
-            piece = self._memory.round_bytes // self._group.size // _HEADER * _HEADER
+            piece = self._round_bytes // self._group.size // _HEADER * _HEADER
             largest = max(window.nbytes for span in spans for window in span)
             rounds = _Rounds(self._group, min(aligned(largest), max(_HEADER, piece)), device, verify=self._verify)
         except Exception as failure:  # such as a shortage of memory

@@ -7,19 +7,17 @@ import functools
 import operator
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from .._format.runs import Integers
 from .._runtime.torch_compat import layout_of, plain_local
-
-Integers: TypeAlias = NDArray[np.int64]
 
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
 """The kinds that `Table.kinds` numbers."""

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from .._format.runs import Integers
 from .._index.chunks import ChunkLayout, overlapping_pair
 from .._index.entries import StateRules
 from .._index.schema import Layout, encode_rows
@@ -29,7 +30,6 @@ from ..errors import WriteError
 from .columns import (
     KINDS,
     Columns,
-    Integers,
     Spec,
     Table,
     Unsupported,

@@ -19,9 +19,10 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from .._format.runs import Integers
 from .._runtime.recent import Recent
 from ..errors import WriteError
-from .columns import Columns, Integers, Table, Unsupported, columns_of, write_items
+from .columns import Columns, Table, Unsupported, columns_of, write_items
 from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_integers
 
 

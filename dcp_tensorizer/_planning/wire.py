@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from .columns import Columns, Integers, Table, pack_paths, spec_of, with_keys
+from .._format.runs import Integers
+from .columns import Columns, Table, pack_paths, spec_of, with_keys
 
 _LEVEL = 1  # enough, because most numbers repeat
 _DTYPES = ("<i1", "<i2", "<i4", "<i8")

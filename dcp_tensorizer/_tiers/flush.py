@@ -19,7 +19,7 @@ from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import Patience, in_threads
-from .._storage.base import RangeReader, Refused, Sink, Storage, temporary_file_name
+from .._storage.base import Refused, Sink, Storage, temporary_file_name
 from .._storage.claim import read_claim
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe
@@ -357,10 +357,17 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
         reader = source.open_uncached(name)
     except OSError as error:
         raise Unreadable(f"cannot open {source.path}/{name}: {error}") from error
+
+    def read(part: memoryview, start: int) -> None:
+        try:
+            reader.read_into([part], start)
+        except (OSError, EOFError) as error:  # of the local disk, not of the remote
+            raise Unreadable(f"cannot read {source.path}/{name}: {error}") from error
+
     try:
         sink = target.create(begun, nbytes, sync=True)
         try:
-            _copy_parts(_Source(reader, f"{source.path}/{name}"), sink, nbytes, gate)
+            _copy_parts(read, sink, nbytes, gate)
             sink.complete()
         except BaseException:
             sink.abort()
@@ -381,21 +388,7 @@ def _begun_name(name: str) -> str:
     return temporary_file_name(name, "flush")
 
 
-class _Source:
-    """Distinguishes errors of the local disk from those of the remote."""
-
-    def __init__(self, reader: RangeReader, path: str) -> None:
-        self._reader = reader
-        self._path = path
-
-    def read_into(self, part: memoryview, start: int) -> None:
-        try:
-            self._reader.read_into([part], start)
-        except (OSError, EOFError) as error:
-            raise Unreadable(f"cannot read {self._path}: {error}") from error
-
-
-def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
+def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
     """Copies the parts of a file with several threads, each with one buffer."""
     starts = list(range(0, nbytes, sink.part_bytes))
     threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
@@ -411,7 +404,7 @@ def _copy_parts(reader: _Source, sink: Sink, nbytes: int, gate: Callable[[], Non
                 if stopped:
                     return
                 part = memory[: min(sink.part_bytes, nbytes - start)]
-                reader.read_into(part, start)
+                read(part, start)
                 sink.put_part(number, part)
         except BaseException:
             stopped = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -166,8 +166,16 @@ class NearestStorage(Storage):
 # --- opening a path or its nearest copy -------------------------------------------------------------------------------
 
 
-class Opener:
-    """Opens checkpoints by their paths.
+def nearest(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None,
+    timeout: float,
+    local: str | os.PathLike[str] | None,
+) -> Callable[[str | os.PathLike[str]], Storage]:
+    """Returns a function that opens the storage of a checkpoint by its path.
+
+    The function raises `WriteError` if it cannot be opened, and `ReadError` if it is not below the ``path`` that the
+    local folder mirrors.
 
     Args:
         path: That the local folder mirrors.
@@ -177,29 +185,18 @@ class Opener:
     Raises:
         TypeError, ValueError, WriteError: see `target_of`.
     """
+    options = dict(options or {})
+    if local is None:
+        return functools.partial(open_storage, options=options, timeout=timeout)
+    target = target_of(path, local, options, timeout)
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        options: Mapping[str, Any] | None,
-        timeout: float,
-        local: str | os.PathLike[str] | None,
-    ) -> None:
-        self._options, self._timeout = dict(options or {}), timeout
-        self._target = None if local is None else target_of(path, local, self._options, timeout)
-
-    def __call__(self, path: str | os.PathLike[str]) -> Storage:
-        """Opens the storage of a checkpoint.
-
-        Raises `WriteError` if it cannot be opened, and `ReadError` if it is not below the path that the local folder
-        mirrors.
-        """
-        if self._target is None:
-            return open_storage(path, self._options, self._timeout)
-        place = place_of(self._target.remote, absolute_path(path))
+    def open_nearest(path: str | os.PathLike[str]) -> Storage:
+        place = place_of(target.remote, absolute_path(path))
         if place is None:
             raise ReadError(
-                f"{redact(os.fspath(path))} is not below {self._target.name}, which {self._target.local} mirrors: give "
+                f"{redact(os.fspath(path))} is not below {target.name}, which {target.local} mirrors: give "
                 f"the reader that path, or no local folder"
             )
-        return NearestStorage(self._target, self._target.open(place), place)
+        return NearestStorage(target, target.open(place), place)
+
+    return open_nearest

@@ -158,7 +158,7 @@ class FileJob:
         layout = lay_out(file.tensors, options.cipher, sha256=options.sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=options.sync_files)
         self._sinks.append(sink)
-        encoded = encode_ahead(
+        items, parts = encode_ahead(
             layout,
             self._contents,
             sink,
@@ -167,7 +167,7 @@ class FileJob:
             self._memory,
             file=file.name,
         )
-        return FileResult(file.name, layout.nbytes, tuple(encoded.items)), encoded.parts
+        return FileResult(file.name, layout.nbytes, tuple(items)), parts
 
     def _complete(self, sink: Sink, parts: Parts, name: str) -> Span:
         began = time.perf_counter()

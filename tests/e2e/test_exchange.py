@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, TensorizerStorageReader, TensorizerStorageWriter, open_reader
 from dcp_tensorizer._loading import deliver
-from dcp_tensorizer._loading.exchange import Exchange, ExchangeMemory
+from dcp_tensorizer._loading.exchange import Exchange
 
 from ..proxy import s3_proxy
 from ..unit.loading.stored import flip
@@ -70,7 +70,7 @@ def test_ranks_with_the_same_state_read_it_once(s3):
 
 def _small_pieces():
     """Has an exchange take many windows and pieces for a few megabytes."""
-    deliver.Exchange = functools.partial(Exchange, memory=ExchangeMemory(1 << 20, 100_000))
+    deliver.Exchange = functools.partial(Exchange, window_bytes=1 << 20, round_bytes=100_000)
 
 
 def _load_mixed(rank, path, key):

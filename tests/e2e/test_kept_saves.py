@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
 from dcp_tensorizer._restart.find import list_kept
-from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._saving.destination import Destination
 
 from ..support import keepers_below
 from .kept_state import SECONDS, sharded_state, values_at, values_of
@@ -31,11 +31,11 @@ def _save(rank, path, step, writer=None):
 def _die_when_all_write(rank):
     """From now on: each rank is killed when all of them have begun to write."""
 
-    def write_files(session, items):
+    def write(destination, save_id, items):
         dist.barrier(group=rank.saves)
         kill_self()
 
-    SaveSession._write_files = write_files
+    Destination.write = write
 
 
 def _is_killed_while_it_writes(rank, folder, names, steps):

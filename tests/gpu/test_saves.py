@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._writer_process.client import WriterProcess
+from dcp_tensorizer._writer_process.protocol import SnapshotRequest
 
 from ..support import writer_process
 from .support import GPU, WAIT, delay, gpu_devices_open, load_into, random_state
@@ -117,12 +118,14 @@ def test_a_writer_process_that_dies_in_a_snapshot_is_replaced(
 ) -> None:
     """The trainer copies by itself, the save succeeds, the next one goes by handles again, and no memory is lost."""
     lasting = random_state(3, 100_000)
-    snapshot = WriterProcess.snapshot
+    ask = WriterProcess.ask
 
-    def dying(process: WriterProcess, *arguments: Any) -> None:
+    def dying(process: WriterProcess, request: Any, *arguments: Any) -> Any:
+        if not isinstance(request, SnapshotRequest):
+            return ask(process, request, *arguments)
         process._popen.send_signal(signal.SIGSTOP)  # so that it is still there when the request is sent
         threading.Timer(1.0, process._popen.kill).start()
-        snapshot(process, *arguments)
+        return ask(process, request, *arguments)
 
     with TensorizerStorageWriter(tmp_path, staging="device") as writer:
         used = []
@@ -130,7 +133,7 @@ def test_a_writer_process_that_dies_in_a_snapshot_is_replaced(
             state = lasting | {"fresh": torch.rand(10_000_000, device=GPU)}
             with monkeypatch.context() as patch:
                 if number == 1:
-                    patch.setattr(WriterProcess, "snapshot", dying)
+                    patch.setattr(WriterProcess, "ask", dying)
                 dcp.async_save(state, storage_writer=writer).result(WAIT)
             found = load_into(tmp_path, {key: torch.zeros_like(tensor) for key, tensor in state.items()})
             assert all(torch.equal(found[key], state[key]) for key in state)

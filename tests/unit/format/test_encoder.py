@@ -352,11 +352,11 @@ def test_the_next_file_is_written_while_the_last_parts_of_one_are_on_their_way(p
             super().put_part(number, data)
 
     first, second = Waiting(4096), AddressSink(part_bytes)
-    ahead = encode_ahead(layout, bytes_of(tensors), first, 2, memory=memory)
-    encode_ahead(layout, bytes_of(tensors), second, 2, memory=memory).parts.finish()
+    _, ahead = encode_ahead(layout, bytes_of(tensors), first, 2, memory=memory)
+    encode_ahead(layout, bytes_of(tensors), second, 2, memory=memory)[1].finish()
     assert not {last - 1, last} & first.parts.keys()
     may_put.set()
-    ahead.parts.finish()
+    ahead.finish()
     assert first.content == second.content
     most = 3 * 2 + BufferSink.concurrency + 2
     assert len(first.addresses | second.addresses) <= (most if part_bytes == 4096 else 2 * most)
@@ -422,11 +422,11 @@ def test_threads_that_write_parts_end_with_the_last_part() -> None:
             threads.add(threading.current_thread())
             super().put_part(number, data)
 
-    ahead = encode_ahead(lay_out(sources(tensors)), bytes_of(tensors), Noting(4096), 1)
+    _, ahead = encode_ahead(lay_out(sources(tensors)), bytes_of(tensors), Noting(4096), 1)
     for thread in [*threads]:
         thread.join(60)
     assert [thread.is_alive() for thread in threads] == [False] * len(threads)
-    ahead.parts.finish()
+    ahead.finish()
 
 
 def test_a_file_that_is_given_up_gets_no_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,9 +460,9 @@ def test_a_file_that_fails_leaves_its_memory_to_the_next(part_bytes: int) -> Non
     for limit in (0, 100_000, 150_000):
         failing = FailingSink(limit, in_order=False)
         with pytest.raises(OSError, match="No space left"):
-            encode_ahead(layout, bytes_of(tensors), failing, 2, memory=memory).parts.finish()
+            encode_ahead(layout, bytes_of(tensors), failing, 2, memory=memory)[1].finish()
     sink = BufferSink(part_bytes)
-    encode_ahead(layout, bytes_of(tensors), sink, 2, memory=memory).parts.finish()
+    encode_ahead(layout, bytes_of(tensors), sink, 2, memory=memory)[1].finish()
     expected = BufferSink(part_bytes)
     encode(layout, bytes_of(tensors), expected, 1)
     assert sink.content == expected.content
