@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from ._planning.columns import Table, Unsupported, columns_of_rows, rows_of
+from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_rows, rows_of
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.plan import Answer, CompactPlan, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
-from ._planning.wire import EncodedColumns
 from ._runtime.gc_pause import collector_paused
 from ._runtime.torch_compat import plain_local
 

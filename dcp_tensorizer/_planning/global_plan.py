@@ -30,17 +30,22 @@ from ..errors import WriteError
 from .columns import (
     KINDS,
     Columns,
+    EncodedColumns,
     Spec,
     Table,
     Unsupported,
     columns_of,
+    encode,
     merge_paths,
+    pack,
+    pack_integers,
     pack_paths,
+    unpack,
+    unpack_integers,
     unpack_paths,
     with_keys,
 )
 from .plan import CompactPlan, Items, WrittenItems, choose
-from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_integers
 
 
 @dataclass(frozen=True, eq=False)

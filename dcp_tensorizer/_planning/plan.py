@@ -22,8 +22,19 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from .._format.runs import Integers
 from .._runtime.recent import Recent
 from ..errors import WriteError
-from .columns import Columns, Table, Unsupported, columns_of, write_items
-from .wire import EncodedColumns, encode, pack, pack_integers, unpack, unpack_integers
+from .columns import (
+    Columns,
+    EncodedColumns,
+    Table,
+    Unsupported,
+    columns_of,
+    encode,
+    pack,
+    pack_integers,
+    unpack,
+    unpack_integers,
+    write_items,
+)
 
 
 class Reference(NamedTuple):

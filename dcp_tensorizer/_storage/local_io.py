@@ -216,9 +216,7 @@ class LocalSink(Sink):
 
     def _complete(self) -> None:
         if self._sync:
-            os.fsync(self._fd)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            _sync(self._fd)
         self._close_descriptors()
 
     def _abort(self) -> None:
@@ -228,11 +226,8 @@ class LocalSink(Sink):
             self.path.unlink(missing_ok=True)
 
     def _close_descriptors(self) -> None:
-        """Closes each descriptor once: its number may be another file's afterwards, even if closing it failed."""
         numbers, self._to_close = self._to_close, []
-        with ExitStack() as closing:
-            for number in numbers:
-                closing.callback(os.close, number)
+        _close_all(numbers)
 
 
 def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None) -> None:
@@ -278,17 +273,27 @@ class LocalSharedSink(SharedSink):
     def _finish(self) -> Mapping[int, Mapping[str, str]]:
         if self._to_close:
             if self._sync:
-                os.fsync(self._fd)
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                _sync(self._fd)
             self.close()
         return {}
 
     def close(self) -> None:
         numbers, self._to_close = self._to_close, []
-        with ExitStack() as closing:
-            for number in numbers:
-                closing.callback(os.close, number)
+        _close_all(numbers)
+
+
+def _sync(fd: int) -> None:
+    """Makes a file durable, and drops it from the page cache."""
+    os.fsync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _close_all(numbers: Sequence[int]) -> None:
+    """Closes each descriptor once: its number may be another file's afterwards, even if closing it failed."""
+    with ExitStack() as closing:
+        for number in numbers:
+            closing.callback(os.close, number)
 
 
 def new_file(path: Path, umask: int | None = None) -> int:
