@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -10,6 +11,8 @@ from .pages import DOCS, ROOT
 
 PACKAGE = ROOT / "dcp_tensorizer"
 MOST_FOLDERS = 6
+MOST_MODULES = 20
+HOOKS = {"writer", "reader"}  # where DCP calls
 
 _PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 _ROW = re.compile(r"^\| \d+ \| ([^|]+) \| ([^|]*) \|", re.MULTILINE)
@@ -58,6 +61,25 @@ def test_a_byte_passes_few_folders(title: str) -> None:
     """One direction can be followed without getting lost."""
     folders = {path.partition("/")[0] for paths, _ in _walk(title) for path in paths if "/" in path}
     assert len(folders) <= MOST_FOLDERS
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_byte_passes_as_many_modules_as_the_page_says(title: str) -> None:
+    """Not so many that nobody remembers them."""
+    modules = {path for paths, _ in _walk(title) for path in paths}
+    said = re.search(r"It passes (\d+) modules", _section(title))
+    assert said is not None
+    assert len(modules) == int(said[1]) <= MOST_MODULES
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_byte_goes_up_only_where_dcp_calls(title: str) -> None:
+    """All other steps are in the layer of the one before, or below."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|$", _section("The layers"), re.MULTILINE)
+    layers = {name: int(layer) for layer, row in rows for name in _names(row)}
+    steps = [paths[0].partition("/")[0].removesuffix(".py") for paths, _ in _walk(title)]
+    up = [after for before, after in pairwise(steps) if layers[after] > layers[before] and after not in HOOKS]
+    assert up == []
 
 
 def test_the_house_is_the_package() -> None:
