@@ -250,7 +250,7 @@ class CheckpointManager:
         step, recorded = check_step(step), check_metrics(metrics)
         self._job.saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
         decision, future = self._job.step(step, state, recorded, stop=self._signals.seen, force=force, must_write=wait)
-        self._stopping = decision.stopping
+        self._stopping = decision.vote.stop
         if decision.action is not Action.NOTHING and (wait or self._stopping):
             self.wait()
         self._clock.stalled(since, saves=decision.action is Action.SAVE)

@@ -159,16 +159,19 @@ class Job:
             settle(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
-        if decision.is_lost or decision.copy.is_superseded:
+        if decision.vote.is_lost or decision.vote.copy.is_superseded:
             raise WriteError(self._agreement.decided(lambda: self._owner.lost or _superseded(self._folder.path)))
         if step < self.place.step:  # the same on all ranks, which have just compared their steps
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         self.place.step = step
         self.survival.advance(
-            decision.copy, has_failed=decision.has_failed, ends=decision.ends, is_busy=self.saves.is_busy
+            decision.vote.copy,
+            has_failed=decision.vote.has_failed,
+            ends=decision.vote.ends,
+            is_busy=self.saves.is_busy,
         )
-        self.saves.check(decision.failures)
+        self.saves.check(decision.vote.failures)
         if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             decision = decision._replace(action=Action.SAVE)
         return decision, self._act(decision, step, state, metrics)
@@ -327,7 +330,7 @@ class Job:
             self._advance()  # staging would wait for that save anyway
         self._policy.begin(step, is_due=decision.is_due)
         name = self.place.name_of(step, self._names)
-        record = self.place.record(step, metrics, self.survival.run, self._clock, is_end=decision.stopping)
+        record = self.place.record(step, metrics, self.survival.run, self._clock, is_end=decision.vote.stop)
         keep = self.survival.next_state(record, self.place.tip, self.place.left)
         new = NewStep(self._folder.child(name), name, record)
         if action is Action.SAVE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import os
@@ -37,32 +38,30 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The knowledge of one rank. Of the fields marked with *, only the first rank's count.
+    """The knowledge of one rank; in a decision, what holds for any rank.
 
     Attributes:
         step: The rank's step.
         stop: The rank has been told to stop.
         force: It wants to save, even if no save is due.
-        is_due: * A save is due.
-        is_last: * The step is being saved, or was saved last.
-        is_there: * The step exists.
-        failures: * How many saves have failed in a row.
+        is_due, is_last, is_there, failures, is_lost: A save is due; the step is being saved, or was saved last; it
+            exists; how many saves have failed in a row; another run has claimed the folder. Only the first rank's
+            count.
         must_write: It wants the step on storage, if it is due.
         is_busy: The save before still runs, and this step could be held only in memory.
         is_due_in_memory: The step is to be held in memory, even if no save is due.
         has_failed: The newest state could not be kept in memory.
         ends: It no longer keeps states in memory.
-        is_lost: * Another run has claimed the folder.
         copy: About the copies of states on other hosts.
     """
 
     step: int
-    stop: bool
-    force: bool
-    is_due: bool
-    is_last: bool
-    is_there: bool
-    failures: int
+    stop: bool = False
+    force: bool = False
+    is_due: bool = False
+    is_last: bool = False
+    is_there: bool = False
+    failures: int = 0
     must_write: bool = False
     is_busy: bool = False
     is_due_in_memory: bool = False
@@ -71,55 +70,43 @@ class Vote:
     is_lost: bool = False
     copy: CopyVote = NO_COPY
 
+    def numbers(self, *, is_first: bool) -> list[int]:
+        """The numbers of which the largest of all ranks counts."""
+        own = [getattr(self, name) if is_first or name not in _OF_FIRST else 0 for name in _FLAGS]
+        return [self.step, -self.step, *own, *self.copy]
+
+
+_OF_FIRST = {"is_due", "is_last", "is_there", "failures", "is_lost"}
+_FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in ("step", "copy")]
+
 
 class Decision(NamedTuple):
     """The decision, the same on each rank."""
 
     action: Action
-    stopping: bool  # any rank has been told to stop
-    failures: int  # saves that have failed in a row
-    has_failed: bool  # as in `Vote`, on any rank
-    ends: bool  # as in `Vote`, on any rank
     is_due: bool  # a save is due, or was asked for
-    is_lost: bool = False  # another run has claimed the folder
-    copy: CopyVote = NO_COPY  # as in `Vote`, of any rank
+    vote: Vote  # what holds for any rank
 
 
 def decide(agreement: Agreement, vote: Vote) -> Decision:
     """Decides on all ranks; raises `ValueError` if they are at different steps, and `WriteError` if a rank is gone."""
-    first = agreement.is_first
-    numbers = agreement.largest(
-        vote.stop,
-        vote.force,
-        vote.step,
-        -vote.step,
-        first and vote.is_due,
-        first and vote.is_last,
-        first and vote.is_there,
-        first and vote.failures,
-        vote.must_write,
-        vote.is_busy,
-        vote.is_due_in_memory,
-        vote.has_failed,
-        vote.ends,
-        first and vote.is_lost,
-        *vote.copy,
-    )
-    stop, force, highest, lowest, is_due, is_last, is_there, failures = numbers[:8]
-    must_write, is_busy, is_due_in_memory, has_failed, ends, is_lost = numbers[8:14]
-    copy = CopyVote(*map(bool, numbers[14:]))
+    highest, lowest, *numbers = agreement.largest(*vote.numbers(is_first=agreement.is_first))
     if highest != -lowest:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
-    is_due = stop or force or is_due
+    known: dict[str, Any] = dict(zip(_FLAGS, map(bool, numbers), strict=False))
+    copy = CopyVote(*map(bool, numbers[len(_FLAGS) :]))
+    vote = Vote(highest, **known | {"failures": numbers[_FLAGS.index("failures")]}, copy=copy)
+    is_due = vote.stop or vote.force or vote.is_due
     if not is_due:
-        action = Action.HOLD if is_due_in_memory and not ends else Action.NOTHING
-    elif is_last:
+        action = Action.HOLD if vote.is_due_in_memory and not vote.ends else Action.NOTHING
+    elif vote.is_last:
         action = Action.JOIN
-    elif is_there:
+    elif vote.is_there:
         action = Action.KEEP
     else:
-        action = Action.HOLD if is_busy and not (stop or force or must_write or ends) else Action.SAVE
-    return Decision(action, bool(stop), failures, bool(has_failed), bool(ends), bool(is_due), bool(is_lost), copy)
+        can_hold = not (vote.stop or vote.force or vote.must_write or vote.ends)
+        action = Action.HOLD if vote.is_busy and can_hold else Action.SAVE
+    return Decision(action, is_due, vote)
 
 
 # --- when a save is due -----------------------------------------------------------------------------------------------

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.copies import NO_COPY, CopyVote
+from dcp_tensorizer._managing.copies import CopyVote
 from dcp_tensorizer._managing.policy import Action, Vote, decide
 
-NONE = Vote(5, stop=False, force=False, is_due=False, is_last=False, is_there=False, failures=0)
+NONE = Vote(5)
 
 
 class Others(Agreement):
-    """One of several ranks, the others of which have these numbers."""
+    """One of several ranks, the others of which vote so. If it is not the first, the first other is."""
 
-    def __init__(self, rank: int, *others: list[int]) -> None:
+    def __init__(self, rank: int, *others: Vote) -> None:
         super().__init__(None)
         self.rank = rank
-        self._others = others
+        self._others = [other.numbers(is_first=number == 0 and rank > 0) for number, other in enumerate(others)]
 
     def largest(self, *numbers: int) -> list[int]:
-        others = ([*other, *[0] * (len(numbers) - len(other))] for other in self._others)  # that say nothing of copies
-        return [max(values) for values in zip(numbers, *others, strict=True)]
+        return [max(values) for values in zip(numbers, *self._others, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -48,110 +47,53 @@ class Others(Agreement):
 )
 def test_one_rank(changes: dict[str, bool], action: Action) -> None:
     """A step is saved if a save is due, forced or the last one, and it is neither there nor under way."""
-    vote = dataclasses.replace(NONE, **changes)
-    assert decide(Agreement(None), vote) == (
-        action,
-        vote.stop,
-        0,
-        False,
-        False,
-        vote.stop or vote.force or vote.is_due,
-        False,
-        NO_COPY,
-    )
+    vote = replace(NONE, **changes)
+    decision = decide(Agreement(None), vote)
+    assert decision == (action, vote.stop or vote.force or vote.is_due, vote)
 
 
 def test_what_other_ranks_know_does_not_count() -> None:
     """Their clocks and their view of the storage may differ: that is the first rank's to say."""
-    vote = dataclasses.replace(NONE, is_due=True, is_last=True, is_there=True, failures=3)
-    assert decide(Others(1, [0, 0, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), vote) == (
-        Action.NOTHING,
-        False,
-        0,
-        False,
-        False,
-        False,
-        False,
-        NO_COPY,
-    )
-    assert decide(Others(1, [0, 0, 5, -5, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0]), NONE) == (
-        Action.SAVE,
-        False,
-        2,
-        False,
-        False,
-        True,
-        False,
-        NO_COPY,
-    )
+    vote = replace(NONE, is_due=True, is_last=True, is_there=True, failures=3)
+    assert decide(Others(1, NONE), vote) == (Action.NOTHING, False, NONE)
+    first = replace(NONE, is_due=True, failures=2)
+    assert decide(Others(1, first), NONE) == (Action.SAVE, True, first)
+    assert decide(Others(0, vote), NONE) == (Action.NOTHING, False, NONE)
 
 
-def test_a_signal_or_a_wish_of_any_rank_counts() -> None:
+@pytest.mark.parametrize("name", ["stop", "force"])
+def test_a_signal_or_a_wish_of_any_rank_counts(name: str) -> None:
     """Stop and force are heard from all."""
-    assert decide(Others(0, [1, 0, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), NONE) == (
-        Action.SAVE,
-        True,
-        0,
-        False,
-        False,
-        True,
-        False,
-        NO_COPY,
-    )
-    assert decide(Others(0, [0, 1, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), NONE) == (
-        Action.SAVE,
-        False,
-        0,
-        False,
-        False,
-        True,
-        False,
-        NO_COPY,
-    )
+    other = replace(NONE, **{name: True})
+    assert decide(Others(0, other), NONE) == (Action.SAVE, True, other)
 
 
 def test_what_any_rank_says_of_its_memory_counts() -> None:
     """A save that runs on one rank, a state that one could not keep, and one that keeps none."""
-    due = dataclasses.replace(NONE, is_due=True)
-    assert decide(Others(0, [0, 0, 5, -5, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0]), due) == (
-        Action.HOLD,
-        False,
-        0,
-        True,
-        False,
-        True,
-        False,
-        NO_COPY,
-    )
-    assert decide(Others(0, [0, 0, 5, -5, 0, 0, 0, 0, 1, 1, 0, 0, 1, 0]), due) == (
-        Action.SAVE,
-        False,
-        0,
-        False,
-        True,
-        True,
-        False,
-        NO_COPY,
-    )
+    due = replace(NONE, is_due=True)
+    other = replace(NONE, is_busy=True, has_failed=True)
+    assert decide(Others(0, other), due) == (Action.HOLD, True, replace(other, is_due=True))
+    other = replace(NONE, is_busy=True, must_write=True, ends=True)
+    assert decide(Others(0, other), due) == (Action.SAVE, True, replace(other, is_due=True))
 
 
 def test_that_another_run_has_the_folder_is_the_first_ranks_to_say() -> None:
     """It is known on all ranks then, whatever else is decided."""
-    lost = dataclasses.replace(NONE, is_lost=True)
-    assert decide(Agreement(None), lost).is_lost
-    assert decide(Others(1, [0, 0, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]), NONE).is_lost
-    assert not decide(Others(1, [0, 0, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), lost).is_lost
+    lost = replace(NONE, is_lost=True)
+    assert decide(Agreement(None), lost).vote.is_lost
+    assert decide(Others(1, lost), NONE).vote.is_lost
+    assert not decide(Others(1, NONE), lost).vote.is_lost
 
 
 def test_ranks_at_different_steps() -> None:
     """The error says which."""
     with pytest.raises(ValueError, match="the ranks save different steps, from 5 to 7"):
-        decide(Others(0, [0, 0, 7, -7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), NONE)
+        decide(Others(0, Vote(7)), NONE)
 
 
 def test_what_any_rank_says_of_copies_counts() -> None:
     """That one is under way, has failed, or is not made any more; and that another run has the partner."""
-    quiet = [0, 0, 5, -5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    vote = dataclasses.replace(NONE, copy=CopyVote(is_running=True))
-    assert decide(Others(1, [*quiet, 0, 1, 0, 0]), vote).copy == CopyVote(is_running=True, has_failed=True)
-    assert decide(Others(1, [*quiet, 0, 0, 1, 1]), NONE).copy == CopyVote(ends=True, is_superseded=True)
+    running, failed = (replace(NONE, copy=CopyVote(**{name: True})) for name in ("is_running", "has_failed"))
+    assert decide(Others(1, failed), running).vote.copy == CopyVote(is_running=True, has_failed=True)
+    ended = replace(NONE, copy=CopyVote(ends=True, is_superseded=True))
+    assert decide(Others(1, ended), NONE).vote.copy == CopyVote(ends=True, is_superseded=True)
