@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 from .._format.safetensors_header import INDEX
 from .._storage.base import Refused, Storage
@@ -86,12 +86,8 @@ class _Ours(Struct, omit_defaults=True):
     replaced: list[str] = []
 
 
-class _Format(Struct):
-    format: int
-
-
 class _Notes(Struct):
-    dcp_tensorizer: Raw
+    dcp_tensorizer: _Ours
     version: _Number
     base_version: _Number | None = None
     delta_encoding: Literal["xor"] | None = None
@@ -110,8 +106,6 @@ class _AnyIndex(Struct):
 
 _decode = msgspec.json.Decoder(_VersionIndex).decode
 _decode_any = msgspec.json.Decoder(_AnyIndex).decode
-_decode_format = msgspec.json.Decoder(_Format).decode
-_decode_ours = msgspec.json.Decoder(_Ours).decode
 
 
 def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes:
@@ -141,19 +135,18 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     names files that are not in its directory.
     """
     try:
-        if "dcp_tensorizer" not in _decode_any(content).metadata:
+        found = _decode_any(content).metadata
+        if "dcp_tensorizer" not in found:
             raise UnsupportedFormat(
                 f"{path} is the index of a model, and no manifest of dcp_tensorizer: without the SHA-256 of the files, "
                 f"a version cannot be verified"
             )
-        notes = msgspec.json.Decoder(_JustOurs).decode(content).metadata
-        if (number := _decode_format(notes.dcp_tensorizer).format) != FORMAT:
+        if (number := msgspec.convert(found["dcp_tensorizer"], dict[str, Any]).get("format", FORMAT)) != FORMAT:
             raise UnsupportedFormat(f"{path} has format {number}, and this release reads {FORMAT}: update it")
         index = _decode(content)
-        ours = _decode_ours(index.metadata.dcp_tensorizer)
     except msgspec.MsgspecError as error:
         raise MetadataError(f"{path} is no manifest of a version, or damaged: {error}") from None
-    base = index.metadata.base_version
+    base, ours = index.metadata.base_version, index.metadata.dcp_tensorizer
     manifest = Manifest(
         int(index.metadata.version),
         None if base is None else int(base),
@@ -169,13 +162,6 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     )
     _check(manifest, index.metadata, path)
     return manifest
-
-
-class _JustOurs(Struct):
-    class Notes(Struct):
-        dcp_tensorizer: Raw
-
-    metadata: Notes
 
 
 def _check(manifest: Manifest, notes: _Notes, path: str) -> None:
