@@ -135,7 +135,7 @@ class ModelSession(SaveSession):
         done = job.done
         names = [layout.files[number].file for number in sorted(job.touched)]
         files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
-        written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, job.attempts)
+        written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, attempts=job.attempts)
         part = RankParts(self._destination.rank, done.parts)
         return job.items, written, [WriteResult(MetadataIndex(f"rank {part.rank}"), done.nbytes, part)]
 

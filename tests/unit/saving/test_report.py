@@ -65,8 +65,8 @@ def test_the_spans_of_a_save_are_its_times() -> None:
     times = SaveTimes(StageTimes(time.time() - 10, 0.5, 2.0, began))
     times.planned()
     files = (Span("files", began + 3, began + 4),)
-    done = Written(WriteDone((), 1.0, 0.5, 0.5, files))
-    data = times.written(path="/c", save_id="s", rank=3, nbytes=5, written=done)
+    done = WriteDone((), 1.0, 0.5, 0.5, files)
+    data = times.written(path="/c", save_id="s", rank=3, nbytes=5, done=done)
     times.commit_begins()
     made = times.committed(data)
     spans = {span.name: span for span in made.spans}
