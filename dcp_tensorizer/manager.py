@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ._managing.agreement import Agreement, Together, make_groups
 from ._managing.arguments import (
-    check_copies,
     check_export,
     check_metrics,
     check_patterns,
@@ -29,7 +28,6 @@ from ._managing.arguments import (
     options_of_reader,
     split_limits,
 )
-from ._managing.copies import DEFAULT_RATE
 from ._managing.goodput import GoodputClock, GoodputReport
 from ._managing.job import Job
 from ._managing.lineage import logger
@@ -40,6 +38,7 @@ from ._managing.step_folder import StepNames
 from ._runtime.forks import Home
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_path, check_timeout
+from ._saving.partners import DEFAULT_RATE, check_copies
 from ._storage.open import absolute_path
 from ._tiers.tiered_storage import nearest
 from .errors import CheckpointError, WriteError

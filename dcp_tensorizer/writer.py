@@ -30,6 +30,7 @@ from ._runtime.gc_pause import age_objects
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
+from ._saving.partners import DEFAULT_RATE, check_copies
 from ._saving.report import SaveReport
 from ._saving.saver import SaveDescription, Saver
 from ._saving.session import SaveSession
@@ -59,7 +60,7 @@ class WriterOptions(TypedDict, total=False):
     """The options of `TensorizerStorageWriter` that `CheckpointManager` passes on, so that type checkers know their
     names.
 
-    ``survive`` is missing, because the manager has it itself.
+    ``survive``, and what is about copies on other hosts, is missing, because the manager has it itself.
     """
 
     cache_staged_state_dict: bool
@@ -134,14 +135,20 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
         survive: Seconds for which a state stays in this machine's memory if the trainer dies during its ``async_save``.
             `open_reader` loads it from there. 0: nothing is kept.
+        copies: On how many hosts each state is kept with ``survive``. 2: the memory of another host has a copy of it,
+            which `tools.list_kept` finds when the host is lost. The hosts find each other in the first save.
+        copy_rate: Bytes a second that each host sends for that, at most; None for no limit.
+        failure_domain: A name for what fails together with this host, as a rack: its copies go to another one.
+        interface: The network interface for copies, by its name or its address. Without it, the one that reaches the
+            coordinator.
 
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed, or two of them exclude each other: ``encryption`` and
             ``sha256``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"`` or
-            ``cache_staged_state_dict=False``; ``local`` without a path.
-        WriteError: there is a key, but no libsodium; the path is read-only (http); or it is relative, and there is no
-            working directory.
+            ``cache_staged_state_dict=False``; ``local`` without a path; ``copies=2`` without ``survive``.
+        WriteError: there is a key, or ``copies=2``, but no libsodium; the path is read-only (http); or it is relative,
+            and there is no working directory.
     """
 
     _synchronize_after_execute = False
@@ -165,6 +172,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         local: str | os.PathLike[str] | None = None,
         max_unflushed: int = MAX_UNFLUSHED,
         survive: float = 0.0,
+        copies: int = 1,
+        copy_rate: float | None = DEFAULT_RATE,
+        failure_domain: str | None = None,
+        interface: str | None = None,
     ) -> None:
         if path is not None:
             check_path(path)
@@ -190,6 +201,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             target=None if local is None else target_of(path, local, write.storage_options, limits.timeout),
             max_unflushed=max_unflushed,
             survive=survive,
+            copies=check_copies(copies, copy_rate, failure_domain, interface, survive),
         )
         self._synchronize_after_execute = staging != "buffer"
         self._begin(on_report)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
 
-from .._format.encryption import decryption_key, require_libsodium
+from .._format.encryption import decryption_key
 from .._runtime.validation import check_count, check_type, did_you_mean
 from .._saving.options import check_survival as check_survival_of_writer
 from .._writer_process.write_options import SaveLimits
 from ..export import Export
 from ..writer import TensorizerStorageWriter
-from .copies import LEAST_RATE, CopyOptions
 
 
 def check_step(step: object) -> int:
@@ -101,31 +99,6 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
         raise ValueError(f"buffers={buffers!r} must be 2 or 3: one is written, and another one has the newest state")
     if every is not None and not (seconds and buffers == 3):
         raise ValueError("survive_every needs survive= and 3 buffers: it keeps steps beside a save that runs")
-
-
-def check_copies(
-    copies: object, rate: object, failure_domain: object, interface: object, seconds: object
-) -> CopyOptions:
-    """Checks the options for copies of states on other hosts.
-
-    Raises `TypeError` for wrong types, `ValueError` for values that make no sense, alone or together, and `WriteError`
-    if there is no libsodium to encrypt copies.
-    """
-    check_count("copies", copies)
-    if copies not in (1, 2):
-        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
-    if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
-        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
-    if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
-        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
-    for name, value in (("failure_domain", failure_domain), ("interface", interface)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
-    if copies == 2:
-        if not seconds:
-            raise ValueError("copies=2 needs survive=: it says how long states are kept")
-        require_libsodium()
-    return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
 
 
 def check_export(export: object, writer_options: Mapping[str, Any]) -> None:

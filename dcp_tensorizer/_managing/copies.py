@@ -7,49 +7,18 @@ the same on all ranks, the newest one when no copy is under way. A copy counts w
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import socket
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from .._restart.client import KeeperProcess
-from .._restart.peers import (
-    Peer,
-    Room,
-    address_of,
-    address_towards,
-    is_local,
-    lack_of_room,
-    partners,
-    ranks_beside,
-    this_host,
-)
+from .._restart.peers import Room, lack_of_room
 from .._restart.replicas import RESERVE
-from .._restart.wire import SECRET_BYTES, Address
+from .._restart.wire import Address
 from .._runtime.memory_limit import available_memory
-from .._runtime.torch_compat import store_host
-from ..errors import CheckpointError, WriteError
+from .._saving.partners import Arrangement, CopyOptions, arrange, introduce
+from ..errors import WriteError
 from .agreement import Agreement
 
 logger = logging.getLogger("dcp_tensorizer")
-
-DEFAULT_RATE = 500e6
-"""Bytes a second that each host sends for copies, unless the user says otherwise."""
-
-
-LEAST_RATE = 1e6
-"""The least that is allowed: a partner gives up that hears nothing for a minute."""
-
-
-class CopyOptions(NamedTuple):
-    """The user's options for copies."""
-
-    copies: int = 1  # how many hosts have each state, its own among them
-    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
-    failure_domain: str | None = None  # what fails together with this host; None: the host alone
-    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
 
 
 class CopyVote(NamedTuple):
@@ -77,8 +46,7 @@ class PeerCopies:
         self.confirmed = ""
         self._agreement = agreement
         self._options = options
-        self._peers: list[Peer] = []
-        self._partner_of: list[int] = []
+        self._arrangement = Arrangement([], [], "nobody has looked yet")
         self._partner: Address | None = None
         self._rate = 0.0
         self._has_room = False
@@ -112,28 +80,19 @@ class PeerCopies:
         """
         if not self.is_on:
             return
-        own = self._look_around()
-        gathered = self._agreement.gathered((own, secrets.token_bytes(SECRET_BYTES)))
-        self._peers, secret = [peer for peer, _ in gathered], gathered[0][1]
-        self._partner_of = partners(self._peers)
-        if not self._partner_of:
-            what = "on one host" if self._options.failure_domain is None else "in one failure domain"
-            self._end(f"all ranks are {what}, and no other one can hold replicas")
+        rank, options = self._agreement.rank, self._options
+        found = arrange(self._agreement.gathered(introduce(options, keeper)), options)
+        if any(found.towards(other) for other in range(self._agreement.size)):
+            found = arrange(self._agreement.gathered(introduce(options, keeper, found.towards(rank))), options)
+        self._arrangement = found
+        if found.why:
+            self._end(found.why)
             return
-        if any(is_local(peer.address) for peer in self._peers):
-            self._peers = self._agreement.gathered(self._look_towards_others(own))
-        address, problem = self._opened(keeper, self._peers[self._agreement.rank], secret)
-        addresses = self._agreement.gathered((address, problem))
-        if (why := next((f"rank {n}: {p}" for n, (a, p) in enumerate(addresses) if a is None), "")) != "":
-            self._end(why)
-            return
-        self._partner = addresses[self._partner_of[self._agreement.rank]][0]
-        beside = ranks_beside(self._peers, self._agreement.rank)
-        self._rate = (self._options.rate or 0.0) / len(beside)
+        self._partner, self._rate = found.partner(rank), found.rate(rank, options)
         if self._agreement.is_first:
-            hosts = len({peer.host for peer in self._peers})
+            hosts = len({peer.host for peer in found.peers})
             logger.info(
-                "states are copied between %d hosts; this one's to the host of rank %d", hosts, self._partner_of[0]
+                "states are copied between %d hosts; this one's to the host of rank %d", hosts, found.partner_of[0]
             )
 
     def look_for_room(self, nbytes: int, missing: int) -> bool:
@@ -145,7 +104,7 @@ class PeerCopies:
         if not self.is_on or self._has_room:
             return False
         rooms = self._agreement.gathered(Room(nbytes, missing, available_memory()))
-        why = lack_of_room(self._peers, self._partner_of, rooms, RESERVE)
+        why = lack_of_room(self._arrangement.peers, self._arrangement.partner_of, rooms, RESERVE)
         self._has_room = not why
         self._tries += 1
         if why and self._tries > 1:
@@ -219,42 +178,3 @@ class PeerCopies:
     def _end(self, why: str) -> None:
         self.is_on, self._ordered = False, ""
         logger.warning("states are not copied to other hosts, as with copies=1: %s", why)
-
-    # --- addresses --------------------------------------------------------------------------------------------------
-
-    def _look_around(self) -> Peer:
-        host = this_host()
-        domain = self._options.failure_domain
-        peer = Peer(host, host if domain is None else f"domain {domain}", "")
-        try:
-            interface = self._options.interface
-            found = address_towards(_coordinator()) if interface is None else address_of(interface)
-        except OSError as error:
-            return peer._replace(problem=f"it has no address that others can reach: {error}")
-        return peer._replace(address=found)
-
-    def _look_towards_others(self, own: Peer) -> Peer:
-        """The coordinator's own name may lead to itself alone: the route to another host says more."""
-        others = [peer.address for peer in self._peers if peer.host != own.host and not is_local(peer.address)]
-        if not is_local(own.address) or not others or self._options.interface is not None:
-            return own
-        try:
-            return own._replace(address=address_towards(others[0]), problem="")
-        except OSError as error:
-            return own._replace(problem=f"it has no address that others can reach: {error}")
-
-    def _opened(self, keeper: KeeperProcess | None, own: Peer, secret: bytes) -> tuple[Address | None, str]:
-        if not own.address or keeper is None:
-            return None, own.problem or "it has no keeper"
-        try:
-            return keeper.open_to_peers(own.address, secret), ""
-        except CheckpointError as error:
-            return None, str(error)
-
-
-def _coordinator() -> str:
-    """The name or the address of the host by which the ranks have found each other."""
-    if address := os.environ.get("MASTER_ADDR"):
-        return address
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return (store_host(group) if group is not None else None) or socket.gethostname()

@@ -15,6 +15,7 @@ from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
 from .._saving.flushing import Flushing
+from .._saving.partners import ONE_COPY, CopyOptions
 from .._storage.base import Storage
 from .._storage.claim import Ownership, claim_file_name
 from .._tiers.tiered_storage import NearestStorage
@@ -22,7 +23,6 @@ from ..errors import CheckpointError, ReadError, WriteError, listed
 from ..export import Export
 from ..writer import TensorizerStorageWriter
 from .agreement import Agreement, Together
-from .copies import CopyOptions
 from .exports import Exports
 from .goodput import GoodputClock
 from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
@@ -80,7 +80,7 @@ class Job:
         max_failures: int | None = None,
         survive: float = 0.0,
         buffers: int = 2,
-        copies: CopyOptions = CopyOptions(),  # noqa: B008 - a tuple
+        copies: CopyOptions = ONE_COPY,
         export: Export | None = None,
         is_alone: bool = False,
     ) -> None:

@@ -34,6 +34,7 @@ from .._restart.runtime_directory import identity, job_name
 from .._restart.wire import Address
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.keeping import described, lack_of_room
+from .._saving.partners import ONE_COPY, CopyOptions
 from .._saving.saver import Saver
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
@@ -42,7 +43,7 @@ from ..any_format import KeptReader
 from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
-from .copies import CopyOptions, CopyVote, PeerCopies
+from .copies import CopyVote, PeerCopies
 from .lineage import RestoreChoice
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
 from .step_folder import Step
@@ -93,7 +94,7 @@ class Survival:
         agreement: Agreement,
         seconds: float,
         buffers: int,
-        copies: CopyOptions = CopyOptions(),  # noqa: B008 - a tuple
+        copies: CopyOptions = ONE_COPY,
     ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
         # The writer process copies from devices, and cannot do so while it writes.

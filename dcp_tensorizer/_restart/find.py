@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._format.names import metadata_file_name
 from .._index.container import find_index
@@ -26,10 +26,14 @@ from .._storage.open import absolute_path
 from ..errors import CheckpointError, ReadError, describe
 from .checkpoint import KeptCheckpoint
 from .client import Visit, visits
+from .peers import this_host
 from .protocol import KeptContent, KeptHead
 from .replicas import RemotePart
 from .runtime_directory import SAVES, identity, job_name, location_of
 from .wire import Address
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -47,7 +51,7 @@ class KeptInfo:
         save_id: Of the save.
         started: When the save began, in UTC.
         world_size: How many ranks saved.
-        ranks: Those whose state is on this machine.
+        ranks: Those whose state is in memory, on this machine or those of the process group.
     """
 
     path: str
@@ -110,7 +114,7 @@ class Predecessors:
         """The states that are wanted; those of saves only if the folder is the one that they went to."""
         states: dict[str, dict[int, KeptHead]] = {}
         for head in (head for visit in self._visits for head in visit.found.heads):
-            if wanted(head) and (not head.path or head.folder in (None, identity(os.path.dirname(head.path)))):
+            if wanted(head) and (not head.path or _is_there(head)):
                 states.setdefault(head.id, {})[head.rank] = head
         return [KeptParts(by_rank) for by_rank in states.values()]
 
@@ -118,6 +122,11 @@ class Predecessors:
     def held(self) -> list[Held]:
         """All that these keepers have and give to other hosts."""
         return [Held(v.found.address, v.found.heads) for v in self._visits if v.found.address is not None]
+
+    @property
+    def heads(self) -> list[KeptHead]:
+        """Of all that these keepers have."""
+        return [head for visit in self._visits for head in visit.found.heads]
 
     def open(
         self,
@@ -187,6 +196,14 @@ class Held(NamedTuple):
     heads: tuple[KeptHead, ...]
 
 
+def _is_there(head: KeptHead) -> bool:
+    """Returns whether the folder of a save is still the same. Other hosts have another number for its disk."""
+    there = identity(os.path.dirname(head.path))
+    if head.folder is None or head.host in ("", this_host()):
+        return head.folder in (None, there)
+    return there is not None and head.folder[1] == there[1]
+
+
 def _name_of(place: Visit | Address) -> str:
     """The name of a place that has a part, for messages."""
     if isinstance(place, Address):
@@ -211,13 +228,16 @@ def _taken(
     raise failure
 
 
-def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
-    """The saves below a folder whose states dead trainers have left in this machine's memory.
+def list_kept(folder: str | os.PathLike[str], *, process_group: ProcessGroup | None = None) -> tuple[KeptInfo, ...]:
+    """The saves below a folder whose states dead trainers have left in memory.
 
     Those of writers with ``survive``; `CheckpointManager` finds its own. A save may be committed all the same.
 
     Args:
         folder: A local path, or a URL.
+        process_group: Of the job, with a CPU backend; each rank makes the call. Then the memory of all their hosts
+            counts, and what is listed is the same on all ranks, and whole. Later loads in this process also read from
+            other hosts what has copies there. None: the memory of this machine alone.
 
     Returns:
         The newest comes first.
@@ -231,9 +251,50 @@ def list_kept(folder: str | os.PathLike[str]) -> tuple[KeptInfo, ...]:
         return head.path.startswith(f"{name}/")
 
     found = _orphans(is_below)
-    infos = [_info(state) for state in found.states(is_below)]
+    if process_group is None:
+        states = found.states(is_below)
+    else:
+        elsewhere.exchange(found, process_group)
+        states = elsewhere.states(is_below)
     found.close()
-    return tuple(sorted(infos, key=lambda info: info.started, reverse=True))
+    return tuple(sorted(map(_info, states), key=lambda info: info.started, reverse=True))
+
+
+class Elsewhere:
+    """The memory of all hosts of the job, as its ranks have told each other in `list_kept`."""
+
+    def __init__(self) -> None:
+        self._heads: dict[str, dict[int, KeptHead]] = {}
+        self._places: dict[str, dict[int, list[Address]]] = {}
+
+    def exchange(self, found: Predecessors, group: ProcessGroup) -> None:
+        """Takes what all ranks have found on their hosts. Each rank makes the call."""
+        import torch.distributed as dist  # not for those who only look at this machine
+
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (found.heads, found.held), group=group)
+        self._heads, self._places = {}, {}
+        for heads, held in gathered:
+            for head in heads:
+                self._heads.setdefault(head.id, {}).setdefault(head.rank, head)
+            for address, head in [(keeper.address, head) for keeper in held for head in keeper.heads]:
+                places = self._places.setdefault(head.id, {}).setdefault(head.rank, [])
+                if address not in places:
+                    places.append(address)
+
+    def states(self, wanted: Callable[[KeptHead], bool]) -> list[KeptParts]:
+        """The states that are wanted, of which all parts are in the memory of some host."""
+        found = [KeptParts(dict(sorted(by_rank.items()))) for by_rank in self._heads.values()]
+        return [state for state in found if state.is_whole and wanted(state.head) and _is_there(state.head)]
+
+    def places(self, head: KeptHead, rank: int, world_size: int) -> dict[int, list[Address]]:
+        """The keepers that give parts of a state to other hosts, of the ranks that this rank needs."""
+        places = self._places.get(head.id, {})
+        return places if head.world_size != world_size else {rank: places[rank]} if rank in places else {}
+
+
+elsewhere = Elsewhere()
+"""That of this process."""
 
 
 def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) -> KeptCheckpoint | None:
@@ -248,14 +309,16 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
         return head.path == name
 
     found = _orphans(is_there)
-    if not found:
+    shared = elsewhere.states(is_there)
+    if not found and not shared:
         return None
     try:
-        states = found.states(is_there)
+        states = shared or found.states(is_there)
         if not states:
             logger.warning("%s is in memory, but its folder is another one now: it is not used", name)
         elif (chosen := _newest(states, storage, rank, world_size)) is not None:
-            checkpoint = found.open(chosen.id, rank, f"{name} (in memory)")
+            places = elsewhere.places(chosen, rank, world_size)
+            checkpoint = found.open(chosen.id, rank, f"{name} (in memory)", places)
             loaded.add(chosen, found.nbytes)
             logger.info("%s is loaded from memory, where an ended process has left it", name)
             return checkpoint

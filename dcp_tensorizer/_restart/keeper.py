@@ -128,6 +128,7 @@ class Keeper:
         self._claimed_by = ""  # the last run of a job that has claimed this keeper
         self._server: ReplicaServer | None = None
         self._copy = CopyStatus()
+        self._copying: _KeptState | None = None  # the state of that copy
         self._copied: tuple[Address, KeptHead] | None = None  # where copies are, and of what
         self._claims: dict[object, str] = {}  # by connection: the run of a job that has claimed this keeper
         self._is_orphaned = self._is_over = False
@@ -282,13 +283,13 @@ class Keeper:
 
     def _begin_copy(self, request: Copy) -> Answer:
         with self._changed:
-            kept = self._own(request.id)
-            if kept is None or self._copy.is_running:
+            kept, before = self._own(request.id), self._copying
+            if kept is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
                 return Failed("it is not kept" if kept is None else "another state is being copied")
             self._digest(kept)  # a save may take long to say them
             fd = os.dup(kept.fd)
             self._copied = request.to, kept.state.head
-            self._copy = CopyStatus(request.id, is_running=True)
+            self._copy, self._copying = CopyStatus(request.id, is_running=True), kept
         threading.Thread(target=self._run_copy, args=(request, kept, fd), name="copy", daemon=True).start()
         return Done()
 
@@ -321,7 +322,8 @@ class Keeper:
         finally:
             os.close(fd)
             with self._changed:
-                self._copy = status
+                if self._copying is kept:  # it was given up for the next one otherwise
+                    self._copy = status
 
     def refusal(self) -> str:
         """Returns why no copies are taken any more; empty if they are."""

@@ -102,8 +102,10 @@ class Room(NamedTuple):
     available: int | None  # bytes that are available; None if that is not known
 
 
-def lack_of_room(peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int) -> str:
-    """Why two replicas of each state, the last and the next, do not fit on some host; empty if they do.
+def lack_of_room(
+    peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int, replicas: int = 2
+) -> str:
+    """Why so many replicas of each state, the last and the next, do not fit on some host; empty if they do.
 
     ``reserve`` bytes are left to others on each host.
     """
@@ -113,10 +115,10 @@ def lack_of_room(peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequen
         if not bounds:
             continue
         staging = sum(rooms[rank].missing * rooms[rank].nbytes for rank in ranks)
-        replicas = sum(2 * room.nbytes for rank, room in enumerate(rooms) if partner_of[rank] in ranks)
-        if staging + replicas + reserve > min(bounds):
+        needed = sum(replicas * room.nbytes for rank, room in enumerate(rooms) if partner_of[rank] in ranks)
+        if staging + needed + reserve > min(bounds):
             return (
                 f"the host of rank {first} has {min(bounds):,} bytes of memory available. Replicas there take "
-                f"{replicas:,}, staging buffers {staging:,} more, and {reserve:,} are left to others"
+                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to others"
             )
     return ""

@@ -26,7 +26,7 @@ from .._staging.buffer_pool import StagedSaves
 from .._tiers.target import FlushTarget
 from ..errors import WriteError, describe
 from .flushing import Flushing
-from .keeping import Keeping
+from .keeping import Keeping, KeepingRank
 from .reuse import KnownFiles
 from .writer_client import WriterClient
 
@@ -284,13 +284,15 @@ _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 class Offer(NamedTuple):
     """A rank's offer in ``SavePlan.storage_data``: the id of its save, and digests of tables.
 
-    The answer also has the state that ranks keep in memory, if they do, and the id of the coordinator's save.
+    If ranks keep states in memory, the offer has this one's host, and the answer the state. The answer also has the id
+    of the coordinator's save.
     """
 
     save_id: str
     digests: tuple[bytes, ...]
     state: KeptState | None = None
     save: str = ""
+    keeping: KeepingRank | None = None
 
 
 class KnownTables:
@@ -328,9 +330,9 @@ class SaveTables:
         self._save_id = save_id
         self._promised: dict[bytes, bytes] = {}
 
-    def offer(self, plan: SavePlan) -> SavePlan:
-        """On a rank: adds to its plan the digests of its tables."""
-        return _with(plan, Offer(self._save_id, self._known.own))
+    def offer(self, plan: SavePlan, keeping: KeepingRank | None = None) -> SavePlan:
+        """On a rank: adds to its plan the digests of its tables, and what the coordinator needs for copies."""
+        return _with(plan, Offer(self._save_id, self._known.own, keeping=keeping))
 
     def answer(self, plan: SavePlan, state: KeptState | None = None) -> SavePlan:
         """On the coordinator: adds to a rank's plan the digests that it knows, and the state that ranks keep in
@@ -377,6 +379,12 @@ class SaveTables:
                 f"rank {part.rank} has left out where its data is, and the coordinator does not know it: plans of "
                 f"two saves were mixed up. Give each save the planner's own plans."
             ) from None
+
+
+def keeping_rank(plan: SavePlan) -> KeepingRank | None:
+    """On the coordinator: what a rank has said for copies on other hosts."""
+    offer = plan.storage_data
+    return offer.keeping if isinstance(offer, Offer) else None
 
 
 def _with(plan: SavePlan, offer: Offer) -> SavePlan:

@@ -25,8 +25,12 @@ from .._format.tensor_bytes import host_bytes
 from .._restart.checkpoint import KeptItem, description_of
 from .._restart.client import KeeperDied, KeeperProcess
 from .._restart.find import committed_id, loaded
+from .._restart.peers import Room, this_host
+from .._restart.peers import lack_of_room as lack_of_room_for_replicas
 from .._restart.protocol import Extent, Keep, KeptHead
+from .._restart.replicas import RESERVE
 from .._restart.runtime_directory import SAVES, identity, job_name, location_of
+from .._restart.wire import Address
 from .._runtime.forks import free_in_child
 from .._runtime.gc_pause import collector_paused
 from .._runtime.memory_limit import available_memory
@@ -35,7 +39,9 @@ from .._staging.buffer_pool import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedSave
 from .._storage.base import Storage
-from ..errors import describe
+from ..errors import CheckpointError, WriteError, describe
+from .options import SaveOptions
+from .partners import CopyOptions, Introduction, arrange, introduce
 from .write_plan import resolve
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -53,6 +59,19 @@ class KeptState(NamedTuple):
     replaces: str | None
     has_saved: bool
     """A save has been committed since the job loaded from memory: that memory is no longer needed."""
+    partner: Address | None = None
+    """The keeper on another host that this rank's part is copied to, if there is one."""
+    rate: float = 0.0
+    """Bytes a second of that copy; 0 for any number."""
+    towards: str = ""
+    """The address of another host, for a rank that knows none of its own by which others reach it."""
+
+
+class KeepingRank(NamedTuple):
+    """The facts about a rank that the coordinator needs for copies on other hosts."""
+
+    introduction: Introduction
+    room: Room
 
 
 class KeptSave:
@@ -62,26 +81,44 @@ class KeptSave:
     """
 
     def __init__(
-        self, keeping: Keeping, where: str | Path, storage: Storage, seconds: float, staged_save: StagedSave
+        self,
+        keeping: Keeping,
+        where: str | Path,
+        storage: Storage,
+        options: SaveOptions,
+        staged_save: StagedSave,
     ) -> None:
         self._keeping = keeping
         self._path = location_of(where)
         self._storage = storage
-        self._seconds = seconds
+        self._seconds, self._copies = options.survive, options.copies
         self._staged_save = staged_save
         self._plan: SavePlan | None = None
         self._state: KeptState | None = None
+        self._rank: KeepingRank | None = None
 
-    def planned(self, plan: SavePlan) -> None:
-        """Takes the plan of this rank, with the items that another one will write."""
+    def planned(self, plan: SavePlan) -> KeepingRank | None:
+        """Takes the plan of this rank, with the items that another one will write.
+
+        Returns what the coordinator needs for copies on other hosts; None without them.
+        """
         self._plan = plan
+        if self._copies.copies < 2 or self._staged_save.buffer is None:
+            return None
+        self._rank = self._keeping.copies.introduced(self._copies, self._seconds, self._staged_save.buffer.nbytes)
+        return self._rank
 
-    def begin(self, save_id: str, world_size: int) -> KeptState:
-        """Returns the facts for all ranks, on the coordinator."""
+    def begin(self, save_id: str, ranks: Sequence[KeepingRank | None], own: int) -> list[KeptState]:
+        """Returns the facts for each rank, on the coordinator, which is rank ``own``, and says nothing of itself."""
         replaces = committed_id(self._storage)
         number = max(time.time_ns(), loaded.last_number + 1)  # the clock may have been set back since
-        self._state = KeptState(save_id, number, world_size, replaces, loaded.is_replaced)
-        return self._state
+        state = KeptState(save_id, number, len(ranks), replaces, loaded.is_replaced)
+        states = [state] * len(ranks)
+        if self._copies.copies > 1:
+            all_ranks = [self._rank if number == own else rank for number, rank in enumerate(ranks)]
+            states = self._keeping.copies.arranged(self._copies, state, all_ranks)
+        self._state = states[own]
+        return states
 
     def keep(self, told: KeptState | None, planner: SavePlanner, rank: int) -> None:
         """Gives the state to the keeper until the save is over. If that fails, it is logged, and the save goes on.
@@ -103,13 +140,14 @@ class KeptSave:
         if state.has_saved:
             loaded.release()
         where = None, None, None, identity(Path(self._path).parent), self._path, state.replaces
-        head = KeptHead(state.id, state.number, self._keeping.run, rank, state.world_size, *where)
+        head = KeptHead(state.id, state.number, self._keeping.run, rank, state.world_size, *where, host=this_host())
         self._state = state
         self._keeping.saves[state.id] = self
         try:
             keeper = self._keeping.keeper(self._seconds)
             keeper.keep(described(head, plan, planner, buffer, self._seconds, digests_follow=True), buffer)
             self._staged_save.on_written = functools.partial(keeper.written, state.id)
+            self._keeping.copies.start(keeper, state)
         except KeeperDied as error:
             _log_loss(error)
         except Exception as error:
@@ -135,12 +173,14 @@ class Keeping:
 
     Attributes:
         run: Identifies this process, as the run of a job.
+        copies: Those on other hosts.
         saves: By the ids of their states. Several threads change it, without a lock: a thread could die with it.
     """
 
     def __init__(self) -> None:
         self.run = uuid.uuid4().hex
         self.saves: dict[str, KeptSave] = {}
+        self.copies = SaveCopies(self)
         self._keeper: KeeperProcess | None = None
         self._ends_at_exit = False
         self._starting = free_in_child(threading.Lock())
@@ -188,6 +228,63 @@ class Keeping:
         keeper.end(deadline)
         if kept:
             loaded.release()
+
+
+class SaveCopies:
+    """The copies of a process's states on other hosts, each until the next save: what is on storage needs none."""
+
+    def __init__(self, keeping: Keeping) -> None:
+        self._keeping = keeping
+        self._towards = ""
+        self._fitting: list[int] = []  # the sizes for which there was room, on the coordinator
+        self._said: set[str] = set()
+
+    def introduced(self, options: CopyOptions, seconds: float, nbytes: int) -> KeepingRank:
+        """What this rank says of itself; ``nbytes`` are those of its state."""
+        keeper: KeeperProcess | None = None
+        try:
+            keeper = self._keeping.keeper(seconds)
+        except CheckpointError as error:
+            self._warn(str(error))
+        return KeepingRank(introduce(options, keeper, self._towards), Room(nbytes, 0, available_memory()))
+
+    def arranged(self, options: CopyOptions, state: KeptState, ranks: Sequence[KeepingRank | None]) -> list[KeptState]:
+        """What each rank is told, on the coordinator."""
+        known = [rank for rank in ranks if rank is not None]
+        if len(known) < len(ranks):
+            self._warn("not all ranks have copies=2, or plans are cached by torch")
+            return [state] * len(ranks)
+        found, sizes = arrange([rank.introduction for rank in known], options), [rank.room.nbytes for rank in known]
+        if not found.why and sizes != self._fitting:  # afterwards replicas have the memory
+            rooms = [rank.room for rank in known]
+            found = found._replace(why=lack_of_room_for_replicas(found.peers, found.partner_of, rooms, RESERVE, 1))
+            self._fitting = [] if found.why else sizes
+        towards = [found.towards(rank) for rank in range(len(ranks))]
+        if found.why and not any(towards):  # otherwise they find each other in the next save
+            self._warn(found.why)
+        return [
+            state._replace(partner=found.partner(rank), rate=found.rate(rank, options), towards=towards[rank])
+            for rank in range(len(ranks))
+        ]
+
+    def start(self, keeper: KeeperProcess, state: KeptState) -> None:
+        """Lets the keeper begin to copy a state that it keeps, if it has a partner; logs what became of the last."""
+        self._towards = state.towards or self._towards
+        if state.partner is None:
+            return
+        status = keeper.copy_status()
+        if status.problem and not status.is_given_up:  # as when its save was over
+            self._warn(status.problem)
+        try:
+            keeper.copy(state.id, state.partner, state.rate, keep="")
+        except WriteError as error:
+            logger.info("a state is not copied to another host: %s", str(error))
+
+    def _warn(self, why: str) -> None:
+        """Warns once of each reason."""
+        if why not in self._said:
+            self._said.add(why)
+            logger.warning("states are not copied to other hosts, as with copies=1: %s", why)
 
 
 def _log_loss(error: Exception) -> None:

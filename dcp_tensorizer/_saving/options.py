@@ -10,6 +10,7 @@ from .._runtime.validation import check_choice, check_count, check_thread_count,
 from .._staging.device import expandable_segments
 from .._tiers.target import FlushTarget
 from .._writer_process.write_options import SaveLimits, WriteOptions
+from .partners import ONE_COPY, CopyOptions
 
 Staging = Literal["buffer", "shared", "device"]
 
@@ -33,6 +34,7 @@ class SaveOptions:
     target: FlushTarget | None = None
     max_unflushed: int = MAX_UNFLUSHED
     survive: float = 0.0
+    copies: CopyOptions = ONE_COPY
 
     def __post_init__(self) -> None:
         check_choice("staging", self.staging, get_args(Staging))
@@ -78,6 +80,7 @@ class SaveOptions:
             "encryption": self.write.cipher is not None,
             "limits": self.limits,
             "survive": self.survive,
+            "copies": self.copies.copies,
         } | ({} if self.target is None else {"local": self.target.local, "max_unflushed": self.max_unflushed})
 
 

@@ -160,7 +160,7 @@ class Saver(SaveContext):
             destination = self._destination(where, staged_save)
             kept = None
             if staged_save is not None and self.options.survive:
-                kept = KeptSave(self.engine.keeping, where, destination.storage, self.options.survive, staged_save)
+                kept = KeptSave(self.engine.keeping, where, destination.storage, self.options, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise

@@ -24,8 +24,8 @@ from ..errors import CheckpointError, WriteError, WriterProcessDied
 from .commit import failed_before_commit
 from .context import SaveContext
 from .destination import Destination
-from .engine import SaveTables
-from .keeping import KeptSave
+from .engine import SaveTables, keeping_rank
+from .keeping import KeptSave, KeptState
 from .report import SaveReport, SaveTimes, warn_if_stale
 from .write_plan import Item, resolve, warn_of_refused, write_results
 
@@ -78,15 +78,16 @@ class SaveSession:
         """
         with self._or_fail():
             self._destination.open()
-            if self._kept is not None:
-                self._kept.planned(plan)
-            return plan if self._destination.commits else self._tables.offer(plan)
+            keeping = None if self._kept is None else self._kept.planned(plan)
+            return plan if self._destination.commits else self._tables.offer(plan, keeping)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
         with self._or_fail():
-            state = None if self._kept is None else self._kept.begin(self.id, len(plans))
-            return [self._tables.answer(plan, state) for plan in plans]
+            states: list[KeptState | None] = [None] * len(plans)
+            if self._kept is not None:
+                states = [*self._kept.begin(self.id, [keeping_rank(plan) for plan in plans], self._destination.rank)]
+            return [self._tables.answer(plan, state) for plan, state in zip(plans, states, strict=True)]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's items, and makes them durable.

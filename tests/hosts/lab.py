@@ -293,9 +293,10 @@ class Host:
                 line = process.info["cmdline"] or [""]
                 if os.readlink(f"/proc/{process.pid}/ns/pid") == mine and process.pid != self.init:
                     found += [" ".join(line)] if line[0] != "sleep" else []
-        for folder in ("/run/user/0", "/dev/shm", "/tmp", str(DISK)):
-            found += [str(path) for path in Path(f"/proc/{self.init}/root{folder}").rglob("*") if not path.is_dir()]
-        return found
+        root = Path(f"/proc/{self.init}/root")
+        for folder in ("run/user/0", "dev/shm", str(DISK)[1:]):
+            found += [str(path) for path in (root / folder).rglob("*") if not path.is_dir()]
+        return found + [str(path) for path in (root / "tmp").iterdir() if not path.is_mount()]
 
     def cut(self) -> None:
         """Takes it from the network: what is sent to it or by it is lost, and nobody is told."""

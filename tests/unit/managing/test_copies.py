@@ -10,11 +10,12 @@ import pytest
 from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.copies import CopyOptions, CopyVote, PeerCopies
+from dcp_tensorizer._managing.copies import CopyVote, PeerCopies
 from dcp_tensorizer._managing.restart import _Offer, _reached
 from dcp_tensorizer._restart.find import Held
 from dcp_tensorizer._restart.protocol import CopyStatus, KeptHead
 from dcp_tensorizer._restart.wire import Address
+from dcp_tensorizer._saving.partners import CopyOptions
 
 
 class _Keeper:

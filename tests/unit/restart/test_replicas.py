@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 import pytest
 import xxhash
 
-from dcp_tensorizer import ReadError
+from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._format.checksums import digests_of
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._restart import replicas as replicas_module
@@ -145,6 +145,23 @@ def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, 
     assert copied(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
     with closing(found("test-partner")) as visit:
         assert visit.found.heads == ()
+
+
+def test_a_copy_that_is_given_up_for_the_next(
+    source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
+) -> None:
+    """It begins at once, and what becomes of the one before says nothing of it."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    source.keep(part("a"), buffer)
+    source.copy("a", address, 1e6, "")
+    source.keep(part("b"), buffer)
+    with pytest.raises(WriteError, match="another state is being copied"):
+        source.copy("b", address, 0.0, "")
+    source.forget(["a"])
+    source.copy("b", address, 0.0, "")
+    assert copied(source) == CopyStatus("b")
+    with closing(found("test-partner")) as visit:
+        assert [head.id for head in visit.found.heads] == ["b"]
 
 
 def test_a_copy_counts_only_beside_its_own_part(

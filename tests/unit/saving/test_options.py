@@ -91,7 +91,8 @@ def test_an_option_has_one_name_from_the_writer_to_the_writer_process() -> None:
     fields = {field.name for record in (SaveOptions, WriteOptions) for field in dataclasses.fields(record)}
     arguments = inspect.signature(TensorizerStorageWriter).parameters.keys()
     assert fields - arguments == {"write", "target", "cipher"}
-    assert arguments - fields == {"path", "local", "encryption", "on_report"}
+    of_copies = {"copy_rate", "failure_domain", "interface"}
+    assert arguments - fields == {"path", "local", "encryption", "on_report"} | of_copies
 
 
 def test_storage_options_are_copied() -> None:
@@ -122,5 +123,6 @@ def test_the_arguments_are_those_of_the_writer_but_for_secrets() -> None:
         "encryption": True,
         "limits": SaveLimits(timeout=5.0),
         "survive": 0.0,
+        "copies": 1,
     }
     assert "hunter2" not in repr(made)

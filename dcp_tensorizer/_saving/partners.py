@@ -1,0 +1,145 @@
+"""Finds the keepers on other hosts that hold copies of the ranks' states, from what all ranks say of themselves.
+
+Each rank introduces itself: its host, and where its keeper is reached. How that gets to the others is up to the caller.
+Whoever has all introductions arranges the ranks' partners, which are the same wherever that is done.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from numbers import Real
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from .._format.encryption import require_libsodium
+from .._restart.client import KeeperProcess
+from .._restart.peers import Peer, address_of, address_towards, is_local, partners, ranks_beside, this_host
+from .._restart.wire import SECRET_BYTES, Address
+from .._runtime.torch_compat import store_host
+from .._runtime.validation import check_count
+from ..errors import CheckpointError
+
+DEFAULT_RATE = 500e6
+"""Bytes a second that each host sends for copies, unless the user says otherwise."""
+LEAST_RATE = 1e6
+"""The least that is allowed: a partner gives up that hears nothing for a minute."""
+
+
+class CopyOptions(NamedTuple):
+    """The user's options for copies."""
+
+    copies: int = 1  # how many hosts have each state, its own among them
+    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
+    failure_domain: str | None = None  # what fails together with this host; None: the host alone
+    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
+
+
+ONE_COPY = CopyOptions()
+
+
+def check_copies(
+    copies: object, rate: object, failure_domain: object, interface: object, seconds: object
+) -> CopyOptions:
+    """Checks the options for copies of states on other hosts.
+
+    Raises `TypeError` for wrong types, `ValueError` for values that make no sense, alone or together, and `WriteError`
+    if there is no libsodium to encrypt copies.
+    """
+    check_count("copies", copies)
+    if copies not in (1, 2):
+        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
+    if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
+        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
+    if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
+        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
+    for name, value in (("failure_domain", failure_domain), ("interface", interface)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
+    if copies == 2:
+        if not seconds:
+            raise ValueError("copies=2 needs survive=: it says how long states are kept")
+        require_libsodium()
+    return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
+
+
+class Introduction(NamedTuple):
+    """A rank, and its keeper."""
+
+    peer: Peer
+    keeper: Address | None  # None: it is not reached, and the peer has the problem
+
+
+class Arrangement(NamedTuple):
+    """The partners of all ranks; ``why`` there are none, empty if there are."""
+
+    ranks: Sequence[Introduction]
+    partner_of: Sequence[int]
+    why: str
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The ranks without their keepers."""
+        return [rank.peer for rank in self.ranks]
+
+    def partner(self, rank: int) -> Address | None:
+        """The keeper that holds the copies of a rank; None if there is none."""
+        return None if self.why else self.ranks[self.partner_of[rank]].keeper
+
+    def rate(self, rank: int, options: CopyOptions) -> float:
+        """The bytes a second that a rank may send; 0 for any number."""
+        return (options.rate or 0.0) / len(ranks_beside(self.peers, rank))
+
+    def towards(self, rank: int) -> str:
+        """The address of another host, for a rank whose own leads to itself; empty if that is not so, or none is known.
+
+        The coordinator's own name may lead it to itself alone: the route to another host says more.
+        """
+        own = self.ranks[rank].peer
+        others = [peer.address for peer in self.peers if peer.host != own.host and not is_local(peer.address)]
+        return others[0] if others and is_local(own.address) else ""
+
+
+def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Introduction:
+    """Lets a rank's keeper be reached from other hosts, on the interface towards one of them; idempotent."""
+    host = this_host()
+    domain = host if options.failure_domain is None else f"domain {options.failure_domain}"
+    peer = Peer(host, domain, "")
+    try:
+        if options.interface is not None:
+            address = address_of(options.interface)
+        else:
+            address = address_towards(towards or _coordinator())
+        peer = peer._replace(address=address)
+        if is_local(address):
+            raise OSError(f"{address} leads each host to itself. Pass interface=")
+    except OSError as error:
+        return Introduction(peer._replace(problem=f"it has no address that others can reach: {error}"), None)
+    if keeper is None:
+        return Introduction(peer._replace(problem="it has no keeper"), None)
+    try:
+        return Introduction(peer, keeper.open_to_peers(address, secrets.token_bytes(SECRET_BYTES)))
+    except CheckpointError as error:
+        return Introduction(peer._replace(problem=str(error)), None)
+
+
+def arrange(ranks: Sequence[Introduction], options: CopyOptions) -> Arrangement:
+    """Arranges the partners of all ranks, which are in their order."""
+    partner_of = partners([rank.peer for rank in ranks])
+    why = next((f"rank {n}: {rank.peer.problem}" for n, rank in enumerate(ranks) if rank.keeper is None), "")
+    if not partner_of:
+        what = "on one host" if options.failure_domain is None else "in one failure domain"
+        why = f"all ranks are {what}, and no other one can hold replicas"
+    return Arrangement(ranks, partner_of, why)
+
+
+def _coordinator() -> str:
+    """The name or the address of the host by which the ranks have found each other."""
+    if address := os.environ.get("MASTER_ADDR"):
+        return address
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return (store_host(group) if group is not None else None) or socket.gethostname()

@@ -1,0 +1,83 @@
+"""The partners of ranks for copies on other hosts, and what a writer's coordinator tells its ranks of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer._restart.peers import Peer, Room
+from dcp_tensorizer._restart.replicas import RESERVE
+from dcp_tensorizer._restart.wire import Address
+from dcp_tensorizer._saving.keeping import Keeping, KeepingRank, KeptState
+from dcp_tensorizer._saving.partners import CopyOptions, Introduction, arrange, introduce
+
+COPIES = CopyOptions(2, rate=4e6)
+STATE = KeptState("a", 1, 4, None, has_saved=False)
+
+
+def keeper(number: int) -> Address:
+    return Address(f"10.0.0.{number}", 5, bytes([number]))
+
+
+def rank(host: str, number: int, address: str = "10.0.0.1") -> Introduction:
+    return Introduction(Peer(host, host, address), keeper(number))
+
+
+FOUR = [rank("x", 0), rank("x", 1), rank("y", 2), rank("y", 3)]
+
+
+def rooms(nbytes: int, available: int) -> list[KeepingRank | None]:
+    return [KeepingRank(one, Room(nbytes, 0, available)) for one in FOUR]
+
+
+def test_partners_and_rates() -> None:
+    """Each rank's is on the next host; the ranks of a host share what it may send."""
+    found = arrange(FOUR, COPIES)
+    assert [found.partner(n) for n in range(4)] == [keeper(2), keeper(3), keeper(0), keeper(1)]
+    assert [found.rate(n, COPIES) for n in range(4)] == [2e6] * 4
+    assert found.rate(0, COPIES._replace(rate=None)) == 0
+
+
+def test_why_there_are_none() -> None:
+    """One host alone, one domain, or a keeper that is not reached."""
+    assert arrange(FOUR[:2], COPIES).why == "all ranks are on one host, and no other one can hold replicas"
+    same = [one._replace(peer=one.peer._replace(domain="rack")) for one in FOUR]
+    assert arrange(same, COPIES._replace(failure_domain="rack")).why.startswith("all ranks are in one failure domain")
+    broken = [*FOUR[:3], Introduction(Peer("y", "y", "", "it has no keeper"), None)]
+    found = arrange(broken, COPIES)
+    assert (found.why, found.partner(0)) == ("rank 3: it has no keeper", None)
+
+
+def test_an_address_that_leads_a_host_to_itself() -> None:
+    """Others are told as the way to go; it is never listened on."""
+    own = introduce(COPIES._replace(interface="127.0.0.1"), None)
+    assert own.keeper is None and "127.0.0.1 leads each host to itself. Pass interface=" in own.peer.problem
+    found = arrange([own, rank("y", 1, "10.0.0.7")], COPIES)
+    assert [found.towards(n) for n in range(2)] == ["10.0.0.7", ""]
+
+
+def test_what_a_coordinator_tells_its_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """Partners, if there is room for one replica of each; afterwards replicas have that room. It warns once."""
+    copies = Keeping().copies
+    assert [s.partner for s in copies.arranged(COPIES, STATE, rooms(100, 250 + RESERVE))] == [
+        keeper(n) for n in (2, 3, 0, 1)
+    ]
+    assert copies.arranged(COPIES, STATE, rooms(100, 0))[0].rate == 2e6
+    assert caplog.messages == []
+    for _ in range(2):
+        assert {s.partner for s in copies.arranged(COPIES, STATE, rooms(200, 250 + RESERVE))} == {None}
+        assert copies.arranged(COPIES, STATE, [*rooms(100, RESERVE)[:3], None]) == [STATE] * 4
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "the host of rank " in caplog.messages[0] and "not all ranks have copies=2" in caplog.messages[1]
+
+
+def test_a_writer_checks_the_options(tmp_path: Path) -> None:
+    """They are those of the manager."""
+    with pytest.raises(ValueError, match="copies=2 needs survive="):
+        TensorizerStorageWriter(tmp_path, copies=2)
+    with pytest.raises(ValueError, match=r"at least 1e[+]06 bytes a second"):
+        TensorizerStorageWriter(tmp_path, copies=2, survive=60, copy_rate=7.0)
+    assert "copies=2" in repr(TensorizerStorageWriter(tmp_path, copies=2, survive=60))
