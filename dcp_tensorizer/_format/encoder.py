@@ -71,10 +71,10 @@ def encode_ahead(
     *,
     file: str = "",
     piece_bytes: int = _PIECE,
-) -> tuple[list[StoredItem], Parts]:
+) -> tuple[list[StoredItem], FileParts]:
     """Encodes a tensorizer file, and returns while its last parts are on their way to the sink.
 
-    Returns the tensors as they are stored, in file order, and the parts: call `Parts.finish` before completing the
+    Returns the tensors as they are stored, in file order, and the parts: call `FileParts.finish` before completing the
     sink.
 
     ``contents`` returns a tensor's bytes. The sink is aborted when anything fails, and `OSError` is raised if it
@@ -92,7 +92,7 @@ def encode_ahead(
     filling = 3 * threads + 2
     try:
         writing = min(sink.concurrency, room - filling)
-        parts = Parts(layout.nbytes, sink, filling=filling, writing=writing, memory=memory)
+        parts = FileParts(layout.nbytes, sink, filling=filling, writing=writing, memory=memory)
         try:
             encoding = _Encoding(layout, contents, parts, threads, file, piece_bytes)
             return encoding.run_in_order() if sink.in_order else encoding.run(), parts
@@ -109,7 +109,7 @@ class _Encoding(Generic[T]):
         self,
         layout: FileLayout[T],
         contents: Callable[[T], memoryview],
-        parts: Parts,
+        parts: FileParts,
         threads: int,
         file: str,
         piece_bytes: int,
@@ -366,7 +366,7 @@ class PartMemory:
             self._made -= buffer.nbytes
 
 
-class Parts:
+class FileParts:
     """The parts of a file that several threads fill, in any order.
 
     The memory is bounded, and filling waits for it. It never waits for ever if tensors are begun in file order: then

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .._format.encoder import Parts
+from .._format.encoder import FileParts
 from .._format.safetensors_header import INDEX, LENGTH, MAX_HEADER, SINGLE, encode_header, read_header, read_index
 from .._runtime.threads import in_threads
 from .._storage.base import Storage
@@ -163,7 +163,7 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
         sink = storage.create(name, nbytes, sync=True)
     except OSError as error:
         raise WriteError(storage.scrub(f"cannot create {storage.path}/{name}: {error}")) from error
-    parts = Parts(nbytes, sink, filling=2, writing=sink.concurrency)
+    parts = FileParts(nbytes, sink, filling=2, writing=sink.concurrency)
     offset = 0
 
     def write_piece(piece: memoryview) -> None:

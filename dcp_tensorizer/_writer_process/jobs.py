@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import xxhash
 
-from .._format.encoder import PartMemory, Parts, encode_ahead
+from .._format.encoder import FileParts, PartMemory, encode_ahead
 from .._format.tensorizer_file import lay_out
 from .._runtime.forks import free_in_child
 from .._runtime.spans import Span
@@ -152,7 +152,7 @@ class FileJob:
         with self._completing:
             self.remove()
 
-    def _write(self, file: FileRequest) -> tuple[FileResult, Parts]:
+    def _write(self, file: FileRequest) -> tuple[FileResult, FileParts]:
         """Encodes a file, whose last parts may still be on their way."""
         options = self._options
         layout = lay_out(file.tensors, options.cipher, sha256=options.sha256)
@@ -169,7 +169,7 @@ class FileJob:
         )
         return FileResult(file.name, layout.nbytes, tuple(items)), parts
 
-    def _complete(self, sink: Sink, parts: Parts, name: str) -> Span:
+    def _complete(self, sink: Sink, parts: FileParts, name: str) -> Span:
         began = time.perf_counter()
         try:
             parts.finish()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 
 from ..support import PACKAGE
 
@@ -43,3 +45,10 @@ def test_torchs_private_names_are_in_one_place() -> None:
         if path != PACKAGE / "_runtime" / "torch_compat.py"
     }
     assert {name: uses for name, uses in found.items() if uses} == {}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Whoever reads a name knows which class it is."""
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -44,13 +44,13 @@ _OFFSETS = "DCP_SHARDING_INFO"  # the offset of each tensor of such a file in th
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class _Saved(Struct):
+class _SavedOffset(Struct):
     """The offset of a file's tensor in the whole tensor."""
 
     saved_offsets: tuple[_Count, ...]
 
 
-_decode_saved = Decoder(dict[str, _Saved]).decode
+_decode_saved = Decoder(dict[str, _SavedOffset]).decode
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
     return CheckpointView(path, "safetensors", tensors)
 
 
-def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, _Saved]]:
+def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, _SavedOffset]]:
     """The header of a file, and the offsets of its tensors in whole tensors."""
     with storage.reading(name) as reader, _damage_translated(f"{storage.path}/{name}"):
         header = read_header(reader.read_range, storage.head(name) or 0)

@@ -18,7 +18,7 @@ from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.serialization import HashMismatchError
 
 from dcp_tensorizer._format import encoder
-from dcp_tensorizer._format.encoder import PartMemory, Parts, _Encoding, encode, encode_ahead
+from dcp_tensorizer._format.encoder import FileParts, PartMemory, _Encoding, encode, encode_ahead
 from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import ALIGNMENT, lay_out
@@ -439,13 +439,13 @@ def test_a_file_that_is_given_up_gets_no_more_parts(monkeypatch: pytest.MonkeyPa
             assert may_put.wait(60)
             seen.append(self.aborted)
 
-    def interrupt(parts: Parts) -> None:
+    def interrupt(parts: FileParts) -> None:
         assert is_putting.wait(60)
         threading.Timer(0, may_put.set).start()
         raise KeyboardInterrupt
 
     sink, tensors = Slow(1 << 20), [("t", filled(torch.uint8, (3000,)))]
-    monkeypatch.setattr(Parts, "finish", interrupt)
+    monkeypatch.setattr(FileParts, "finish", interrupt)
     with pytest.raises(KeyboardInterrupt):
         encode(lay_out(sources(tensors)), bytes_of(tensors), sink, 1)
     assert (seen, sink.aborted) == ([False], True)

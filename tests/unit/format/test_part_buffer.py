@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp_tensorizer._format.encoder import PartMemory, Parts
+from dcp_tensorizer._format.encoder import FileParts, PartMemory
 
 from ...waiting import WAIT
 
@@ -46,7 +46,7 @@ def test_an_interruption_while_a_part_is_handed_over(monkeypatch: pytest.MonkeyP
             assert sink.has_part.wait(WAIT)
         raise KeyboardInterrupt
 
-    parts = Parts(2 * PART, sink, filling=1, writing=1, memory=memory)
+    parts = FileParts(2 * PART, sink, filling=1, writing=1, memory=memory)
     with monkeypatch.context() as patch:
         patch.setattr(ThreadPoolExecutor, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:

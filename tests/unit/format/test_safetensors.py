@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from dcp_tensorizer._format.safetensors import NAMES, PAIRS, fault_of, file_names, index_of, lay_out, shards
-from dcp_tensorizer._saving.model_layout import ModelTensor
 
 from ...support import dtype_name, filled, raw
 
 
-def described(tensors: dict[str, torch.Tensor]) -> list[ModelTensor]:
-    return [ModelTensor(key, key, tensor.dtype, tuple(tensor.shape), ()) for key, tensor in tensors.items()]
+class Tensor(NamedTuple):
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def described(tensors: dict[str, torch.Tensor]) -> list[Tensor]:
+    return [Tensor(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
 
 
 def test_a_file_is_what_the_library_makes_of_the_tensors() -> None:
