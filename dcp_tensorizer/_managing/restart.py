@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
 from .._restart.client import KeeperProcess, visits
-from .._restart.find import Held, Predecessors
+from .._restart.find import Held, Predecessors, places_of
 from .._restart.peers import this_host
 from .._restart.protocol import KeptHead
 from .._restart.runtime_directory import identity, job_name
@@ -470,14 +470,10 @@ def _chosen(
 
 def _reached(offers: Sequence[_Offer]) -> tuple[dict[str, KeptHead], dict[str, dict[int, list[Address]]]]:
     """The states that all ranks can load, each from its host or from others; and where other hosts have the parts."""
-    elsewhere: dict[str, dict[int, list[Address]]] = {}
-    heads: dict[str, KeptHead] = {}
-    for held in (held for offer in offers for held in offer.held):
-        for head in held.heads:
-            addresses = elsewhere.setdefault(head.id, {}).setdefault(head.rank, [])
-            heads.setdefault(head.id, head)
-            if held.address not in addresses:
-                addresses.append(held.address)
+    keepers = [held for offer in offers for held in offer.held]
+    elsewhere, heads = places_of(keepers), dict[str, KeptHead]()
+    for head in (head for held in keepers for head in held.heads):
+        heads.setdefault(head.id, head)
     reached = {state_id: head for state_id, head in heads.items() if len(elsewhere[state_id]) == head.world_size}
     for state_id in set.intersection(*(set(offer.own) for offer in offers)):
         reached[state_id] = offers[0].own[state_id]  # what the first rank's keeper says of it counts

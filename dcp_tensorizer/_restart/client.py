@@ -10,28 +10,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._runtime.channel import Channel, Failed
+from .._runtime.channel import Channel, Done, Failed
 from .._runtime.child import END_SECONDS, ChildProcess
 from .._runtime.forks import Descriptor
 from .._runtime.threads import NEVER, Deadline, in_background
 from ..errors import CheckpointError, ReadError, WriteError
 from .protocol import (
     Answer,
-    Claimed,
     ClaimRequest,
     Copy,
     CopyStatus,
-    DropCopies,
-    End,
     Forget,
-    Forgotten,
     Found,
     Keep,
     KeptContent,
-    Look,
-    LookAtCopy,
-    Opened,
     OpenToPeers,
+    Plain,
     Request,
     Take,
     WrittenDigests,
@@ -109,13 +103,13 @@ class KeeperProcess(ChildProcess):
         except BaseException:
             self._lose()
             raise
-        self._release(answer.ids if isinstance(answer, Forgotten) else forgotten)
+        self._release(answer if isinstance(answer, tuple) else forgotten)
 
     def open_to_peers(self, host: str, secret: bytes) -> Address:
         """Lets the keepers of other hosts reach it, at an address of this host; raises `WriteError`."""
         answer = self._ask(OpenToPeers(host, secret))
-        assert isinstance(answer, Opened)
-        return answer.address
+        assert isinstance(answer, Address)
+        return answer
 
     def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
         """Lets the keeper begin to copy a state to another one, see `Copy`; raises `WriteError`."""
@@ -123,11 +117,11 @@ class KeeperProcess(ChildProcess):
 
     def drop_copies(self) -> None:
         """Lets the other keeper forget what it has of this rank; raises `WriteError`."""
-        self._ask(DropCopies())
+        self._ask(Plain.DROP_COPIES)
 
     def copy_status(self) -> CopyStatus:
         """What has become of the last copy; raises `WriteError`."""
-        answer = self._ask(LookAtCopy())
+        answer = self._ask(Plain.LOOK_AT_COPY)
         assert isinstance(answer, CopyStatus)
         return answer
 
@@ -139,7 +133,7 @@ class KeeperProcess(ChildProcess):
         if self._lock.acquire(timeout=deadline.within(END_SECONDS)):
             try:
                 with suppress(EOFError, OSError):
-                    self._channel.send(End(), timeout=deadline.within(END_SECONDS))
+                    self._channel.send(Plain.END, timeout=deadline.within(END_SECONDS))
                     self._popen.wait(deadline.within(END_SECONDS))
             except subprocess.TimeoutExpired:
                 pass
@@ -214,7 +208,7 @@ class Visit:
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
         try:
-            self._channel.send(Look())  # it fits into the socket, so this does not block
+            self._channel.send(Plain.LOOK)  # it fits into the socket, so this does not block
         except BaseException:
             self._channel.close()
             raise
@@ -232,9 +226,9 @@ class Visit:
         Returns whether it does.
         """
         answer, _ = self._ask(ClaimRequest(run))
-        holds = isinstance(answer, Claimed) and answer.holds
+        holds = isinstance(answer, Done)
         if holds:  # it may have received a last state since
-            self.found = _found(self._ask(Look())[0])
+            self.found = _found(self._ask(Plain.LOOK)[0])
         return holds
 
     def forget_all_but(self, state_id: str) -> None:
@@ -253,7 +247,7 @@ class Visit:
     def end(self) -> None:
         """Ends the keeper, and frees its memory."""
         with suppress(CheckpointError):
-            self._ask(End())
+            self._ask(Plain.END)
         self.close()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -196,6 +196,16 @@ class Held(NamedTuple):
     heads: tuple[KeptHead, ...]
 
 
+def places_of(keepers: Iterable[Held]) -> dict[str, dict[int, list[Address]]]:
+    """Where the parts of each state are, by its id and the rank."""
+    places: dict[str, dict[int, list[Address]]] = {}
+    for address, head in [(keeper.address, head) for keeper in keepers for head in keeper.heads]:
+        of_rank = places.setdefault(head.id, {}).setdefault(head.rank, [])
+        if address not in of_rank:
+            of_rank.append(address)
+    return places
+
+
 def _is_there(head: KeptHead) -> bool:
     """Returns whether the folder of a save is still the same. Other hosts have another number for its disk."""
     there = identity(os.path.dirname(head.path))
@@ -273,14 +283,10 @@ class Elsewhere:
 
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (found.heads, found.held), group=group)
-        self._heads, self._places = {}, {}
-        for heads, held in gathered:
-            for head in heads:
-                self._heads.setdefault(head.id, {}).setdefault(head.rank, head)
-            for address, head in [(keeper.address, head) for keeper in held for head in keeper.heads]:
-                places = self._places.setdefault(head.id, {}).setdefault(head.rank, [])
-                if address not in places:
-                    places.append(address)
+        self._heads = {}
+        for head in (head for heads, _ in gathered for head in heads):
+            self._heads.setdefault(head.id, {}).setdefault(head.rank, head)
+        self._places = places_of(keeper for _, held in gathered for keeper in held)
 
     def states(self, wanted: Callable[[KeptHead], bool]) -> list[KeptParts]:
         """The states that are wanted, of which all parts are in the memory of some host."""

@@ -28,23 +28,17 @@ from .._storage.local_io import read_into
 from ..errors import WriteError, describe
 from .protocol import (
     Answer,
-    Claimed,
     ClaimRequest,
     Copy,
     CopyStatus,
-    DropCopies,
-    End,
     Extent,
     Forget,
-    Forgotten,
     Found,
     Keep,
     KeptContent,
     KeptHead,
-    Look,
-    LookAtCopy,
-    Opened,
     OpenToPeers,
+    Plain,
     Request,
     Take,
     WrittenDigests,
@@ -187,25 +181,25 @@ class Keeper:
                         self._digest(kept, known)
                 return Done(), []
             case Forget(ids, but_copied):
-                return Forgotten(self._forget(ids, is_trainer=is_trainer, but_copied=but_copied)), []
+                return self._forget(ids, is_trainer=is_trainer, but_copied=but_copied), []
             case OpenToPeers(host, secret):
                 return self._open_to_peers(host, secret), []
             case Copy():
                 return self._begin_copy(request), []
-            case LookAtCopy():
+            case Plain.LOOK_AT_COPY:
                 return self._copy, []
-            case DropCopies():
+            case Plain.DROP_COPIES:
                 return self._drop_copies(), []
-            case Look():
+            case Plain.LOOK:
                 with self._changed:
                     heads = tuple(kept.state.head for kept in self._kept.values())
                     address = None if self._server is None else self._server.address
                     return Found(self._job, self._trainer, self._is_orphaned, heads, address), []
             case ClaimRequest(job):
-                return Claimed(self._claim(job, channel)), []
+                return self._claim(job, channel), []
             case Take(state_id, rank):
                 return self._take(state_id, rank)
-            case End():
+            case Plain.END:
                 with self._changed:
                     self._is_over = True
                     self._changed.notify_all()
@@ -253,13 +247,13 @@ class Keeper:
             self._digesting.submit(kept.close)
         return tuple(over)
 
-    def _claim(self, job: str, channel: Channel) -> bool:
+    def _claim(self, job: str, channel: Channel) -> Answer:
         with self._changed:
             if not self._is_orphaned or any(other != job for other in self._claims.values()):
-                return False
+                return Failed("its trainer lives, or another job has claimed it")
             self._claims[channel] = self._claimed_by = job
             self._wait_anew()
-            return True
+            return Done()
 
     def _take(self, state_id: str, rank: int) -> tuple[Answer, list[int]]:
         try:
@@ -279,7 +273,7 @@ class Keeper:
             self._server = self._server or ReplicaServer(self, host, secret)
         except (OSError, WriteError) as error:
             return Failed(f"it cannot be reached from other hosts at {host}: {error}")
-        return Opened(self._server.address)
+        return self._server.address
 
     def _begin_copy(self, request: Copy) -> Answer:
         with self._changed:

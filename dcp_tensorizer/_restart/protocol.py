@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 from .._index.schema import SaveRecord
@@ -80,32 +81,18 @@ class WrittenDigests:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep these states no more. The trainer writes to their buffers when this is answered."""
+    """Keep these states no more. The trainer writes to the buffers of those whose ids are the answer."""
 
     ids: tuple[str, ...]
     but_copied: bool = False  # the state that was copied last stays, whole or under way
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The ids of the states that are no longer kept, or never were."""
-
-    ids: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True, repr=False)  # it holds a secret
 class OpenToPeers:
-    """Take replicas from keepers on other hosts, and give them: from the trainer."""
+    """Take replicas from keepers on other hosts, and give them: from the trainer. The answer is where it is reached."""
 
     host: str  # the address of this host to listen on
     secret: bytes  # of the run
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Where the keeper is reached from other hosts."""
-
-    address: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +103,6 @@ class Copy:
     to: Address
     rate: float  # bytes a second; 0: any number
     keep: str = ""  # the newest state that all hosts have confirmed; empty if there is none
-
-
-@dataclass(frozen=True, slots=True)
-class LookAtCopy:
-    """Give the status of the last copy: from the trainer."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropCopies:
-    """Let the keeper on the other host forget all that it has of this rank: from the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +118,6 @@ class CopyStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """List the states that are there: from any process."""
-
-
-@dataclass(frozen=True, slots=True)
 class Found:
     """The states that are there, and whose they are."""
 
@@ -158,16 +130,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Refuse all others as long as this connection is open: from a successor."""
+    """Refuse all others as long as this connection is open: from a successor. Refused while the trainer lives."""
 
     job: str
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """The answer to a claim: whether it holds; not if the trainer lives, or another job has claimed the keeper."""
-
-    holds: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +151,14 @@ class KeptContent:
     digests: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """End, because the states are no longer needed: from the trainer or a successor."""
+class Plain(Enum):
+    """Requests that need no more than a name."""
+
+    LOOK = auto()  # list the states that are there: from any process
+    LOOK_AT_COPY = auto()  # give the status of the last copy: from the trainer
+    DROP_COPIES = auto()  # let the keeper on the other host forget all that it has of this rank: from the trainer
+    END = auto()  # because the states are no longer needed: from the trainer or a successor
 
 
-Request = (
-    Keep | WrittenDigests | Forget | OpenToPeers | Copy | LookAtCopy | DropCopies | Look | ClaimRequest | Take | End
-)
-Answer = Done | Forgotten | Opened | CopyStatus | Found | Claimed | KeptContent | Failed
+Request = Keep | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | Take | Plain
+Answer = Done | Failed | Found | KeptContent | CopyStatus | Address | tuple[str, ...]

@@ -20,11 +20,12 @@ def test_only_public_modules_have_public_names() -> None:
         "lightning",
         "manager",
         "planner",
+        "progress",
         "reader",
         "run",
         "storage",
     }
-    public |= {"testing", "tools", "torchtitan", "writer"}
+    public |= {"testing", "tools", "torchtitan", "trace", "writer"}
     assert {name for name in names if not name.startswith("_")} == public
 
 

@@ -17,17 +17,14 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._restart import keeper as keeper_module
 from dcp_tensorizer._restart.keeper import Keeper
 from dcp_tensorizer._restart.protocol import (
-    Claimed,
     ClaimRequest,
-    End,
     Extent,
     Forget,
-    Forgotten,
     Found,
     Keep,
     KeptContent,
     KeptHead,
-    Look,
+    Plain,
     Take,
     WrittenDigests,
 )
@@ -105,7 +102,7 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
         assert ask(trainer, state("a"), (buffer,)) == Done()
-        assert ask(visitor, Look()) == Found("run", 7, False, (state("a").head,))
+        assert ask(visitor, Plain.LOOK) == Found("run", 7, False, (state("a").head,))
         content = ask(visitor, Take("a", 0))
         assert isinstance(content, KeptContent)
         assert content.state == state("a")
@@ -125,8 +122,8 @@ def test_what_is_forgotten_is_gone(buffer: int) -> None:
     with connected(keeper, is_trainer=True) as trainer:
         for number in "abc":
             ask(trainer, state(number), (buffer,))
-        assert isinstance(ask(trainer, Forget(("a", "unknown"))), Forgotten)
-        found = ask(trainer, Look())
+        assert ask(trainer, Forget(("a", "unknown"))) == ("a", "unknown")
+        found = ask(trainer, Plain.LOOK)
         assert isinstance(found, Found)
         assert [head.id for head in found.heads] == ["b", "c"]
 
@@ -144,21 +141,21 @@ def test_a_claim() -> None:
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper) as first, connected(keeper) as second:
         with connected(keeper, is_trainer=True):
-            assert ask(first, ClaimRequest("next")) == Claimed(holds=False)
-        assert ask(first, ClaimRequest("next")) == Claimed(holds=True)
-        assert ask(second, ClaimRequest("another")) == Claimed(holds=False)
+            assert isinstance(ask(first, ClaimRequest("next")), Failed)
+        assert ask(first, ClaimRequest("next")) == Done()
+        assert isinstance(ask(second, ClaimRequest("another")), Failed)
         with connected(keeper) as other_rank:
-            assert ask(other_rank, ClaimRequest("next")) == Claimed(holds=True)
-        assert ask(second, ClaimRequest("another")) == Claimed(holds=False)
+            assert ask(other_rank, ClaimRequest("next")) == Done()
+        assert isinstance(ask(second, ClaimRequest("another")), Failed)
     with connected(keeper) as third:
-        assert ask(third, ClaimRequest("another")) == Claimed(holds=True)
+        assert ask(third, ClaimRequest("another")) == Done()
 
 
 def test_it_ends_when_it_is_told_to() -> None:
     """By anybody of this user."""
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper) as visitor:
-        assert ask(visitor, End()) == Done()
+        assert ask(visitor, Plain.END) == Done()
         keeper.wait_for_end(NOWHERE)
 
 
@@ -183,7 +180,7 @@ def test_it_ends_when_nobody_comes() -> None:
     waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
     waiting.start()
     with connected(keeper, is_trainer=True), connected(keeper) as visitor:
-        assert ask(visitor, ClaimRequest("next")) == Claimed(holds=False)
+        assert isinstance(ask(visitor, ClaimRequest("next")), Failed)
         assert waiting.is_alive()
     waiting.join()
 

@@ -18,7 +18,7 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._restart import replicas as replicas_module
 from dcp_tensorizer._restart.client import KeeperProcess, Visit, visits
 from dcp_tensorizer._restart.keeper import Keeper
-from dcp_tensorizer._restart.protocol import Claimed, ClaimRequest, CopyStatus, Extent, Keep, KeptContent, KeptHead
+from dcp_tensorizer._restart.protocol import ClaimRequest, CopyStatus, Extent, Keep, KeptContent, KeptHead, OpenToPeers
 from dcp_tensorizer._restart.replicas import (
     BLOCK,
     Accepted,
@@ -36,6 +36,7 @@ from dcp_tensorizer._restart.replicas import (
     encoded,
 )
 from dcp_tensorizer._restart.wire import Address, Wire, WireError
+from dcp_tensorizer._runtime.channel import Done
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 
 from ...e2e.ranks import eventually
@@ -54,6 +55,13 @@ def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> Keep:
 
 def content_of(state: Keep, data: bytes) -> KeptContent:
     return KeptContent(state, (digests_of(data[64:]), digests_of(b"abc")))
+
+
+def opened(keeper: Keeper) -> Address:
+    with connected(keeper) as trainer:
+        address = ask(trainer, OpenToPeers("127.0.0.1", SECRET))
+    assert isinstance(address, Address)
+    return address
 
 
 @pytest.fixture
@@ -181,10 +189,10 @@ def test_a_copy_counts_only_beside_its_own_part(
 def test_a_partner_that_another_run_has_claimed() -> None:
     """It takes no more copies of this run, also when the claim is over; and says so."""
     keeper = Keeper("run", 7, 60.0)
-    address = keeper._open_to_peers("127.0.0.1", SECRET).address  # type: ignore[union-attr]
+    address = opened(keeper)
     keeper.orphan()
     with connected(keeper) as visitor:
-        assert ask(visitor, ClaimRequest("next")) == Claimed(holds=True)
+        assert ask(visitor, ClaimRequest("next")) == Done()
     with pytest.raises(NotCopied, match=r"a later run of this job \(next\) has claimed") as refused:
         copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
     assert refused.value.is_claimed
@@ -194,7 +202,7 @@ def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for before anything is allocated, and some of it is left to others."""
     monkeypatch.setattr(replicas_module, "available_memory", lambda: NBYTES + replicas_module.RESERVE)
     keeper = Keeper("run", 7, 60.0)
-    address = keeper._open_to_peers("127.0.0.1", SECRET).address  # type: ignore[union-attr]
+    address = opened(keeper)
     before = open_descriptors()
     with pytest.raises(NotCopied, match="no memory for a replica") as refused:
         copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
@@ -213,7 +221,7 @@ def test_a_partner_that_is_gone() -> None:
 def test_what_is_not_whole_is_not_there() -> None:
     """A source that says that all has been sent, but has left a block out, or changed one."""
     keeper = Keeper("run", 7, 60.0)
-    address = keeper._open_to_peers("127.0.0.1", SECRET).address  # type: ignore[union-attr]
+    address = opened(keeper)
     data = bytes(BLOCK)
     content = content_of(part("a", nbytes=2 * BLOCK), bytes(2 * BLOCK))
     record = encoded(content)
