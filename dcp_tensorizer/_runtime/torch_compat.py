@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_state_dict_from_keys
     from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "is_fake",
     "is_plain",
     "layout_of",
+    "load_state_dict_from_keys",
     "local_elements",
     "negated_view",
     "NEVER_FAKE",
@@ -103,7 +105,7 @@ if find_spec(_FSSPEC) is None:
 
 # For torch's own checkpoints: the places in their ``.metadata``, and decoding their streams. For conversion: fake
 # tensors (see ``torch.serialization.skip_data``), the flattening of nested state dicts, and torch's writer for URLs.
-# For benchmarks: torch's reader. For loads: setting a value in a nested state dict.
+# For benchmarks: torch's reader. For loads: setting a value in a nested state dict, and loading without a target.
 _ON_USE = {
     "ExtensionRegistry": ("torch.distributed.checkpoint._extension", "ExtensionRegistry"),
     "StreamTransformExtension": ("torch.distributed.checkpoint._extension", "StreamTransformExtension"),
@@ -113,6 +115,7 @@ _ON_USE = {
     "FsspecWriter": (_FSSPEC, "FsspecWriter"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
+    "load_state_dict_from_keys": ("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict_from_keys"),
     "set_element": ("torch.distributed.checkpoint._traverse", "set_element"),
 }
 
