@@ -37,7 +37,7 @@ from torch_checkpointing.logging_utils import EventLogger
 from ._format.names import metadata_file_name
 from ._runtime.torch_compat import load_state_dict_from_keys
 from ._storage.base import TIMEOUT
-from ._tiers.tiered_storage import Opener
+from ._tiers.tiered_storage import nearest
 from .any_format import open_reader
 from .errors import CheckpointError, NotCommitted, unwrap
 from .planner import LoadPlanner, SavePlanner
@@ -237,7 +237,7 @@ class _Loader(CheckpointLoader):
         if self._may_be_in_memory or "://" in str(path):
             return True
         options = self._options
-        opener = Opener(
+        opener = nearest(
             self._root or path, options.get("storage_options"), options.get("timeout", TIMEOUT), options.get("local")
         )
         return opener(path).head(metadata_file_name()) is not None
