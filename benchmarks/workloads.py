@@ -26,6 +26,11 @@ def a_thousand(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return _tensors(int(1000 * scale), 1024 * MIB // 10_000 // 4 * 4)
 
 
+def very_many(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """20,000 tensors of 54 kB: 1.07 GB."""
+    return _tensors(int(20_000 * scale), 1024 * MIB // 20_000 // 4 * 4)
+
+
 def one_large(scale: float = 1.0) -> dict[str, torch.Tensor]:
     """One tensor of 2.1 GB, as a flat parameter."""
     return _tensors(1, int(2048 * MIB * scale) // 4 * 4)
@@ -36,6 +41,9 @@ WORKLOADS: dict[str, Callable[[float], dict[str, torch.Tensor]]] = {
     "5,000 small": many_small,
     "one 2 GB": one_large,
 }
+
+CEILING = WORKLOADS | {"20,000 small": very_many}
+"""What is saved where no disk is in the way."""
 
 
 @dataclass(frozen=True)
