@@ -22,6 +22,9 @@ _PLAIN = (
     torch.nn.Parameter,
 )  # nearly all tensors are of these classes, which have a storage of their own
 
+UNCOPYABLE = {torch.float4_e2m1fn_x2}
+"""Dtypes of pairs of numbers, which torch does not copy in any layout: see `copyable`."""
+
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
     """Raises `StagingError`, naming the key and the kind of tensor, unless the elements of a tensor are plain bytes."""
@@ -68,6 +71,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
+def is_plain_class(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is of torch's own class, and not of one that may behave in any way."""
+    return type(tensor) in _PLAIN
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is of a subclass without a storage of its own, which wraps other tensors."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
@@ -75,7 +83,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor in a dtype that torch copies in any layout. It does not copy pairs of 4-bit floats."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in UNCOPYABLE else tensor
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

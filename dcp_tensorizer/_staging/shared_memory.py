@@ -154,7 +154,7 @@ class SharedBuffer:
         flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
         if len(shape) == 1:
             return flat
-        return flat.view(*shape) if shape else flat.view(())  # `view(shape)` takes twice as long
+        return flat.resize_(*shape) if shape else flat.view(())  # half of a view's time: the memory stays as it is
 
     def locate(self, tensor: torch.Tensor) -> int | None:
         """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""

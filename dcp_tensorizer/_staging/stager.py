@@ -45,6 +45,8 @@ class _Snapshot:
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
         """Builds the staged state dict from the copies of `sources`; called once."""
         others = iter(copied)
+        if not self.in_place and not self.omitted:
+            return fill_tensors(self.structure, others)  # type: ignore[no-any-return]
         staged = (
             t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
             for n, t in enumerate(self.tensors)
@@ -247,7 +249,7 @@ class Stager:
             in_place = {n for n, t in enumerate(tensors) if mappings.locate(t) is not None} - omitted_tensors
         shared = SharedTensors(mappings, [tensors[n] for n in in_place]) if mappings is not None and in_place else None
         elsewhere = in_place | omitted_tensors
-        sources = [t for n, t in enumerate(tensors) if n not in elsewhere]
+        sources = [t for n, t in enumerate(tensors) if n not in elsewhere] if elsewhere else list(tensors)
         places = dict.fromkeys(map(self._device.index_of, sources))
         devices = [index for index in places if index is not None]
         return _Snapshot(structure, tensors, in_place, omitted_tensors, shared, sources, devices)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._format.tensor_bytes import check_supported, is_wrapper
+from .._format.tensor_bytes import check_supported, is_plain_class, is_wrapper
 from .._runtime.torch_compat import (
     DTensor,
     Shard,
@@ -49,6 +49,10 @@ class TensorList(list[torch.Tensor]):
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Adds the plain tensors inside a tensor."""
+        if is_plain_class(tensor) and key not in self._omitted_keys:  # as nearly all are: every call counts
+            check_supported(key, tensor)
+            self.append(tensor.detach())
+            return
         first = len(self)
         self.extend(_inner_tensors(tensor, key))
         if key in self._omitted_keys:
@@ -172,6 +176,10 @@ def fill_tensors(structure: Any, staged: Iterable[torch.Tensor]) -> Any:
 def _fill(structure: Any, staged: Iterator[torch.Tensor]) -> Any:
     if isinstance(structure, torch.Tensor):
         return _rebuild_tensor(structure, staged)
+    if type(structure) is dict:
+        for name, item in structure.items():
+            structure[name] = _fill(item, staged)
+        return structure
     if isinstance(structure, tuple) and not isinstance(structure, _ATOMIC):
         filled = tuple.__new__(type(structure), [_fill(item, staged) for item in structure])
         if attributes := getattr(structure, "__dict__", None):
@@ -191,7 +199,7 @@ def _rebuild_tensor(tensor: torch.Tensor, staged: Iterator[torch.Tensor]) -> tor
         return _rebuild_sharded(tensor, staged)
     if not is_wrapper(tensor):
         copied = next(staged, None)
-        if copied is None or (copied.shape, copied.dtype) != (tensor.shape, tensor.dtype):
+        if copied is None or copied.shape != tensor.shape or copied.dtype is not tensor.dtype:
             raise StagingError(_OTHER_TENSORS)
         return copied
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

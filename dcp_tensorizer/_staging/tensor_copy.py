@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._format.tensor_bytes import copyable
+from .._format.tensor_bytes import UNCOPYABLE, copyable
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import copy_all, is_plain
 from .device import Device, Event, SideStream, SideStreams
@@ -68,7 +68,9 @@ class Copies:
         self._on_device: dict[int, list[Pair]] = defaultdict(list)
         index_of = streams.device.index_of
         try:
-            for staged, source in map(_copyable, pairs):
+            for staged, source in pairs:
+                if source.dtype in UNCOPYABLE:
+                    staged, source = copyable(staged), copyable(source)
                 if (index := index_of(source)) is not None:
                     if source.numel():
                         self._on_device[index].append((staged, source))
@@ -112,10 +114,6 @@ class Copies:
         """Makes the calling thread's current streams wait for the copies, without waiting itself."""
         for mark in self._marks:
             mark.wait()
-
-
-def _copyable(pair: Pair) -> Pair:
-    return copyable(pair[0]), copyable(pair[1])
 
 
 def allocation_order(
@@ -247,7 +245,10 @@ class HostCopies:
 
     def add(self, staged: torch.Tensor, source: torch.Tensor) -> None:
         """Adds a tensor, which is copied by `finish` at the latest."""
-        for piece in _pieces(staged, source) if self._others else [(staged, source)]:
+        if not self._others:
+            self._share.append((staged, source))
+            return
+        for piece in _pieces(staged, source):
             self._share.append(piece)
             self._added += piece[0].nbytes
             if len(self._begun) < self._others and self._added >= self._share_bytes * (len(self._begun) + 1):
