@@ -67,6 +67,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.tiers
 	$(BIN)/python -m benchmarks.mlperf
 	$(BIN)/python -m benchmarks.restarts
+	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.scale --only items --sizes 1000 5000 20000
 	$(BIN)/python -m benchmarks.scale --only ranks --sizes 2 8
 	$(BIN)/python -m benchmarks.scale --only replicas --sizes 2 4

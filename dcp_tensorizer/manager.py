@@ -107,7 +107,7 @@ class CheckpointManager:
         export: What is also saved as a model for inference, and when: see `Export`.
         process_group: The ranks of the job; by default all.
         reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are taken
-            from the writer's; a passphrase is not.
+            from the writer's; a passphrase is not. ``page_cache`` is False, unless it is here.
         writer_options: For `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in ``folder``.
 
     Raises:

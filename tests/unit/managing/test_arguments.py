@@ -69,7 +69,7 @@ def test_options() -> None:
         with pytest.raises(TypeError, match="^" + re.escape(f"CheckpointManager has no option {words}")):
             split_limits({slip: 2, "overwrite": True}, own=["keep_latest", "keep_every"])
     writer = {"storage_options": {"key": "k"}}
-    expected = {"storage_options": {"key": "k"}, "timeout": 9.0, "verify": False}
+    expected = {"page_cache": False, "storage_options": {"key": "k"}, "timeout": 9.0, "verify": False}
     assert options_of_reader(writer, limits, {"timeout": 9.0, "verify": False}) == expected
     with pytest.raises(TypeError, match=r"^reader_options must be a mapping"):
         options_of_reader(writer, limits, 7)

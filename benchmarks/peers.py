@@ -1,0 +1,316 @@
+"""Copies on other hosts: what they cost while nothing fails, and how long a restart takes from another host's memory.
+
+``python -m benchmarks.peers`` (about 4 minutes), as root. Two hosts are namespaces of this machine, with a network
+between them that is as fast as its memory. Beside each figure is that of raw sockets in the same run: as many streams,
+the same bytes, the same rate, and nothing else: no digests, no encryption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer._restart.checkpoint import _STREAMS
+from dcp_tensorizer._restart.replicas import Throttle
+from dcp_tensorizer._runtime.threads import cores
+from dcp_tensorizer._saving.partners import DEFAULT_RATE
+from tests.hosts.lab import SHARED, Lab
+from tests.hosts.requirements import missing
+
+from .case import Case, quiet
+from .harness import Content, Spread, cell, quotient, run, run_cases, spread, table, whole
+from .pages import Goal, goals, page
+
+_TENSORS = 100
+_SURVIVE = 120.0
+_SAVES = 8
+_EVERY = 2.0  # seconds between two saves
+_SECONDS = 300.0
+_PORT = 4711
+_PIECE = 1 << 20
+_COSTS = ("copies=1", "copies=2", "copies=1, and raw sockets")
+_RESTARTS = ("from a peer", "raw sockets")
+_WHAT = (
+    "what it costs to copy each state to another host while nothing fails, and how long a rank takes to load a state "
+    "from there. Two hosts, one rank each; both are namespaces of one machine, and share its cores."
+)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Content:
+    if (reason := missing()) is not None:
+        print(f"not measured: {reason}", file=sys.stderr)
+        raise SystemExit(0)
+    base = {"gib": options.gib, "folder": str(folder)}
+    results = run_cases(cost, [{"what": kind, **base} for kind in _COSTS], options.rounds)
+    results += run_cases(restart, [{"what": "restart", **base}], options.rounds)
+    return {"gib": options.gib, "rounds": options.rounds, "results": whole(results)}
+
+
+def _state(gib: float, value: float) -> dict[str, torch.Tensor]:
+    rank, elements = dist.get_rank(), int(gib * 2**30 / 4 / _TENSORS)
+    return {f"t{rank}.{n}": torch.full((elements,), value) for n in range(_TENSORS)}
+
+
+def _begin() -> int:
+    quiet()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_SECONDS))
+    return dist.get_rank()
+
+
+def _tell(name: str, words: object) -> None:
+    (SHARED / f"{name}.tmp").write_text(json.dumps(words))
+    (SHARED / f"{name}.tmp").rename(SHARED / name)
+
+
+# --- what copies cost -------------------------------------------------------------------------------------------------
+
+
+def cost(case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Of each rank: stalls, seconds until durable, steps a second, CPU time of its host, and bytes that it sent."""
+    missing()  # a mount namespace of its own
+    with Lab(folder / "lab") as lab:
+        hosts = lab.hosts(2)
+        job = lab.forked(hosts, trainer, case, [host.address for host in hosts])
+        assert job.wait(_SECONDS) == [0, 0], job.account()
+        return [json.loads((lab.shared / f"cost-{rank}").read_text()) for rank in range(2)]
+
+
+def trainer(case: Case, addresses: Sequence[str]) -> None:
+    """Trains and saves; with raw sockets, as much is sent after each save as a copy would be."""
+    rank = _begin()
+    state, copies = _state(case["gib"], 0.0), 2 if case["what"] == "copies=2" else 1
+    sender = _RawSender(addresses, rank) if "raw" in case["what"] else None
+    stalls, durable, steps = list[float](), list[float](), 0
+    matrix = torch.rand(256, 256)
+    with CheckpointManager(SHARED / "run", survive=_SURVIVE, copies=copies, keep_latest=1, stop_signals=()) as manager:
+        for step in range(_SAVES):
+            if step == 2:  # the memory is there
+                began, steps, cpu, sent = time.perf_counter(), 0, _cpu(), _sent()
+            for tensor in state.values():
+                tensor += 1
+            started = time.perf_counter()
+            future = manager.save(step, state, force=True)
+            stalls.append(time.perf_counter() - started)
+            assert future is not None
+            future.add_done_callback(lambda _, started=started: durable.append(time.perf_counter() - started))  # type: ignore[misc]
+            if sender is not None:
+                sender.send(sum(tensor.nbytes for tensor in state.values()))
+            while time.perf_counter() - started < _EVERY:
+                matrix = matrix @ matrix / 256
+                steps += 1
+        seconds = time.perf_counter() - began
+        measured = {"speed": steps / seconds, "cpu": (_cpu() - cpu) / (_SAVES - 2), "sent": (_sent() - sent)}
+        manager.wait()
+    figures = {"stalls": stalls[2:], "durable": durable[2:], "sent": measured["sent"] / (_SAVES - 2)}
+    _tell(f"cost-{rank}", measured | figures)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _cpu() -> float:
+    """Seconds of CPU time of all processes of this host."""
+    found = 0.0
+    for process in psutil.process_iter(["cpu_times"]):
+        if (times := process.info["cpu_times"]) is not None:
+            found += times.user + times.system
+    return found
+
+
+def _sent() -> int:
+    """Bytes that this host has sent."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (line,) = (line for line in lines if line.strip().startswith("eth0:"))
+    return int(line.split(":")[1].split()[8])
+
+
+class _RawSender:
+    """Sends zeros to the other host at the default rate, from a process of low priority, and takes its zeros."""
+
+    def __init__(self, addresses: Sequence[str], rank: int) -> None:
+        listener = socket.create_server((addresses[rank], _PORT))
+        dist.barrier()
+        self._orders, orders = os.pipe()[::-1]
+        if os.fork() == 0:
+            try:
+                os.close(self._orders)
+                os.nice(10)
+                target = socket.create_connection((addresses[1 - rank], _PORT))
+                with ThreadPoolExecutor(2) as pool:
+                    pool.submit(_discard, listener.accept()[0])
+                    _obey(orders, target)
+            finally:
+                os._exit(0)
+        os.close(orders)
+        listener.close()
+
+    def send(self, nbytes: int) -> None:
+        os.write(self._orders, nbytes.to_bytes(8, "little"))
+
+
+def _obey(orders: int, target: socket.socket) -> None:
+    throttle, piece = Throttle(DEFAULT_RATE), bytes(_PIECE)
+    while order := os.read(orders, 8):
+        for _ in range(0, int.from_bytes(order, "little"), _PIECE):
+            throttle.wait(_PIECE)
+            target.sendall(piece)
+
+
+def _discard(source: socket.socket) -> None:
+    room = bytearray(_PIECE)
+    while source.recv_into(room):
+        pass
+
+
+# --- a restart --------------------------------------------------------------------------------------------------------
+
+
+def restart(case: Case, folder: Path) -> dict[str, float]:
+    """Seconds of a rank on a host that holds nothing: its restore from the other host, and raw sockets."""
+    missing()
+    with Lab(folder / "lab") as lab:
+        here, there = lab.hosts(2)
+        job = lab.forked([here, there], copied, case)
+        job.until(lambda: all((lab.shared / f"copied-{rank}").exists() for rank in range(2)), _SECONDS)
+        there.die()
+        job.end()
+        job = lab.forked([here, lab.host()], restored, case, here.address)
+        assert job.wait(_SECONDS) == [0, 0], job.account()
+        found: dict[str, float] = json.loads((lab.shared / "restored-1").read_text())
+        return found
+
+
+def copied(case: Case) -> None:
+    """Saves a step, and waits until it is copied and its host is lost."""
+    rank = _begin()
+    state = _state(case["gib"], 1.0)
+    manager = CheckpointManager(
+        SHARED / "run", save_every=1000, survive=_SURVIVE, survive_every=1, copies=2, copy_rate=None, stop_signals=()
+    )
+    survival = manager._job.survival
+    for step in range(1, 1000):
+        for tensor in state.values():
+            tensor.fill_(step)
+        manager.save(step, state, force=step == 1, wait=step == 1)
+        survival.settle()
+        while survival.copies.ordered and survival._keeper is not None and survival._keeper.copy_status().is_running:
+            time.sleep(0.01)
+        if survival.copies.confirmed:
+            break
+    assert survival.copies.confirmed
+    _tell(f"copied-{rank}", step)
+    time.sleep(_SECONDS)
+
+
+def restored(case: Case, address: str) -> None:
+    """Restores; then the rank that has nothing on its host gets as many bytes by raw sockets."""
+    rank = _begin()
+    state = _state(case["gib"], 0.0)
+    manager = CheckpointManager(SHARED / "run", survive=_SURVIVE, copies=2, stop_signals=())
+    dist.barrier()
+    began, started = _cpu(), time.perf_counter()
+    step = manager.restore(state)
+    seconds = time.perf_counter() - started
+    cpu = _cpu() - began
+    assert step is not None and step > 1 and all(float(tensor[-1]) >= step - 1 for tensor in state.values())
+    streams, nbytes = max(cores(), _STREAMS), sum(tensor.nbytes for tensor in state.values())
+    listener = socket.create_server((address, _PORT)) if rank == 0 else None
+    dist.barrier()
+    if listener is not None:
+        piece = memoryview(bytes(nbytes // streams))
+        with ThreadPoolExecutor(streams) as pool:
+            list(pool.map(lambda _: listener.accept()[0].sendall(piece), range(streams)))
+    else:
+        _tell("restored-1", {"from a peer": seconds, "cpu": cpu, "raw sockets": _raw_seconds(address, nbytes, streams)})
+    dist.barrier()
+    os._exit(0)
+
+
+def _raw_seconds(address: str, nbytes: int, streams: int) -> float:
+    memory = memoryview(bytearray(nbytes // streams * streams))
+    memory[::4096] = bytes(len(memory[::4096]))  # it is there
+    parts = [memory[start : start + nbytes // streams] for start in range(0, memory.nbytes, nbytes // streams)]
+
+    def fetch(part: memoryview) -> None:
+        with socket.create_connection((address, _PORT)) as source:
+            while part and (count := source.recv_into(part)):
+                part = part[count:]
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(fetch, parts))
+    return time.perf_counter() - started
+
+
+def render(content: Content) -> str:
+    """The page of results."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in content["results"]:
+        ranks = result["ranks"]
+        found.setdefault(result["case"]["what"], []).extend(ranks if isinstance(ranks, list) else [ranks])
+
+    def of(kind: str, name: str) -> Spread | None:
+        values = (one[name] for one in found[kind])
+        return spread(x for value in values for x in (value if isinstance(value, list) else [value]))
+
+    one, two, raw = _COSTS
+    wanted: list[Goal] = [
+        ("speed of training, copies=2 / copies=1", ">= 0.98", quotient(of(two, "speed"), of(one, "speed"))),
+        (
+            "speed of training, copies=2 / raw sockets at that rate",
+            ">= 1",
+            quotient(of(two, "speed"), of(raw, "speed")),
+        ),
+        ("stall of a save, copies=2 / copies=1", "<= 1", quotient(of(two, "stalls"), of(one, "stalls"))),
+        ("time until durable, copies=2 / copies=1", "<= 1", quotient(of(two, "durable"), of(one, "durable"))),
+        (
+            "a restart from a peer / raw sockets, speed",
+            ">= 0.8",
+            quotient(of("restart", "raw sockets"), of("restart", "from a peer")),
+        ),
+    ]
+    forms = {
+        "speed": ("steps a second", "{:.0f}"),
+        "stalls": ("stall, s", "{:.3f}"),
+        "durable": ("until durable, s", "{:.3f}"),
+        "cpu": ("CPU time of a host for a save and 2 s of training, s", "{:.2f}"),
+        "sent": ("bytes sent for each save", "{:,.0f}"),
+    }
+    rows = [[kind, *(cell(of(kind, name), form.format) for name, (_, form) in forms.items())] for kind in _COSTS]
+    return page(
+        content,
+        "Copies on other hosts",
+        _WHAT,
+        f"{content['rounds']} rounds of each, in turns; {content['gib']:g} GiB in {_TENSORS} tensors on each rank, a "
+        f"save every {_EVERY:g} s, copies at the default rate of {DEFAULT_RATE / 1e6:g} MB/s for each host.",
+        "peers",
+        goals(wanted, form="{:.2f}".format),
+        table(("", *(words for words, _ in forms.values())), rows),
+        f"A restart of a rank with {content['gib']:g} GiB on a host that holds nothing, and as many bytes by as many "
+        "raw sockets into memory that is there, in seconds. The restore also finds the keepers, agrees with the other "
+        "rank, and verifies each byte:",
+        table(("", "seconds"), [[kind, cell(of("restart", kind), "{:.3f}".format)] for kind in _RESTARTS]),
+    )
+
+
+OPTIONS = {
+    "gib": {"type": float, "default": 0.5, "help": "of the state of each rank"},
+    "rounds": {"type": int, "default": 3},
+}
+
+if __name__ == "__main__":
+    run("peers", measure, render, about=__doc__, options=OPTIONS)
