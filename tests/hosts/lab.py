@@ -296,7 +296,8 @@ class Host:
         root = Path(f"/proc/{self.init}/root")
         for folder in ("run/user/0", "dev/shm", str(DISK)[1:]):
             found += [str(path) for path in (root / folder).rglob("*") if not path.is_dir()]
-        return found + [str(path) for path in (root / "tmp").iterdir() if not path.is_mount()]
+        others = [path for path in (root / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+        return found + [str(path) for path in others if not path.is_mount()]
 
     def cut(self) -> None:
         """Takes it from the network: what is sent to it or by it is lost, and nobody is told."""
