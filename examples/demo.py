@@ -1,6 +1,6 @@
 """A job that saves while it trains is killed in the middle of a save, and goes on as if nothing had happened.
 
-``python -m examples.demo``, or ``make demo``. The job is that of `examples.training`; it runs seven times:
+``python -m examples.demo``, or ``make demo``. The job is that of `examples.training`; it runs nine times:
 
 1. undisturbed: what the losses should be;
 2. with a save every few steps, until all of its processes are killed in the middle of one;
@@ -8,9 +8,11 @@
 4. resumed on fewer ranks: the same, but for the order in which gradients are added up;
 5. undisturbed on fewer ranks: what that order does by itself;
 6. with each step kept in memory, until all of its processes are killed between two saves;
-7. resumed from memory: the newest step, and not that of the last save; the losses must be those of 1.
+7. resumed from memory: the newest step, and not that of the last save; the losses must be those of 1;
+8. on three hosts, which are namespaces of this machine, with each step copied to another host, until one is lost whole;
+9. resumed on the two that are left, and on a new one: no older step than 7 has, and the losses must be those of 1.
 
-What it leaves is in ``demo-output/``.
+8 and 9 need root; without it the demo says so, and leaves them out. What it leaves is in ``demo-output/``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,9 +33,12 @@ import psutil
 import torch
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
+from tests.hosts.lab import SHARED, Host, Lab
+from tests.hosts.requirements import missing
+
 from .model import ByteTransformer
 from .record import Event, Run, Saving, Stepped, Table, largest_difference
-from .training import Job, train
+from .training import Job, train, train_on_host
 
 __all__ = ["Runs", "main"]
 
@@ -43,6 +49,7 @@ _PICTURE = _OUTPUT / "demo.png"
 _STEPS = 30
 _SAVE_EVERY = 6
 _KILL_AT = 18  # the step whose save is never finished
+_LOST_HOST = 1
 _KILL_AFTER = 17  # the step after which a run is killed that keeps its states in memory: its last save is of step 12
 _RANKS, _FEWER = 3, 2
 # On fewer ranks the losses may differ by this many times what the changed order of additions makes by itself, which
@@ -56,7 +63,7 @@ class DemoError(Exception):
 
 
 class Runs(NamedTuple):
-    """The seven runs, in their order."""
+    """The runs, in their order; the last two are None where there can be no hosts."""
 
     undisturbed: Run
     killed: Run
@@ -65,6 +72,8 @@ class Runs(NamedTuple):
     undisturbed_on_fewer: Run
     killed_between_saves: Run
     resumed_from_memory: Run
+    host_lost: Run | None = None
+    resumed_elsewhere: Run | None = None
 
 
 def main() -> None:
@@ -108,7 +117,51 @@ def _run_all() -> Runs:
             checkpoints=_SURVIVED,
         ),
         _launch(f"7. Resumed from memory, on {_RANKS} ranks", _RANKS, resumes=True, saves=True, checkpoints=_SURVIVED),
+        *_lose_a_host(),
     )
+
+
+def _lose_a_host() -> tuple[Run, Run] | tuple[()]:
+    """Runs the job on several hosts, until one is lost, and then on those that are left and a new one."""
+    if (reason := missing()) is not None:
+        print(f"\n8 and 9, the loss of a host, are left out: {reason}")
+        return ()
+    folder = _OUTPUT / "hosts"
+    names = (
+        f"8. On {_RANKS} hosts, each step copied to another one, until host {_LOST_HOST + 1} is lost",
+        f"9. Resumed on the {_RANKS - 1} hosts that are left, and a new one",
+    )
+    job = Job(_STEPS, SHARED / "rendezvous", SHARED / "checkpoints", _SAVE_EVERY, survives=True, copies=2)
+    with Lab(folder.resolve()) as lab:
+        hosts = lab.hosts(_RANKS)
+        lost = _run_on(lab, hosts, names[0], job)
+        hosts[_LOST_HOST] = lab.host()
+        resumed = _run_on(lab, hosts, names[1], job)
+    shutil.rmtree(folder)
+    return lost, resumed
+
+
+def _run_on(lab: Lab, hosts: list[Host], name: str, job: Job) -> Run:
+    """Runs the job on some hosts, to its end, or until one that has been there from the beginning is lost."""
+    run, is_first = Run(name, len(hosts)), hosts[_LOST_HOST].number <= len(hosts)
+    table = Table(run, saves=True, every=_SAVE_EVERY)
+    (lab.shared / "rendezvous").unlink(missing_ok=True)
+    receiving, sending = Pipe(duplex=False)
+    ranks = lab.forked(hosts, train_on_host, job, sending)
+    sending.close()
+    with receiving, suppress(EOFError):
+        while True:
+            event = receiving.recv()
+            run.add(event)
+            table.show(event)
+            if is_first and isinstance(event, Stepped) and event.step == _KILL_AFTER:
+                hosts[_LOST_HOST].die(with_disk=True)
+                table.show_loss(event.step, hosts[_LOST_HOST].name)
+                ranks.end()
+                return run
+    if any(ranks.wait()):
+        raise DemoError(f"{name}: {ranks.account()}")
+    return run
 
 
 def _introduce() -> None:
@@ -237,18 +290,19 @@ def _check(runs: Runs) -> None:
     _check_identical(runs.killed, runs.undisturbed)
     _check_identical(runs.resumed, runs.undisturbed)
     _check_close(runs)
-    _check_memory(runs)
+    _check_memory(runs.killed_between_saves, runs.resumed_from_memory, runs.undisturbed)
+    if runs.host_lost is not None and runs.resumed_elsewhere is not None:
+        _check_memory(runs.host_lost, runs.resumed_elsewhere, runs.undisturbed, "a host lost")
 
 
-def _check_memory(runs: Runs) -> None:
-    killed, resumed = runs.killed_between_saves, runs.resumed_from_memory
+def _check_memory(killed: Run, resumed: Run, undisturbed: Run, how: str = "killed") -> None:
     last, saved = max(killed.losses), max(killed.saved, default=0)
     if resumed.loaded is None or resumed.loaded.step < last - 2:  # the last one was being staged
-        raise DemoError(f"{resumed.name}: killed after step {last}, and went on from {resumed.loaded}")
-    if any(resumed.losses[step] != runs.undisturbed.losses[step] for step in resumed.losses):
+        raise DemoError(f"{resumed.name}: {how} after step {last}, and went on from {resumed.loaded}")
+    if any(resumed.losses[step] != undisturbed.losses[step] for step in resumed.losses):
         raise DemoError(f"{resumed.name}: the losses differ from the undisturbed ones")
     print(
-        f"   ok  killed after step {last}, resumed from memory at step {resumed.loaded.step} "
+        f"   ok  {how} after step {last}, resumed from memory at step {resumed.loaded.step} "
         f"(storage alone: step {saved}): losses = undisturbed ones, bit for bit"
     )
 

@@ -131,6 +131,10 @@ class Table:
         """Shows that the run was killed after a step, between two saves."""
         self._row(step, "  SIGKILL to every rank, between two saves")
 
+    def show_loss(self, step: int, host: str) -> None:
+        """Shows that a host was lost after a step."""
+        self._row(step, f"  {host} is lost: its processes, its memory and its disk")
+
     def _stall(self, step: int) -> str:
         return f"  {self._run.saving[step].stall * 1e3:5.0f} ms"
 

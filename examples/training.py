@@ -7,6 +7,7 @@ and trains on. A job that has died takes up again from its newest checkpoint, on
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ from dcp_tensorizer.progress import ProgressLine
 from .model import ByteTransformer, batch, python_sources
 from .record import Loaded, Reporter, Saved, Saving, Stepped
 
-__all__ = ["Job", "train"]
+__all__ = ["Job", "train", "train_on_host"]
 
 _BATCH = 6  # windows of text in a step, over all ranks: 3 ranks take 2 each, 2 ranks take 3
 _LEARNING_RATE = 1e-3
@@ -50,6 +51,8 @@ class Job:
     """Steps between two saves; 0: save nothing."""
     survives: bool = False
     """Keep each step in memory, for a run after this one."""
+    copies: int = 1
+    """How many hosts have each step in memory."""
 
 
 class App(Stateful):
@@ -112,6 +115,11 @@ def train(rank: int, world: int, job: Job, connection: Connection) -> None:
     dist.destroy_process_group()
 
 
+def train_on_host(job: Job, connection: Connection) -> None:
+    """The same, as a rank that a launcher has started on a host."""
+    train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job, connection)
+
+
 def open_manager(job: Job) -> CheckpointManager:
     """The manager of a job's checkpoints. To be closed before ``destroy_process_group``."""
     assert job.checkpoints is not None
@@ -121,6 +129,7 @@ def open_manager(job: Job) -> CheckpointManager:
         save_every=job.save_every or None,
         survive=_SURVIVE_SECONDS if job.survives else 0,
         survive_every=1 if job.survives else None,
+        copies=job.copies,
         reader_options={"on_progress": ProgressLine("   loading")},
     )
 
