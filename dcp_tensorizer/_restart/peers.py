@@ -13,18 +13,20 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from .._storage.local import boot_id
+from .wire import Address
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _ANY_PORT = 9  # nothing is sent there
 
 
 class Peer(NamedTuple):
-    """A rank, as the other ranks see it."""
+    """A rank, as it introduces itself to the others."""
 
     host: str  # as `this_host` gives it
     domain: str  # the failure domain: whatever fails together has the same
     address: str  # the IP address by which its host is reached; empty if none was found
-    problem: str = ""  # why no address was found
+    problem: str = ""  # why its keeper is not reached
+    keeper: Address | None = None  # where that is reached from other hosts; None if it is not
 
 
 @functools.cache

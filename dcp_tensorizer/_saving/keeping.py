@@ -25,7 +25,7 @@ from .._format.tensor_bytes import host_bytes
 from .._restart.checkpoint import KeptItem, description_of
 from .._restart.client import KeeperDied, KeeperProcess
 from .._restart.find import committed_id, loaded
-from .._restart.peers import Room, this_host
+from .._restart.peers import Peer, Room, this_host
 from .._restart.peers import lack_of_room as lack_of_room_for_replicas
 from .._restart.protocol import Extent, Keep, KeptHead
 from .._restart.replicas import RESERVE
@@ -41,7 +41,7 @@ from .._staging.staged_save import StagedSave
 from .._storage.base import Storage
 from ..errors import CheckpointError, WriteError, describe
 from .options import SaveOptions
-from .partners import CopyOptions, Introduction, arrange, introduce
+from .partners import CopyOptions, arrange, introduce
 from .write_plan import resolve
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -70,7 +70,7 @@ class KeptState(NamedTuple):
 class KeepingRank(NamedTuple):
     """The facts about a rank that the coordinator needs for copies on other hosts."""
 
-    introduction: Introduction
+    peer: Peer
     room: Room
 
 
@@ -254,7 +254,7 @@ class SaveCopies:
         if len(known) < len(ranks):
             self._warn("not all ranks have copies=2, or plans are cached by torch")
             return [state] * len(ranks)
-        found, sizes = arrange([rank.introduction for rank in known], options), [rank.room.nbytes for rank in known]
+        found, sizes = arrange([rank.peer for rank in known], options), [rank.room.nbytes for rank in known]
         if not found.why and sizes != self._fitting:  # afterwards replicas have the memory
             rooms = [rank.room for rank in known]
             found = found._replace(why=lack_of_room_for_replicas(found.peers, found.partner_of, rooms, RESERVE, 1))

@@ -67,28 +67,16 @@ def check_copies(
     return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
 
 
-class Introduction(NamedTuple):
-    """A rank, and its keeper."""
-
-    peer: Peer
-    keeper: Address | None  # None: it is not reached, and the peer has the problem
-
-
 class Arrangement(NamedTuple):
     """The partners of all ranks; ``why`` there are none, empty if there are."""
 
-    ranks: Sequence[Introduction]
+    peers: Sequence[Peer]  # all ranks
     partner_of: Sequence[int]
     why: str
 
-    @property
-    def peers(self) -> list[Peer]:
-        """The ranks without their keepers."""
-        return [rank.peer for rank in self.ranks]
-
     def partner(self, rank: int) -> Address | None:
         """The keeper that holds the copies of a rank; None if there is none."""
-        return None if self.why else self.ranks[self.partner_of[rank]].keeper
+        return None if self.why else self.peers[self.partner_of[rank]].keeper
 
     def rate(self, rank: int, options: CopyOptions) -> float:
         """The bytes a second that a rank may send; 0 for any number."""
@@ -99,12 +87,12 @@ class Arrangement(NamedTuple):
 
         The coordinator's own name may lead it to itself alone: the route to another host says more.
         """
-        own = self.ranks[rank].peer
+        own = self.peers[rank]
         others = [peer.address for peer in self.peers if peer.host != own.host and not is_local(peer.address)]
         return others[0] if others and is_local(own.address) else ""
 
 
-def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Introduction:
+def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Peer:
     """Lets a rank's keeper be reached from other hosts, on the interface towards one of them; idempotent."""
     host = this_host()
     domain = host if options.failure_domain is None else f"domain {options.failure_domain}"
@@ -118,23 +106,23 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
         if is_local(address):
             raise OSError(f"{address} leads each host to itself. Pass interface=")
     except OSError as error:
-        return Introduction(peer._replace(problem=f"it has no address that others can reach: {error}"), None)
+        return peer._replace(problem=f"it has no address that others can reach: {error}")
     if keeper is None:
-        return Introduction(peer._replace(problem="it has no keeper"), None)
+        return peer._replace(problem="it has no keeper")
     try:
-        return Introduction(peer, keeper.open_to_peers(address, secrets.token_bytes(SECRET_BYTES)))
+        return peer._replace(keeper=keeper.open_to_peers(address, secrets.token_bytes(SECRET_BYTES)))
     except CheckpointError as error:
-        return Introduction(peer._replace(problem=str(error)), None)
+        return peer._replace(problem=str(error))
 
 
-def arrange(ranks: Sequence[Introduction], options: CopyOptions) -> Arrangement:
+def arrange(peers: Sequence[Peer], options: CopyOptions) -> Arrangement:
     """Arranges the partners of all ranks, which are in their order."""
-    partner_of = partners([rank.peer for rank in ranks])
-    why = next((f"rank {n}: {rank.peer.problem}" for n, rank in enumerate(ranks) if rank.keeper is None), "")
+    partner_of = partners(peers)
+    why = next((f"rank {n}: {peer.problem}" for n, peer in enumerate(peers) if peer.keeper is None), "")
     if not partner_of:
         what = "on one host" if options.failure_domain is None else "in one failure domain"
         why = f"all ranks are {what}, and no other one can hold replicas"
-    return Arrangement(ranks, partner_of, why)
+    return Arrangement(peers, partner_of, why)
 
 
 def _coordinator() -> str:

@@ -12,7 +12,7 @@ from dcp_tensorizer._restart.peers import Peer, Room
 from dcp_tensorizer._restart.replicas import RESERVE
 from dcp_tensorizer._restart.wire import Address
 from dcp_tensorizer._saving.keeping import Keeping, KeepingRank, KeptState
-from dcp_tensorizer._saving.partners import CopyOptions, Introduction, arrange, introduce
+from dcp_tensorizer._saving.partners import CopyOptions, arrange, introduce
 
 COPIES = CopyOptions(2, rate=4e6)
 STATE = KeptState("a", 1, 4, None, has_saved=False)
@@ -22,8 +22,8 @@ def keeper(number: int) -> Address:
     return Address(f"10.0.0.{number}", 5, bytes([number]))
 
 
-def rank(host: str, number: int, address: str = "10.0.0.1") -> Introduction:
-    return Introduction(Peer(host, host, address), keeper(number))
+def rank(host: str, number: int, address: str = "10.0.0.1") -> Peer:
+    return Peer(host, host, address, keeper=keeper(number))
 
 
 FOUR = [rank("x", 0), rank("x", 1), rank("y", 2), rank("y", 3)]
@@ -44,9 +44,9 @@ def test_partners_and_rates() -> None:
 def test_why_there_are_none() -> None:
     """One host alone, one domain, or a keeper that is not reached."""
     assert arrange(FOUR[:2], COPIES).why == "all ranks are on one host, and no other one can hold replicas"
-    same = [one._replace(peer=one.peer._replace(domain="rack")) for one in FOUR]
+    same = [one._replace(domain="rack") for one in FOUR]
     assert arrange(same, COPIES._replace(failure_domain="rack")).why.startswith("all ranks are in one failure domain")
-    broken = [*FOUR[:3], Introduction(Peer("y", "y", "", "it has no keeper"), None)]
+    broken = [*FOUR[:3], Peer("y", "y", "", "it has no keeper")]
     found = arrange(broken, COPIES)
     assert (found.why, found.partner(0)) == ("rank 3: it has no keeper", None)
 
@@ -54,7 +54,7 @@ def test_why_there_are_none() -> None:
 def test_an_address_that_leads_a_host_to_itself() -> None:
     """Others are told as the way to go; it is never listened on."""
     own = introduce(COPIES._replace(interface="127.0.0.1"), None)
-    assert own.keeper is None and "127.0.0.1 leads each host to itself. Pass interface=" in own.peer.problem
+    assert own.keeper is None and "127.0.0.1 leads each host to itself. Pass interface=" in own.problem
     found = arrange([own, rank("y", 1, "10.0.0.7")], COPIES)
     assert [found.towards(n) for n in range(2)] == ["10.0.0.7", ""]
 
