@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer import SavePlanner, TensorizerStorageWriter
 
 State = dict[str, torch.Tensor]
 
@@ -68,13 +68,20 @@ class Ours(DcpSaver):
         state: State,
         *,
         prewarm: bool,
+        planner: Callable[[], SavePlanner] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(group)
+        self._planner = planner
         self._shared = TensorizerStorageWriter(**options)
         if prewarm:
             self._shared.prewarm({"model": state})
             self._shared._saver.engine.saves.wait_prewarmed()  # as it is when training has gone on for a while
+
+    def save(self, state: State, folder: Path) -> Future[Any]:
+        if self._planner is not None:
+            self._options["planner"] = self._planner()
+        return super().save(state, folder)
 
     def _writer(self, folder: Path) -> Any:
         return self._shared
@@ -182,6 +189,7 @@ class StockTensorizer:
 SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
     "dcp_tensorizer": lambda group, state: Ours(group, state, prewarm=False),
     "dcp_tensorizer, prewarmed": lambda group, state: Ours(group, state, prewarm=True),
+    "dcp_tensorizer, SavePlanner": lambda group, state: Ours(group, state, prewarm=True, planner=SavePlanner),
     "dcp_tensorizer, encrypted": lambda group, state: Ours(
         group, state, prewarm=True, encryption=EncryptionParams(bytes(32))
     ),
