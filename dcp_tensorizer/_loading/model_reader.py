@@ -31,6 +31,7 @@ from .._publish.model import StoredBytes, WeightFile, read_weight_files
 from .._storage.base import Storage
 from ..errors import CheckpointError, MetadataError, ReadError, listed
 from .deliver import LoadOptions, read_tensors, world_size
+from .dequantise import DequantisingPlanner, Quantised, quantised
 from .executor import fetch
 from .targets import Casts, targets_of, warn_of_casts
 from .validate import unreadable
@@ -54,6 +55,7 @@ class ModelReader(StorageReader):
         self._options = options
         self._progress = progress
         self._items: dict[str, tuple[StoredItem, tuple[int, ...]]] = {}  # the tensors of the files
+        self._quantised: dict[str, Quantised] = {}
         self._placed: dict[str, Placed] = {}  # those that can be loaded
         self._metadata = Metadata({})
         self._error: CheckpointError | None = None
@@ -94,15 +96,17 @@ class ModelReader(StorageReader):
         """
         path, casts = self._storage.path, Casts()
         options = self._options
-        read_tensors(
-            [(item, self._pieces(item)) for item in plan.items],
-            planner,
-            functools.partial(targets_of, path, self._metadata, world_size=world_size(), casts=casts),
-            functools.partial(
-                fetch, self._storage, threads=options.threads, verify=False, page_cache=options.page_cache
-            ),
-            self._progress,
+        wanted = functools.partial(targets_of, path, self._metadata, world_size=world_size(), casts=casts)
+        read = functools.partial(
+            fetch, self._storage, threads=options.threads, verify=False, page_cache=options.page_cache
         )
+        weights = [(item, self._weight_of(item)) for item in plan.items]
+        plain = [(item, self._pieces(item)) for item, weight in weights if weight is None]
+        read_tensors(plain, planner, wanted, read, self._progress)
+        if scaled := {id(item): (item, weight) for item, weight in weights if weight is not None}:
+            dequantising: Any = DequantisingPlanner(self._storage, planner, lambda item: scaled[id(item)][1], read)
+            pieces = [(item, self._pieces(item)) for item, _ in scaled.values()]
+            read_tensors(pieces, dequantising, wanted, read, self._progress)
         warn_of_casts(path, casts)
         future: Future[None] = Future()
         future.set_result(None)
@@ -126,6 +130,7 @@ class ModelReader(StorageReader):
                 if tensor.key in self._items:
                     raise MetadataError(f"{path} has {tensor.key!r} in two files: {file.name} and another one")
                 self._items[tensor.key] = _stored(f"{path}/{file.name}", file.name, tensor)
+        self._quantised = quantised(self._items)
         try:
             self._placed = place(self._renaming, {key: shape for key, (_, shape) in self._items.items()})
         except ValueError as error:
@@ -134,6 +139,20 @@ class ModelReader(StorageReader):
             if len({self._items[box.source][0].dtype for box in placed.boxes}) > 1:
                 sources = [box.source for box in placed.boxes]
                 raise ReadError(f"{path}: {listed(sources)} are {key!r} together, and differ in their dtypes")
+
+    def _weight_of(self, item: ReadItem) -> Quantised | None:
+        """The quantised weight that an item is of; None if it is of none.
+
+        Raises `ReadError` if a rule cuts or joins it: its blocks would no longer be where its scales say.
+        """
+        boxes = self._placed[item.storage_index.fqn].boxes
+        weights = [self._quantised[box.source] for box in boxes if box.source in self._quantised]
+        if weights and not (len(boxes) == 1 and boxes[0].is_same):
+            raise ReadError(
+                f"{self._storage.path}: {weights[0].name!r} is quantised, and rename= cuts it or joins it: load it "
+                f"under a name of its own"
+            )
+        return weights[0] if weights else None
 
     def _described(self, placed: Placed) -> TensorStorageMetadata:
         dtype = getattr(torch, self._items[placed.boxes[0].source][0].dtype)
