@@ -111,6 +111,11 @@ def is_temporary_file_name(name: str) -> bool:
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 
+def name_of_temporary(name: str) -> str:
+    """The file's name that a temporary file is to get, or also has."""
+    return name[: -len(".0123456789abcdef0123456789abcdef.tmp")]
+
+
 def data_file_name(rank: int, number: int, save_id: str) -> str:
     """Name of a rank's ``number``-th data file in one save; no two saves share a name."""
     return f"__{rank}_{number}_{save_id}.tensors"

@@ -8,6 +8,7 @@ data      the tensors' elements, without gaps
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
@@ -86,6 +87,12 @@ def encode_header(described: Mapping[str, Any]) -> bytes:
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // LENGTH.size) * LENGTH.size)
     return LENGTH.pack(len(text)) + text
+
+
+def files_named(index: bytes | None) -> set[str]:
+    """The files in an index's own directory that it names; raises `msgspec.MsgspecError` if it is none."""
+    names = set() if index is None else set(read_index(index).values())
+    return {name for name in names if os.path.basename(name) == name and name.endswith(".safetensors")}
 
 
 def read_index(content: bytes) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._format.encryption import Cipher, find_other_key
@@ -17,9 +18,11 @@ from .._format.names import (
     is_record_file_name,
     is_temporary_file_name,
     metadata_file_name,
+    name_of_temporary,
     record_file_name,
     save_id_in,
 )
+from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._index.container import data_files, find_index
 from .._index.locations import RankPlaces
 from .._index.schema import SaveRecord
@@ -78,17 +81,41 @@ def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
     `CheckpointError` if the metadata or records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
-    return [name for name in leftovers(storage, names) if save_id_in(name) in records] if records else []
+    return _leftovers(storage, names, lambda name: save_id_in(name) in records) if records else []
 
 
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
     """Selects a directory's files of saves that are not committed, their records last; raises `CheckpointError`."""
+    return _leftovers(storage, names, lambda name: True)
+
+
+def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
+    """The leftovers among those files with a save's id in their names that are wanted."""
     kept: set[str] = set()
     for name in names:
         if is_metadata_file_name(name):
             kept |= _named_files(storage, name)
-    left = [name for name in names if (is_data_file_name(name) and name not in kept) or is_temporary_file_name(name)]
-    return left + [name for name in names if is_record_file_name(name)]
+    temporary = [name for name in names if is_temporary_file_name(name) and is_wanted(name)]
+    data = [name for name in names if is_data_file_name(name) and name not in kept and is_wanted(name)]
+    records = [name for name in names if is_record_file_name(name) and is_wanted(name)]
+    return [*_marked(storage, temporary, names), *data, *temporary, *records]
+
+
+def _marked(storage: Storage, temporary: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The files of models that also have a temporary name, and that are not part of a model.
+
+    A save that was killed has written them, and no index names them; or it was to remove them.
+    """
+    pairs = [(name, of_save) for of_save in temporary if (name := name_of_temporary(of_save)).endswith(".safetensors")]
+    there = set(names)
+    found = {name for name, of_save in pairs if name in there and storage.is_marked(name, of_save)}
+    if not found:
+        return []
+    try:
+        kept = {SINGLE, ADAPTER} | files_named(storage.read(INDEX))
+    except msgspec.MsgspecError:
+        return []
+    return sorted(found - kept)
 
 
 def commit(

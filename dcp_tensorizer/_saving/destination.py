@@ -95,9 +95,9 @@ class Destination:
 
     def _open(self) -> None:
         self.storage.make_directory()
-        self._check_free(self.storage)
         if self.commits:
             self._lock = begin(self.storage, self._context.options.limits.timeout)
+        self._check_free(self.storage)
 
     def _check_free(self, storage: Storage) -> None:
         """Raises `WriteError` if there is a checkpoint that must not be replaced."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from .._format.names import metadata_file_name
+from .._format.names import is_record_file_name, metadata_file_name, record_file_name
 from .._format.safetensors import file_names, index_of
-from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, read_index
+from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
-from ..errors import NotCommitted, WriteError, describe
+from ..errors import CheckpointError, NotCommitted, WriteError, describe
 from .commit import put_records, remove_records
 from .context import SaveContext
 from .destination import Destination
@@ -43,6 +42,8 @@ class ModelDestination(Destination):
         self._is_fresh = True
         self._begun: tuple[SharedFile, ...] = ()
         self._completed: tuple[str, ...] = ()
+        self._save_id = ""
+        self._held: list[Callable[[], None]] | None = None
 
     def _check_free(self, storage: Storage) -> None:
         if self.metadata_rank is not None:
@@ -58,6 +59,7 @@ class ModelDestination(Destination):
         if not self._is_fresh and not self.model.overwrite:
             what = f"{others[0]}, which no index lists" if others else "a model already"
             raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
+        drop_uploads(storage)
 
     def begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
         """Begins the files of a model, on the coordinator; raises `WriteError`, and then none of them is left."""
@@ -81,56 +83,60 @@ class ModelDestination(Destination):
                 f"{storage.path}: several processes cannot write one file there. A model can be saved to local "
                 f"directories, network mounts and S3: save it to one, and copy it"
             )
+        self._save_id = save_id
         put_records(storage, [save_id])
         try:
             for name, layout in zip(names, plan.files, strict=True):
                 self._begun += (storage.begin_shared(name, layout.nbytes, save_id=save_id),)
+            put_uploads(storage, save_id, self._begun)
         except OSError as error:
-            self._drop(save_id)
+            self._drop()
             message = f"cannot create {storage.path}/{name}: {describe(error)}"
             raise WriteError(storage.scrub(message)) from storage.cause(error)
         except BaseException:
-            self._drop(save_id)
+            self._drop()
             raise
         return [SharedFilePart(file, granule) for file, granule in zip(self._begun, granules, strict=True)]
 
-    def drop_files(self, save_id: str) -> None:
+    def drop_files(self) -> None:
         """Drops the files that were begun, if they are not a model by now. Idempotent."""
         if self._begun or self._completed:
-            self._clean_up(lambda: self._drop(save_id))
+            self._clean_up(self._drop)
 
-    def _drop(self, save_id: str) -> None:
+    def _drop(self) -> None:
         begun, self._begun = self._begun, ()
         completed, self._completed = self._completed, ()
-        for file in begun:
-            with suppress(Exception):
-                self.storage.abort_shared(file)
         if completed:
             with suppress(Exception):
                 self.storage.remove(*completed)
-        with suppress(Exception):
-            remove_records(self.storage, [save_id])
+        for file in begun:
+            with suppress(Exception):
+                self.storage.abort_shared(file)
+        self._forget()
 
-    def commit_files(
-        self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]], save_id: str
-    ) -> set[str]:
+    def _forget(self, *names: str) -> None:
+        """Removes the record of the save, and the temporary names that it tells of."""
+        with suppress(Exception):
+            self.storage.unmark(self._save_id, *names)
+            remove_uploads(self.storage, self._save_id)
+            remove_records(self.storage, [self._save_id])
+
+    def commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
         """Makes the files the model at the path, on the coordinator, when all ranks have written their parts.
 
         ``parts`` is what the ranks have written, by the number of the file. Returns the files of the model that it
         replaces, which can be removed. Raises `WriteError` if it is not the model there; then the one before is
         untouched.
         """
-        return self._in_time(lambda: self._commit_files(plan, parts, save_id))
+        return self._in_time(lambda: self._commit_files(plan, parts))
 
-    def _commit_files(
-        self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]], save_id: str
-    ) -> set[str]:
+    def _commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
         storage, sync = self.storage, self._context.options.write.sync_files
         is_lone = self._begun[0].name == self._single
         self._check_commit()
         for name, content in self._other_files().items():
             if storage.read(name) != content:
-                storage.put(name, content, sync=sync, save_id=save_id)
+                storage.put(name, content, sync=sync, save_id=self._save_id)
         try:
             for number, file in enumerate(self._begun):
                 storage.complete_shared(file, parts.get(number, {}), replace=is_lone and self._has_single)
@@ -141,20 +147,26 @@ class ModelDestination(Destination):
         except OSError as error:
             message = f"cannot write {storage.path}/{file.name}: {describe(error)}"
             raise WriteError(storage.scrub(message)) from storage.cause(error)
-        replaced = set[str]()
+        names, replaced = {file.name for file in self._begun}, set[str]()
         if not is_lone:
+            replaced = _named_files(self._index) - names
+            storage.mark(self._save_id, *replaced)
             index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
-            self._check_commit()
             try:
-                storage.put(INDEX, index, sync=sync, replace=not self._is_fresh, save_id=save_id)
+                self._check_commit()
+                storage.put(INDEX, index, sync=sync, replace=not self._is_fresh, save_id=self._save_id)
             except Refused:
+                storage.unmark(self._save_id, *replaced)
                 raise
             except WriteError:  # the index may be in place, or arrive later, so all files stay
                 self._begun = self._completed = ()
                 raise
-            replaced = _named_files(self._index) - {file.name for file in self._begun}
         self._begun = self._completed = ()
-        remove_records(storage, [save_id])
+        if replaced:
+            with suppress(OSError):
+                storage.unmark(self._save_id, *names)
+        else:
+            self._forget(*names)
         return replaced
 
     @property
@@ -179,14 +191,78 @@ class ModelDestination(Destination):
         return found
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes the files of a model that was replaced. They have no records of saves."""
+        """Removes the files of a model that was replaced, and the record of the save that has replaced it."""
 
         def remove() -> None:
             for name in names:
                 with suppress(Exception):
                     self.storage.remove(name)
+            self._forget(*names)
 
-        self._clean_up(remove)
+        names = tuple(names)
+        self._after_held(lambda: self._clean_up(remove))
+
+    def end(self) -> None:
+        """Releases the directory, so that others may clean up there. Idempotent."""
+        self._after_held(super().end)
+
+    def hold(self) -> Callable[[], None]:
+        """Puts off the removal of files, and the release of the directory, until the returned function is called."""
+        self._held = []
+
+        def release() -> None:
+            held, self._held = self._held, None
+            for operation in held or ():
+                operation()
+
+        return release
+
+    def _after_held(self, operation: Callable[[], None]) -> None:
+        if self._held is None:
+            operation()
+        else:
+            self._held.append(operation)
+
+
+# --- uploads, where no lock tells whether a save is under way ---------------------------------------------------------
+#
+# A record of a save there has the uploads that it has begun. The next save to the same place aborts them: if the one
+# that began them was still alive after all, it fails.
+
+_decode_uploads = msgspec.json.Decoder(dict[str, str]).decode
+
+
+def put_uploads(storage: Storage, save_id: str, files: Iterable[SharedFile]) -> None:
+    """Leaves a record of the uploads of a save; raises `WriteError`."""
+    if storage.uploads_are_hidden:
+        content = msgspec.json.encode({file.name: file.token for file in files})
+        storage.put(record_file_name(save_id), content, sync=True, replace=False)
+
+
+def remove_uploads(storage: Storage, save_id: str) -> None:
+    """Removes that record; raises `OSError`."""
+    if storage.uploads_are_hidden:
+        storage.remove(record_file_name(save_id))
+
+
+def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The uploads of saves with a record among the files of a directory: by record, the token of each by its name."""
+    found = {}
+    for name in filter(is_record_file_name, names):
+        with suppress(CheckpointError, msgspec.MsgspecError):
+            found[name] = _decode_uploads(storage.read(name) or b"{}")
+    return found
+
+
+def drop_uploads(storage: Storage) -> None:
+    """Aborts the uploads of saves that have died, where that is possible."""
+    if not storage.uploads_are_hidden:
+        return
+    with suppress(CheckpointError, OSError):
+        for record, uploads in recorded_uploads(storage, [file.name for file in storage.listing()[0]]).items():
+            for name, token in uploads.items():
+                storage.abort_shared(SharedFile(name, token, 0))
+            storage.remove(record)
 
 
 def _weights_in(storage: Storage) -> list[str]:
@@ -199,9 +275,6 @@ def _weights_in(storage: Storage) -> list[str]:
 
 def _named_files(index: bytes | None) -> set[str]:
     """The files that an index lists; none if it cannot be read, or they are elsewhere."""
-    if index is None:
-        return set()
     with suppress(msgspec.MsgspecError):
-        names = set(read_index(index).values())
-        return {name for name in names if os.path.basename(name) == name and name.endswith(".safetensors")}
+        return files_named(index)
     return set()

@@ -94,7 +94,7 @@ class ModelSession(SaveSession):
             for number, of_file in result.storage_data.parts.items():
                 parts.setdefault(number, {}).update(of_file)
         self._begin_commit(metadata)
-        return self._destination.commit_files(self._model, parts, self.id)
+        return self._destination.commit_files(self._model, parts)
 
     def _committed(self) -> None:
         """Publishes the model as the next version, if that is wanted. If it raises `WriteError`, the model is saved."""
@@ -113,7 +113,7 @@ class ModelSession(SaveSession):
     def end(self) -> None:
         """Drops the files unless they are a model by now, and releases the directory. Idempotent."""
         if self._model is not None:
-            self._destination.drop_files(self.id)
+            self._destination.drop_files()
         super().end()
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
@@ -129,7 +129,7 @@ class ModelSession(SaveSession):
         job = _RankJob(self, layout)
         others_failed = job.run(plan, planner, ranks)
         if (job.error is not None or others_failed) and self._destination.commits:
-            self._destination.drop_files(self.id)
+            self._destination.drop_files()
         if job.error is not None:
             raise job.error
         done = job.done

@@ -250,6 +250,7 @@ class Storage(abc.ABC):
         reads: How to read at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
         locks_are_visible: Everybody who could save here sees a lock.
+        uploads_are_hidden: Files are uploads until they are complete, which no listing shows.
         may_hang: Calls may never return, because the kernel waits for a disk or a server without a timeout.
         adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
         connection: Storages opened with the same options share it while somebody holds a reference. Who holds one from
@@ -263,6 +264,7 @@ class Storage(abc.ABC):
     reads = ReadTuning()
     max_file_bytes = UNLIMITED
     locks_are_visible = False
+    uploads_are_hidden = False
     may_hang = False
     adopts = False
     max_adopted_bytes = UNLIMITED
@@ -325,6 +327,8 @@ class Storage(abc.ABC):
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         """Gives a shared file its name, when all of it is written. The name is durable after `sync_directory`.
 
+        A new file keeps its temporary name beside it, as after `mark`, where it can.
+
         Args:
             file: The file.
             parts: What `SharedSink.finish` has returned in all processes.
@@ -334,6 +338,19 @@ class Storage(abc.ABC):
             OSError: it is not there; or nobody knows.
         """
         raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
+
+    def mark(self, save_id: str, *names: str) -> None:  # noqa: B027
+        """Gives files temporary names of a save, besides their own, where that is possible.
+
+        So the record of the save proves that it has written a file, or was to remove it, if it dies: see `is_marked`.
+        """
+
+    def is_marked(self, name: str, temporary: str) -> bool:
+        """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file."""
+        return False
+
+    def unmark(self, save_id: str, *names: str) -> None:  # noqa: B027
+        """Removes the temporary names of files; raises `OSError`. Idempotent."""
 
     def abort_shared(self, file: SharedFile) -> None:  # noqa: B027
         """Drops a shared file that is not complete; raises `OSError`. Idempotent."""

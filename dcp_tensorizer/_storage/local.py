@@ -132,10 +132,21 @@ class LocalStorage(Storage):
             _check_kind(self._root / file.name)  # a rename would replace it
         if self._is_given_up:
             raise TimeoutError(errno.ETIMEDOUT, "it has taken too long")
-        if not replace:
-            _link(self._root / file.token, self._root / file.name)
-        os.replace(self._root / file.token, self._root / file.name)  # for a link to the same file this does nothing
-        (self._root / file.token).unlink(missing_ok=True)
+        if replace or not _link(self._root / file.token, self._root / file.name):
+            os.replace(self._root / file.token, self._root / file.name)
+
+    def mark(self, save_id: str, *names: str) -> None:
+        for name in names:
+            with suppress(OSError):
+                _link(self._root / name, self._root / temporary_file_name(name, save_id))
+
+    def is_marked(self, name: str, temporary: str) -> bool:
+        with suppress(OSError):
+            return os.path.samestat(os.lstat(self._root / name), os.lstat(self._root / temporary))
+        return False
+
+    def unmark(self, save_id: str, *names: str) -> None:
+        self.remove(*(temporary_file_name(name, save_id) for name in names))
 
     def abort_shared(self, file: SharedFile) -> None:
         self._unlink(file.token)
@@ -399,15 +410,20 @@ def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
     raise OSError(f"it is {name}, and not a file: remove it, or choose another path")
 
 
-def _link(source: Path, target: Path) -> None:
-    """Gives a file a second name, which must be free. On mounts without links it only checks that the name is free."""
+def _link(source: Path, target: Path) -> bool:
+    """Gives a file a second name, which must be free; returns whether it has.
+
+    On mounts without links it only checks that the name is free.
+    """
     try:
         os.link(source, target)
+        return True
     except FileExistsError:
         raise FileExistsError(TAKEN) from None
     except OSError:
         if target.exists():
             raise FileExistsError(TAKEN) from None
+    return False
 
 
 def _open_to_lock(path: Path) -> BinaryIO:

@@ -305,6 +305,7 @@ class S3Storage(RemoteStorage):
     # Each request costs as much as a few MiB.
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=32, max_coalesced_bytes=16 << 20)
     max_file_bytes = 64 << 30  # 8,192 parts
+    uploads_are_hidden = True
     adopts = True
     max_adopted_bytes = 5 << 30  # S3 copies no larger object in one request
     missing = NoSuchObject

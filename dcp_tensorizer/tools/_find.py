@@ -24,6 +24,7 @@ from .._format.names import (
 )
 from .._index.container import is_index, looks_like_pickle
 from .._saving.commit import dead_files, leftovers
+from .._saving.model_destination import recorded_uploads
 from .._storage.base import FileInfo, Storage
 from .._storage.local import LocalStorage
 from .._tiers import queue
@@ -161,12 +162,18 @@ class _Begun(NamedTuple):
     unknown: str = ""
     """Why there may be more."""
 
-    def here(self, listed: Sequence[FileInfo]) -> list[FileInfo]:
+    def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
         """The uploads in the directory itself, except those to listed files, which may be committed: `discard` removes
         both.
+
+        Of a model's files only those of which a record says that a save has begun them.
         """
         names = {file.name for file in listed}
-        return [file for file in self.files if "/" not in file.name and file.name not in names]
+        begun = [file for file in self.files if "/" not in file.name and file.name not in names]
+        if all(is_data_file_name(file.name) for file in begun):
+            return begun
+        recorded = {name for uploads in recorded_uploads(storage, names).values() for name in uploads}
+        return [file for file in begun if is_data_file_name(file.name) or file.name in recorded]
 
     def below(self) -> dict[str, _Begun]:
         """The uploads below, by subdirectory."""
@@ -180,9 +187,13 @@ class _Begun(NamedTuple):
 
 def _begun(storage: Storage) -> _Begun:
     try:
-        return _Begun([file for file in storage.uploads() if is_data_file_name(posixpath.basename(file.name))])
+        return _Begun([file for file in storage.uploads() if _may_be_ours(posixpath.basename(file.name))])
     except CheckpointError as error:
         return _Begun((), f"the leftovers of saves there cannot be recognised: {error}")
+
+
+def _may_be_ours(name: str) -> bool:
+    return is_data_file_name(name) or name.endswith(".safetensors")
 
 
 def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
@@ -204,7 +215,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
             pass  # removed meanwhile
         except CheckpointError as error:  # it may not be readable for us, but others are
             logger.warning("a directory is not listed: %s", error)
-    here = begun.here(files)
+    here = begun.here(storage, files)
     is_checkpoint = here or any(is_ours(file.name) for file in files)
     listed = _look_at(storage, files, saves, here, begun.unknown) if is_checkpoint else None
     return Folder(storage, _name(storage), tuple(files), tuple(folders), listed)
@@ -283,12 +294,16 @@ def _leftovers(
     """The leftovers of `Listed`, in an order in which they can be removed; the dead ones; and why others are
     unknown.
     """
+
+    def is_known(name: str) -> bool:
+        return is_ours(name) and save_id_in(name) in saves
+
     by_name = {file.name: file for file in files}
     left, dead = list[FileInfo](), list[FileInfo]()
     unknown = ""
     try:
-        left = [by_name[name] for name in leftovers(storage, list(by_name)) if save_id_in(name) not in saves]
-        dead = [by_name[name] for name in dead_files(storage, list(by_name)) if save_id_in(name) not in saves]
+        left = [by_name[name] for name in leftovers(storage, list(by_name)) if not is_known(name)]
+        dead = [by_name[name] for name in dead_files(storage, list(by_name)) if not is_known(name)]
     except CheckpointError as error:
         unknown = f"the leftovers of saves there cannot be recognised: {error}"
     return tuple(left), tuple(dead), unknown

@@ -6,6 +6,10 @@ import json
 import logging
 import math
 import re
+import signal
+import subprocess
+import sys
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +35,12 @@ from dcp_tensorizer import (
 from dcp_tensorizer._format.safetensors import NAMES, PAIRS
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process.client import WriterProcess
+from dcp_tensorizer.tools._gc import collect, plan_collection
 
-from ..support import dtype_name, filled, kill, same
+from ..servers import S3Server
+from ..support import ROOT, dtype_name, filled, kill, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -344,3 +351,33 @@ def test_a_manager_that_keeps_no_copy_exports_nothing(tmp_path: Path, options: d
     """There would be nothing to export from."""
     with pytest.raises(ValueError, match="exclude each other"):
         CheckpointManager(tmp_path, export=Export(tmp_path / "model"), **options)
+
+
+_KILLED = """
+import os, signal, sys, torch, torch.distributed.checkpoint as dcp
+from dcp_tensorizer import SafetensorsStorageWriter
+from dcp_tensorizer._storage.s3 import S3Storage
+S3Storage.open_shared = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
+writer = SafetensorsStorageWriter(sys.argv[1], storage_options=eval(sys.argv[2]), max_shard_bytes=1_000_000)
+dcp.save({"a": torch.ones(250_000), "b": torch.ones(250_000)}, storage_writer=writer, no_dist=True)
+"""
+
+
+def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server) -> None:
+    """Its record names them: the next save to the place aborts them, and so does gc, when they are old enough."""
+    prefix = uuid.uuid4().hex
+    url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
+    command = [sys.executable, "-c", _KILLED, url, repr(options)]
+    for end in ("save", "gc"):
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+        assert len(s3.uploads(prefix)) == 2
+        if end == "save":
+            save(url, {"a": torch.ones(3)}, storage_options=options)
+            assert s3.objects(prefix) == ["model/model.safetensors"]
+            s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/model/model.safetensors")
+            continue
+        (removal,) = plan_collection(open_storage(url, options), None, 3600.0)
+        assert "a save or a copy may be under way" in removal.kept
+        (removal,) = plan_collection(open_storage(url, options), None, 0.0)
+        assert collect(removal).kept == ""
+    assert (s3.uploads(prefix), s3.objects(prefix)) == ([], [])

@@ -1,6 +1,6 @@
-"""Publishes or applies a version, and is killed before each of its changes to the disk, one after the other.
+"""Saves a model, publishes or applies a version, and is killed before each change to the disk, one after the other.
 
-    python -m tests.integration.publish.killed publish|apply DIRECTORY
+    python -m tests.integration.publish.killed save|publish|apply DIRECTORY
 
 For every kill a child is forked, which sends itself SIGKILL. Then this process looks at what is there. It prints how
 many times a child was killed, and fails if it found anything but the old version or the new one.
@@ -8,19 +8,26 @@ many times a child was killed, and fails if it found anything but the old versio
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dcp_tensorizer import apply_delta, publish
-from dcp_tensorizer.tools import list_versions, verify_versions
+import torch
+import torch.distributed.checkpoint as dcp
 
-from ...models import first_state, next_state, weights_of, write_model
+from dcp_tensorizer import SafetensorsStorageWriter, apply_delta, publish
+from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer.tools import list_versions, verify_versions
+from dcp_tensorizer.tools._gc import collect, plan_collection
+
+from ...models import first_state, loaded, next_state, weights_of, write_model
 
 CHANGES = ("fsync", "link", "mkdir", "open", "pwrite", "replace", "rmdir", "unlink", "write")
 
@@ -123,9 +130,45 @@ def kill_reader(root: Path, before: int | None) -> int:
     raise AssertionError("it was killed again and again")
 
 
+def save(path: Path, step: int) -> None:
+    """Saves a model of several files."""
+    with warnings.catch_warnings(), SafetensorsStorageWriter(path, max_shard_bytes=150, overwrite=step > 1) as writer:
+        warnings.simplefilter("ignore")
+        dcp.save({f"w{n}": torch.full((30,), float(step)) for n in range(3)}, storage_writer=writer, no_dist=True)
+
+
+def kill_save(root: Path, step: int) -> int:
+    """Kills the first save of a model, or one that replaces it; returns how often."""
+    for at in range(1000):
+        model = root / "model"
+        if step > 1:
+            save(model, step - 1)
+        killed = is_killed(lambda: save(model, step), at)  # noqa: B023
+        has_model = (model / "model.safetensors.index.json").exists()
+        assert has_model or (step == 1 and killed), at
+        if has_model:
+            (values,) = {tuple(array.tolist()) for array in loaded(model).values()}
+            assert values in [(float(n),) * 30 for n in ({step, max(1, step - 1)} if killed else {step})], at
+        if killed and not has_model:
+            for removal in plan_collection(open_storage(model), None, None) if at % 2 and model.exists() else ():
+                collect(removal)
+            save(model, 1)  # it is refused if anything is left
+        else:
+            save(model, 3)
+        index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
+        left = {path.name for path in model.iterdir() if path.stat().st_size} - {"model.safetensors.index.json"}
+        assert left == set(index.values()), (at, left)  # a record that was not yet written says nothing, and stays
+        shutil.rmtree(model)
+        if not killed:
+            return at
+    raise AssertionError("it was killed again and again")
+
+
 def main(what: str, root: str) -> None:
     directory = Path(root)
-    if what == "publish":
+    if what == "save":
+        kills = kill_save(directory / "new", 1), kill_save(directory / "over", 2)
+    elif what == "publish":
         kills = kill_publisher(directory / "delta", 20), kill_publisher(directory / "whole", 2)
     else:
         kills = kill_reader(directory / "behind", 1), kill_reader(directory / "empty", None)

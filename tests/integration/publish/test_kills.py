@@ -1,4 +1,4 @@
-"""Whoever is killed while it publishes or applies a version leaves the old one or the new one, never a mixture."""
+"""Whoever is killed while it saves a model, or publishes or applies a version, leaves the old one or the new one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from ...support import ROOT
 
 
-@pytest.mark.parametrize("what", ["publish", "apply"])
+@pytest.mark.parametrize("what", ["save", "publish", "apply"])
 def test_a_kill_leaves_the_old_version_or_the_new_one(tmp_path: Path, what: str) -> None:
     """Before every single change to the disk, by SIGKILL; whoever comes next finishes the work, and leaves no rest."""
     command = [sys.executable, "-m", "tests.integration.publish.killed", what, str(tmp_path)]
