@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ._format.renaming import Parts, Rules
 from ._format.safetensors import MAX_SHARD_BYTES
-from ._publish.publisher import Publish
-from ._runtime.validation import check_callable, check_count, check_path, check_storage_options
+from ._publish.publisher import Publish, PublishedVersion
+from ._runtime.threads import Deadline
+from ._runtime.validation import check_callable, check_count, check_path, check_storage_options, check_timeout
 from ._saving.model_layout import ModelOptions
 from ._saving.model_session import ModelSaver
 from ._saving.options import SaveOptions, Staging, threads_of_save
@@ -121,8 +122,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             no weights. The coordinator reads them.
         overwrite: Replace a model at the path. Files then have names of their save, and those that the old index
             names are removed after the new one is in place. If False, a model at the path is an error.
-        publish: Where each model is published as the next version for inference servers, whole or as what changed. The
-            coordinator's writer process does so when the model is saved.
+        publish: Where each model is published as the next version for inference servers, whole or as what changed. A
+            process of the coordinator's does so when the model is saved; neither training nor the next save waits for
+            it. If models are saved faster than they are published, some are skipped: see `wait_published`.
         cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report, limits:
             As for `TensorizerStorageWriter`.
 
@@ -133,7 +135,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
 
     The save then raises, on each rank:
         WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
-            tensors would have one name; or it cannot be written, or not be published.
+            tensors would have one name; it cannot be written; or the model before could not be published.
     """
 
     def __init__(
@@ -180,6 +182,23 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
         return shown(self, self._path, self._options.write.storage_options, self._model.arguments())
+
+    def wait_published(self, timeout: float | None = None) -> PublishedVersion | None:
+        """Waits until the last saved model is published; returns its version.
+
+        Only the coordinator publishes. Elsewhere, and without ``publish``, it returns None.
+
+        Args:
+            timeout: Seconds that this may take; then it returns None. None: as long as it takes.
+
+        Raises:
+            TypeError, ValueError: the timeout is not a number of seconds.
+            WriteError: a model could not be published, and no save has raised that yet. It is saved.
+        """
+        if timeout is not None:
+            check_timeout(timeout, least=0)
+        versions = self._saver.versions if isinstance(self._saver, ModelSaver) else None
+        return None if versions is None else versions.wait(Deadline(timeout))
 
     def _new_saver(self, on_report: Callable[[SaveReport], object] | None, *, closed: bool) -> Saver:
         return ModelSaver(self._options, self._model, on_report, closed=closed)

@@ -36,7 +36,7 @@ from ._managing.restore import Selection, StatePart
 from ._managing.retention import Retention
 from ._managing.step_folder import StepNames
 from ._runtime.forks import Home
-from ._runtime.threads import Deadline
+from ._runtime.threads import NEVER, Deadline
 from ._runtime.validation import check_path, check_timeout
 from ._saving.partners import DEFAULT_RATE, check_copies
 from ._storage.open import absolute_path
@@ -317,6 +317,7 @@ class CheckpointManager:
             return
         self._job.write_held()
         self._job.saves.wait()
+        self._job.saves.wait_published(NEVER)
         self._job.saves.tell()
 
     @property
@@ -370,6 +371,7 @@ class CheckpointManager:
             self._job.saves.wait_exported(deadline)
             self._writer.close(deadline.left)
             self._job.saves.wait(deadline)
+            self._job.saves.wait_published(deadline)
             self._job.saves.end_exports()
             if self._job.saves.failures.count or self._job.saves.is_busy or self._job.saves.held_step is not None:
                 self._job.survival.leave(deadline)  # the newest step exists only in memory

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .._runtime.threads import Deadline
 from .._runtime.torch_compat import flatten_state_dict
 from .._saving.model_session import ModelSaver
 from .._saving.ties import ties_of
@@ -132,6 +133,14 @@ class Exports:
         ):
             return None
         return self.run(saved)
+
+    def wait_published(self, deadline: Deadline) -> Exception | None:
+        """Waits until the last export is published, if that is wanted; returns why it could not be."""
+        try:
+            self._writer.wait_published(deadline.left)
+        except WriteError as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Lets go of the last state, and closes the writer of exports."""

@@ -194,6 +194,11 @@ class Saves:
         if self.exports is not None:
             self.wait(deadline)
 
+    def wait_published(self, deadline: Deadline) -> None:
+        """Waits until the last export is published."""
+        if self.exports is not None:
+            self.error = self.exports.wait_published(deadline) or self.error
+
     def end_exports(self) -> None:
         """Ends what belongs to exports, when the last one is over."""
         if self.exports is not None:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from .._format.encoder import FileParts
+from .._format.names import is_ours
 from .._format.safetensors_header import INDEX, LENGTH, MAX_HEADER, SINGLE, encode_header, read_header, read_index
 from .._runtime.threads import in_threads
 from .._storage.base import Storage
@@ -74,8 +75,12 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
         names = set(_read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
     files = (file.name for file in storage.listing()[0])
-    others = sorted(name for name in files if not name.endswith(_ENDING) and name != INDEX and is_plain_name(name))
-    return Model(index, weights, tuple(others))
+    return Model(index, weights, tuple(sorted(filter(_is_other, files))))
+
+
+def _is_other(name: str) -> bool:
+    """Returns whether a file belongs to a model, besides its weights and index. Those of a save under way do not."""
+    return not name.endswith(_ENDING) and name != INDEX and is_plain_name(name) and not is_ours(name)
 
 
 def read_weight_files(storage: Storage) -> list[WeightFile]:

@@ -152,8 +152,10 @@ class Publication:
     max_deltas: int = MAX_DELTAS
     keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    index: bytes | None = None
+    """That of the model, where another one may be in its place by now."""
     previous_index: bytes | None = None
-    """Of ``previous``, where another index is in its place by now."""
+    """That of ``previous``, as well."""
 
     def __post_init__(self) -> None:
         """Checks the counts."""
@@ -170,7 +172,7 @@ class Publication:
         zstd()
         source = open_storage(self.directory, self.storage_options)
         folder = Published(open_storage(self.published, self.storage_options))
-        model = read_model(source)
+        model = read_model(source, self.index)
         publisher = _Publisher(folder, folder.ownership(own), source, model, self.step, on_progress)
         try:
             version = publisher.publish(self._before(), self.max_deltas)

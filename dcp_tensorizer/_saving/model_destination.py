@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 from .._format.names import is_record_file_name, metadata_file_name, record_file_name
 from .._format.safetensors import file_names, index_of
 from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
+from .._runtime.forks import free_in_child
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
@@ -29,6 +31,10 @@ class ModelDestination(Destination):
 
     The coordinator begins the files, all ranks write them, and the coordinator completes them. Until then they have
     other names, which no reader takes for a model's.
+
+    Attributes:
+        model: The options.
+        index: What the commit has put into the index; None if the model is one file.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class ModelDestination(Destination):
     ) -> None:
         super().__init__(context, storage, staged_save)
         self.model = model
+        self.index: bytes | None = None
         self._index: bytes | None = None
         self._single = ADAPTER if model.is_adapter else SINGLE
         self._has_single = False
@@ -44,6 +51,7 @@ class ModelDestination(Destination):
         self._completed: tuple[str, ...] = ()
         self._save_id = ""
         self._held: list[Callable[[], None]] | None = None
+        self._holding = free_in_child(threading.Lock())
 
     def _check_free(self, storage: Storage) -> None:
         if self.metadata_rank is not None:
@@ -151,10 +159,10 @@ class ModelDestination(Destination):
         if not is_lone:
             replaced = _named_files(self._index) - names
             storage.mark(self._save_id, *replaced)
-            index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
+            self.index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
                 self._check_commit()
-                storage.put(INDEX, index, sync=sync, replace=not self._is_fresh, save_id=self._save_id)
+                storage.put(INDEX, self.index, sync=sync, replace=not self._is_fresh, save_id=self._save_id)
             except Refused:
                 storage.unmark(self._save_id, *replaced)
                 raise
@@ -168,11 +176,6 @@ class ModelDestination(Destination):
         else:
             self._forget(*names)
         return replaced
-
-    @property
-    def replaced_index(self) -> bytes | None:
-        """The index that was there before the save, if there was one."""
-        return self._index
 
     def _other_files(self) -> dict[str, bytes]:
         """The user's other files, by name; raises `Refused` if one is unreadable or named like a file of the model."""
@@ -207,21 +210,26 @@ class ModelDestination(Destination):
         self._after_held(super().end)
 
     def hold(self) -> Callable[[], None]:
-        """Puts off the removal of files, and the release of the directory, until the returned function is called."""
+        """Puts off the removal of files, and the release of the directory, until the returned function is called.
+
+        It may be called on any thread.
+        """
         self._held = []
 
         def release() -> None:
-            held, self._held = self._held, None
+            with self._holding:
+                held, self._held = self._held, None
             for operation in held or ():
                 operation()
 
         return release
 
     def _after_held(self, operation: Callable[[], None]) -> None:
-        if self._held is None:
-            operation()
-        else:
-            self._held.append(operation)
+        with self._holding:
+            if self._held is not None:
+                self._held.append(operation)
+                return
+        operation()
 
 
 # --- uploads, where no lock tells whether a save is under way ---------------------------------------------------------

@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.chunks import Region
+from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.open import open_storage
 from .._writer_process.protocol import FileResult, WriteDone
 from .._writer_process.shared_job import PartsWritten, Pieces
-from ..errors import CheckpointError, StagingError, WriteError
+from ..errors import StagingError, WriteError
 from .destination import Destination
 from .item_bytes import ItemBytes
 from .keeping import KeptSave
@@ -34,7 +35,7 @@ from .report import SaveReport
 from .saver import SaveDescription, Saver
 from .session import SaveSession
 from .ties import live_state, ties_of
-from .versions import VersionsOfWriter
+from .versions import SavedModel, VersionsOfWriter
 from .write_plan import Item, resolve
 
 
@@ -97,18 +98,14 @@ class ModelSession(SaveSession):
         return self._destination.commit_files(self._model, parts)
 
     def _committed(self) -> None:
-        """Publishes the model as the next version, if that is wanted. If it raises `WriteError`, the model is saved."""
-        versions = self._context.versions
-        if versions is None:
-            return
-        destination, staged = self._destination, self._staged_save
-        client = None if staged is None or destination.storage.in_process else self._context.engine.client
-        try:
-            versions.publish(
-                destination.storage, destination.replaced_index, client, None if staged is None else staged.context
-            )
-        except CheckpointError as error:
-            raise WriteError(f"the model is saved to {self.path}, and cannot be published: {error}") from error
+        """Lets the model be published as the next version, if that is wanted.
+
+        If it raises `WriteError`, the model is saved, and the one before could not be published.
+        """
+        if (versions := self._context.versions) is not None:
+            destination, staged = self._destination, self._staged_save
+            context = None if staged is None else staged.context
+            versions.add(SavedModel(destination.storage, destination.index, context, destination.hold()))
 
     def end(self) -> None:
         """Drops the files unless they are a model by now, and releases the directory. Idempotent."""
@@ -224,6 +221,12 @@ class ModelSaver(Saver):
     ) -> SaveSession:
         """Begins a save of what was staged for it, or of `source`: see `Saver.begin`."""
         return super().begin(path, directory, staged_save or self.source, error)
+
+    def close(self, deadline: Deadline) -> None:
+        """Waits for the saves of this writer, and for what is being published: see `Saver.close`."""
+        super().close(deadline)
+        if self.versions is not None:
+            self.versions.end(deadline)
 
     def _destination(self, where: str | Path, staged_save: StagedSave | None) -> ModelDestination:
         storage = open_storage(where, self.options.write.storage_options, self.options.limits.timeout)

@@ -1,72 +1,166 @@
-"""The models that a writer saves are published as versions, by its writer process."""
+"""The models that a writer saves are published as versions, by a process of its own, while training and saves go on."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
-from .._format.safetensors_header import INDEX, SINGLE
-from .._publish.publisher import Publication, Publish
+from .._format.safetensors_header import SINGLE, files_named
+from .._publish.publisher import Publication, Publish, PublishedVersion
+from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext
+from .._runtime.threads import Deadline, in_background
 from .._storage.base import Storage
 from .._storage.claim import Claim
-from .._storage.open import open_storage
 from .._writer_process.protocol import PublishRequest
 from .._writer_process.write_options import WriteOptions
+from ..errors import WriteError, describe
 from .writer_client import WriterClient
 
 logger = logging.getLogger("dcp_tensorizer")
 
 
-class VersionsOfWriter:
-    """Publishes the models of one writer, one after the other.
+@dataclass(slots=True, eq=False)
+class SavedModel:
+    """A model that is committed.
 
-    The new model is compared with the one before as long as that is there: in its own directory, or in that of the new
-    one, whose save has replaced its index but not yet removed its files.
+    ``release`` removes the files of the model that it has replaced, ``before``, if there was one.
+    """
+
+    storage: Storage
+    index: bytes | None  # None if the model is one file
+    context: ProcessContext | None
+    release: Callable[[], None]
+    before: SavedModel | None = None
+
+
+class VersionsOfWriter:
+    """Publishes the models of one writer, one after the other. Of those that wait meanwhile only the newest is.
+
+    A model is compared with the last one that was published, as long as that is there. The files of a model that
+    another one replaces stay until they are no longer needed here.
+
+    Attributes:
+        is_busy: A model is being published, or waits.
     """
 
     def __init__(self, options: Publish, write: WriteOptions) -> None:
         self._options, self._write = options, write
+        self._client = WriterClient()
         self._own: Claim | None = None
-        self._last: str | None = None
+        self._changed = free_in_child(threading.Condition())
+        self._newest: dict[str, SavedModel] = {}  # by its directory
+        self._unreleased: list[SavedModel] = []
+        self._waiting: SavedModel | None = None
+        self._running: SavedModel | None = None
+        self._published: SavedModel | None = None
+        self.is_busy = False
+        self._version: PublishedVersion | None = None
+        self._error: WriteError | None = None
 
-    def publish(
-        self,
-        model: Storage,
-        replaced_index: bytes | None,
-        client: WriterClient | None,
-        context: ProcessContext | None,
-    ) -> None:
-        """Publishes a model that has just been saved, in this process if there is no ``client``.
+    def add(self, model: SavedModel) -> None:
+        """Lets a model be published. Raises `WriteError` if the one before could not be."""
+        with self._changed:
+            error, self._error = self._error, None
+            location = model.storage.location
+            model.before = self._newest.get(location)
+            self._newest[location] = model
+            self._unreleased.append(model)
+            if self._waiting is not None:
+                logger.info("%s: not published, because another model has followed", self._waiting.storage.path)
+            self._waiting = model
+            starts, self.is_busy = not self.is_busy, True
+        if starts:
+            in_background(self._work, name="publish")
+        self._release()
+        if error is not None:
+            raise error
 
-        ``replaced_index`` is the index that was in its directory before. Raises `CheckpointError` if it cannot be
-        published.
+    def wait(self, deadline: Deadline) -> PublishedVersion | None:
+        """Waits until nothing is being published; returns the last version.
+
+        None if there is none, or something is still being published at the deadline. Raises `WriteError` if a model
+        could not be published, and no call has raised that yet.
         """
-        index = replaced_index if self._last == model.location else None
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: not self.is_busy, deadline.left)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._version if is_over else None
+
+    def end(self, deadline: Deadline) -> None:
+        """Waits for what is being published, and ends the process; after the deadline it is killed."""
+        with suppress(WriteError):  # it has been logged
+            self.wait(deadline)
+        with self._changed:
+            self._waiting = None
+        self._client.end_process(deadline)
+        with suppress(WriteError):
+            self.wait(Deadline(_END_SECONDS))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._running, self._waiting = self._waiting, None
+                model, previous = self._running, self._published
+                if model is None:
+                    self.is_busy = False
+                    self._changed.notify_all()
+                    return
+            error, version = None, self._version
+            try:
+                version = self._publish(model, previous)
+            except Exception as failure:
+                error = WriteError(
+                    f"the model is saved to {model.storage.path}, and cannot be published: {describe(failure)}"
+                )
+                error.__cause__ = failure
+                logger.error("%s", error)
+            with self._changed:
+                self._running = None
+                self._published = model if error is None else None
+                self._version, self._error = version, error or self._error
+            self._release()
+
+    def _publish(self, model: SavedModel, previous: SavedModel | None) -> PublishedVersion:
+        is_there = previous is not None and self._is_there(previous)
         publication = Publication(
-            model.location,
+            model.storage.location,
             os.fspath(self._options.path),
-            self._last if self._is_there(model, index) else None,
+            previous.storage.location if previous is not None and is_there else None,
             None,
             self._options.max_deltas,
             self._options.keep_latest,
             self._write.storage_options,
-            index,
+            model.index,
+            previous.index if previous is not None and is_there else None,
         )
-        self._last = None
-        if client is None:
-            version, self._own = publication.publish(self._own)
-        else:
-            request = PublishRequest(publication, self._own)
-            version, self._own = client.publish(request, self._write.limits.timeout, context)
-        self._last = model.location
-        logger.info("%s: published as version %d of %s", model.path, version.version, version.path)
+        request = PublishRequest(publication, self._own)
+        version, self._own = self._client.publish(request, self._write.limits.timeout, model.context)
+        logger.info("%s: published as version %d of %s", model.storage.path, version.version, version.path)
+        return version
 
-    def _is_there(self, model: Storage, index: bytes | None) -> bool:
-        """Returns whether the files of the last model can be read."""
-        if self._last is None:
-            return False
-        if self._last == model.location:
-            return index is not None
-        before = open_storage(self._last, self._write.storage_options, self._write.limits.timeout)
-        return any(before.head(name) is not None for name in (INDEX, SINGLE))
+    def _is_there(self, model: SavedModel) -> bool:
+        """Returns whether the files of a model can be read. One of one file is replaced in place."""
+        if model.index is None:
+            is_newest = self._newest[model.storage.location] is model
+            return is_newest and model.storage.head(SINGLE) is not None
+        return any(model.storage.head(name) is not None for name in sorted(files_named(model.index))[:1])
+
+    def _release(self) -> None:
+        """Lets files go that are no longer needed."""
+        with self._changed:
+            needed = {id(model) for model in (self._waiting, self._running, self._published) if model is not None}
+            released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]
+            self._unreleased = [model for model in self._unreleased if model not in released]
+        for model in released:
+            model.release()
+            model.before = None  # so that no chain of all models grows
+
+
+_END_SECONDS = 5.0  # for the thread to see that its process has ended

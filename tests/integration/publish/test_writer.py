@@ -1,7 +1,8 @@
-"""A writer of models publishes each of them, by its writer process."""
+"""A writer of models publishes each of them, by a process of its own."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from dcp_tensorizer import (
     Export,
     Publish,
     SafetensorsStorageWriter,
+    WriteError,
     apply_delta,
     publish,
     unwrap,
 )
-from dcp_tensorizer._publish.publisher import Publication
+from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
 
 from ...models import weights_of, write_model
+from ...waiting import WAIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -46,6 +50,9 @@ def test_each_model_becomes_a_version(tmp_path: Path, is_async: bool, in_place: 
                 dcp.async_save(state(step), storage_writer=writer, checkpoint_id=model).result()
             else:
                 dcp.save(state(step), storage_writer=writer, checkpoint_id=model)
+            version = writer.wait_published()
+            assert version is not None
+            assert version.version == step + 1
             apply_delta(tmp_path / "copy", published)
             assert weights_of(tmp_path / "copy") == weights_of(model)
     versions = list_versions(published)
@@ -56,36 +63,78 @@ def test_each_model_becomes_a_version(tmp_path: Path, is_async: bool, in_place: 
 
 def test_the_model_before_is_read_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not put together from all that was published since the last whole version."""
-    seen: list[tuple[str | None, bool]] = []
-    original = Publication.publish
+    seen: list[str | None] = []
+    original = WriterClient.publish
 
-    def noted(self: Publication, *arguments: Any) -> Any:
-        previous = None if self.previous is None else Path(self.previous).name
-        seen.append((previous, self.previous_index is not None))
-        return original(self, *arguments)
+    def noted(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        previous = request.publication.previous
+        seen.append(None if previous is None else Path(previous).name)
+        return original(self, request, *arguments)
 
-    monkeypatch.setattr(Publication, "publish", noted)
+    monkeypatch.setattr(WriterClient, "publish", noted)
     options: dict[str, Any] = {"max_shard_bytes": 20_000, "overwrite": True}
     with SafetensorsStorageWriter(publish=Publish(tmp_path / "published"), **options) as writer:
         for step, name in enumerate(("a", "b", "b", "a")):
             dcp.save(state(step), storage_writer=writer, checkpoint_id=tmp_path / name)
-    assert seen == [(None, False), ("a", False), ("b", True), ("b", False)]
+            writer.wait_published()
+    assert seen == [None, "a", "b", "b"]
+    assert all(len(list((tmp_path / name).glob("*.safetensors"))) == 4 for name in "ab")
     assert verify_versions(tmp_path / "published").damages == ()
 
 
+def test_a_save_waits_for_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models that wait for one that is being published only the newest is; their files stay as long as needed."""
+    goes_on, original = threading.Event(), WriterClient.publish
+
+    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        assert goes_on.wait(WAIT)
+        return original(self, request, *arguments)
+
+    monkeypatch.setattr(WriterClient, "publish", held)
+    model, published = tmp_path / "model", tmp_path / "published"
+    options: dict[str, Any] = {"max_shard_bytes": 20_000, "overwrite": True, "publish": Publish(published)}
+    with SafetensorsStorageWriter(model, **options) as writer:
+        expected = []
+        for step in range(4):
+            dcp.async_save(state(step), storage_writer=writer).result()
+            expected.append(weights_of(model))
+        version, files = writer.wait_published(0), len(list(model.glob("*.safetensors")))
+        goes_on.set()
+        assert (version, files) == (None, 2 * 4)  # the first one is being published, and the last one waits
+        version = writer.wait_published()
+    assert version is not None
+    assert (version.version, version.is_delta) == (2, True)
+    for number, step in ((1, 0), (2, 3)):
+        apply_delta(tmp_path / f"copy-{number}", published, version=number)
+        assert weights_of(tmp_path / f"copy-{number}") == expected[step]
+    assert len(list(model.glob("*.safetensors"))) == 4
+    assert {path.name for path in model.iterdir() if not path.name.endswith(".safetensors")} == {
+        "model.safetensors.index.json"
+    }
+
+
 def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
-    """The save says so: here another job has taken the directory over."""
+    """The next save says so, or whoever waits: here another job has taken the directory over."""
     published = tmp_path / "published"
     with SafetensorsStorageWriter(publish=Publish(published)) as writer:
         dcp.async_save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a").result()
+        writer.wait_published()
         write_model(tmp_path / "other", {"w": torch.ones(3).numpy()})
         publish(tmp_path / "other", published)
-        with pytest.raises(CheckpointException) as caught:
-            dcp.async_save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "b").result()
-    message = str(unwrap(caught.value))
+        dcp.async_save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "b").result()
+        with pytest.raises(WriteError) as caught:
+            writer.wait_published()
+        dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "c")
+        versions = writer.saver.versions  # type: ignore[attr-defined]
+        with versions._changed:
+            assert versions._changed.wait_for(lambda: not versions.is_busy, WAIT)
+        with pytest.raises(CheckpointException) as of_save:
+            dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "d")
+    assert str(unwrap(of_save.value)).startswith(f"the model is saved to {tmp_path / 'c'}, and cannot be published: ")
+    message = str(caught.value)
     assert message.startswith(f"the model is saved to {tmp_path / 'b'}, and cannot be published: ")
     assert "now belongs to another run" in message
-    assert (tmp_path / "b" / "model.safetensors").exists()
+    assert all((tmp_path / name / "model.safetensors").exists() for name in "abcd")
     assert [info.version for info in list_versions(published)] == [2, 1]
 
 
