@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dcp_tensorizer
+import dcp_tensorizer.tools
 
 ROOT = Path(__file__).parents[2]
 APART = [
@@ -38,7 +39,8 @@ def has(module: str, name: str) -> bool:
         return True
     if spec.submodule_search_locations and find_spec(f"{module}.{name}") is not None:
         return True
-    return module == "dcp_tensorizer" and name in dcp_tensorizer.__all__
+    lazy = {package.__name__: package.__all__ for package in (dcp_tensorizer, dcp_tensorizer.tools)}
+    return name in lazy.get(module, ())
 
 
 def top_level(file: Path) -> set[str]:
