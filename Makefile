@@ -56,6 +56,7 @@ docs: $(READY)
 # `python -m benchmarks.scale --large`, which takes 90 minutes: its figures stay until the next such run.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
+	$(BIN)/python -m benchmarks.ceiling
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.remote
