@@ -15,11 +15,13 @@ import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ._managing.agreement import Agreement, Together, make_groups
 from ._managing.arguments import (
     check_export,
+    check_growth,
     check_metrics,
     check_patterns,
     check_state,
@@ -264,6 +266,7 @@ class CheckpointManager:
         exclude: Sequence[str] = (),
         strict: bool = True,
         allow_shape_mismatch: bool = False,
+        grow: Mapping[str, float | None] = MappingProxyType({}),
         fallback: bool = False,
     ) -> int | None:
         """Loads a checkpoint into the state: by default the newest, the same on every rank.
@@ -283,6 +286,9 @@ class CheckpointManager:
                 empty dict has no place. If False, each is a warning, and the state stays as it is there.
             allow_shape_mismatch: A tensor that the checkpoint has in another shape stays as it is, and so does the
                 optimizer's state of it, with a warning. Otherwise it is an error.
+            grow: Patterns of tensors that may be larger than the saved ones, such as those of a vocabulary that grew.
+                What was saved is loaded into their beginning, in each dimension. The value is that of all other
+                elements; None leaves them as they are. An optimizer's state of such a parameter grows with zeros.
             fallback: If a checkpoint is damaged or unreadable, load the one before it, and log an error.
 
         Returns:
@@ -298,7 +304,11 @@ class CheckpointManager:
         self._check_open()
         check_state(state)
         selection = Selection(
-            check_patterns("include", include), check_patterns("exclude", exclude), strict, allow_shape_mismatch
+            check_patterns("include", include),
+            check_patterns("exclude", exclude),
+            strict,
+            allow_shape_mismatch,
+            check_growth(grow),
         )
         step = None if step is None else check_step(step)
         restored = self._job_here().restore(state, selection, step, fallback=fallback)

@@ -56,6 +56,18 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
+    """Patterns of tensors that may be larger, with the value of their other elements; raises `TypeError`."""
+    if not isinstance(grow, Mapping):
+        raise TypeError(f"grow must be a dict of patterns and values, and is {type(grow).__name__}")
+    for pattern, value in grow.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"grow must be a dict of patterns and values, and {pattern!r} is no pattern")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"grow[{pattern!r}] must be a number, or None, and is {type(value).__name__}")
+    return tuple(grow.items())
+
+
 def check_state(state: object) -> None:
     """Raises `TypeError` unless a state is a mapping. A bare module has no key to be found by."""
     if not isinstance(state, Mapping):

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,17 +47,24 @@ class OptimizerTarget:
         collected["state"] = self._state = _copied(state)
         self._params = {str(number): (number, param) for number, param in zip(numbers, params, strict=True)}
 
-    def make_state(self, stored: Mapping[str, Any], paths: Mapping[str, _Path]) -> None:
+    def make_state(
+        self,
+        stored: Mapping[str, Any],
+        paths: Mapping[str, _Path],
+        is_grown: Callable[[torch.Tensor], bool] = lambda param: False,
+    ) -> None:
         """Makes room for the part of the state that a checkpoint has.
 
         ``stored`` are the entries that the checkpoint has and the state lacks; ``paths`` are the keys' paths in the
-        nested state.
+        nested state. The state of a parameter that is larger than the saved one is made as large as the parameter.
         """
         for key, entry in stored.items():
             path = paths.get(key, ())
             if not self._is_of_state(path):
                 continue
             number, param = self._params.get(str(path[2]), (path[2], None))
+            if param is not None and is_grown(param) and _is_alike(entry, param):
+                entry = replace(entry, size=param.size())
             if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
                 continue  # of a parameter that this optimizer does not have
             value = _room(entry, param, str(path[-1]))
@@ -98,6 +106,11 @@ def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
     if not isinstance(entry, TensorStorageMetadata) or not isinstance(param, DTensor):
         return True
     return not entry.size or entry.size == param.size()
+
+
+def _is_alike(entry: Any, param: torch.Tensor) -> bool:
+    """Returns whether a value has an element for each of its parameter, as moments have."""
+    return isinstance(entry, TensorStorageMetadata) and bool(entry.size) and len(entry.size) == param.dim()
 
 
 def _room(entry: Any, param: torch.Tensor | None, name: str) -> torch.Tensor | None:

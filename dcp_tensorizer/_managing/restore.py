@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
 from .._planning.read_items import has_older_keys
+from .._runtime.torch_compat import plain_local
 from .._storage.base import Storage
 from ..any_format import open_reader
 from ..errors import (
@@ -58,6 +59,9 @@ class Selection:
     exclude: tuple[str, ...] = ()
     strict: bool = True  # a key that the checkpoint lacks is an error; otherwise it stays as it is
     allow_shape_mismatch: bool = False  # a tensor that is stored in another shape stays as it is; otherwise an error
+    # Patterns of tensors that may be larger than what is stored, and the value of their other elements; None: they stay
+    # as they are.
+    grow: tuple[tuple[str, float | None], ...] = ()
 
     @property
     def is_all(self) -> bool:
@@ -73,13 +77,19 @@ class Selection:
         """Returns whether a key is selected, by its name and the names of the lists that contain it."""
         return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
 
+    def value_beyond(self, key: str) -> tuple[float | None] | None:
+        """The value of the elements that a larger tensor has beyond what is stored, by the first pattern that matches
+        its key; None if it may not be larger.
+        """
+        return next(((value,) for pattern, value in self.grow if fnmatch.fnmatchcase(key, pattern)), None)
+
     def check(self, keys: Sequence[str], known: Set[str]) -> None:
         """Raises `MetadataError` for a pattern that matches nothing, probably a slip.
 
         ``keys`` are the state's, for the message. ``known`` are the names of all keys, also of those that only the
         checkpoint has, and of the lists that contain them: each stage of a pipeline has its own keys.
         """
-        for pattern in (*self.include, *self.exclude):
+        for pattern in (*self.include, *self.exclude, *(pattern for pattern, _ in self.grow)):
             if not _matches(known, [pattern]):
                 raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {listed(keys)}")
 
@@ -191,12 +201,16 @@ class SelectivePlanner(LoadPlanner):
         self.has_begun = False
         self._path = path
         self._selection = selection
+        self._grown: dict[str, tuple[torch.Size, float | None]] = {}  # what is stored of a larger tensor, and the rest
         self._modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Called by DCP with what this rank reads."""
         self.has_begun = True
+        for key, (stored, value) in self._grown.items():
+            if value is not None:
+                fill_beyond(self.state_dict[key], stored, value)
         return super().finish_plan(new_plan)
 
     def set_up_planner(
@@ -212,22 +226,56 @@ class SelectivePlanner(LoadPlanner):
             OptimizerTarget(key, optimizer, state_dict.get(key)) for key, optimizer in self._of_optimizers.items()
         ]
         self._set_up(state_dict, metadata, is_coordinator)
-        misfits = self._misfits()
+        misfits, grown = self._misfits(), self._growing(lambda key: self._selection.value_beyond(key))
+        misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
         left = set(misfits) if self._selection.allow_shape_mismatch else set()
-        if optimizers and (more := self._more()):
+        if optimizers:
             paths = recorded_paths(metadata)
-            is_left = self._parameters_of(left)
-            left.update(key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths))
-            for optimizer in optimizers:
-                optimizer.make_state({key: entry for key, entry in more.items() if key not in left}, paths)
-            self._set_up(state_dict, metadata, is_coordinator)
+            is_left, is_grown = self._parameters_of(left), self._parameters_of(grown.keys())
+            of_grown = {key for optimizer in optimizers for key in optimizer.keys_of(is_grown, paths)}
+            if more := self._more():
+                left.update(key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths))
+                for optimizer in optimizers:
+                    rest = {key: entry for key, entry in more.items() if key not in left}
+                    optimizer.make_state(rest, paths, is_grown)
+                self._set_up(state_dict, metadata, is_coordinator)
+            grown |= self._growing(lambda key: (0.0,) if key in of_grown else None) | grown
+            misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
         self._report(misfits, left)
+        self._enlarge(grown)
         self._drop(left)
         if more := self._more():
             self._drop(self._report_lost(more, metadata, optimizers))  # otherwise the reader would report it again
             asked = tuple(f"{key}." for key in state_dict)
             if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
                 logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
+
+    def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
+        """The tensors that are larger than what is stored, and for which ``value_of`` has a value for the rest."""
+        assert self.metadata is not None
+        stored, growing = self.metadata.state_dict_metadata, {}
+        for key, tensor in self.state_dict.items():
+            entry = stored.get(key)
+            if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+                continue
+            if is_larger(tensor.size(), entry.size) and (value := value_of(key)) is not None:
+                growing[key] = value
+        return growing
+
+    def _enlarge(self, grown: Mapping[str, tuple[float | None]]) -> None:
+        """Lets the stored chunks of tensors be parts of larger ones."""
+        assert self.metadata is not None
+        if not grown:
+            return
+        stored = dict(self.metadata.state_dict_metadata)
+        for key, (value,) in grown.items():
+            entry = stored[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            self._grown[key] = entry.size, value
+            stored[key] = dataclasses.replace(entry, size=self.state_dict[key].size())
+        self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=stored)
+        shown = [f"{key!r}, of which {tuple(size)} are there" for key, (size, _) in self._grown.items()]
+        logger.info("%s is loaded into larger tensors (grow): %s", self._path, listed(shown))
 
     def _parameters_of(self, keys: Set[str]) -> Callable[[torch.Tensor], bool]:
         """Returns a function that tells whether a parameter has one of these keys, by its name in a module, or by its
@@ -248,7 +296,7 @@ class SelectivePlanner(LoadPlanner):
         """Flattens the state, and selects keys of it and of the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata
-        if self._selection.is_all:
+        if self._selection.is_all and not self._selection.grow:
             return
         paths = dict(recorded_paths(metadata)) | getattr(self, "mappings", {})
         names = {key: {key, *_lists_around(paths.get(key, ()))} for key in {*self.state_dict, *stored}}
@@ -310,7 +358,10 @@ class SelectivePlanner(LoadPlanner):
                 f". So does the optimizer's state of them: {listed(sorted(state))}" if state else "",
             )
         elif misfits:
-            problems.append(f"shapes differ: {shapes}. With allow_shape_mismatch=True such keys stay as they are")
+            problems.append(
+                f"shapes differ: {shapes}. With allow_shape_mismatch=True such keys stay as they are; grow= loads a "
+                f"smaller one into a part of a larger one"
+            )
         if problems:
             raise StateMismatch(f"{self._path} cannot be loaded: {'. '.join(problems)}")
 
@@ -337,6 +388,24 @@ class SelectivePlanner(LoadPlanner):
             raise StateMismatch(f"{problem}. Leave them out by exclude=, or by strict=False, which warns of them")
         logger.warning("%s. They are not loaded (strict=False)", problem)
         return lost
+
+
+def is_larger(size: torch.Size, stored: torch.Size) -> bool:
+    """Returns whether a tensor is larger than what is stored of it, in some dimension, and smaller in none."""
+    return len(size) == len(stored) and size != stored and all(a >= b for a, b in zip(size, stored, strict=True))
+
+
+def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
+    """Sets this rank's elements of a tensor that lie outside of what is stored of it."""
+    tensor = tensor.detach()
+    local, offsets = plain_local(tensor), [0] * tensor.dim()
+    if local is None:
+        local = tensor
+    elif chunks := tensor.__create_chunk_list__():  # type: ignore[attr-defined]
+        offsets = list(chunks[0].offsets)
+    for dim, (extent, offset) in enumerate(zip(stored, offsets, strict=True)):
+        begin = min(max(0, extent - offset), local.size(dim))
+        local.narrow(dim, begin, local.size(dim) - begin).fill_(value)
 
 
 def _lists_around(path: Sequence[str | int]) -> Iterator[str]:

@@ -1,0 +1,104 @@
+"""A vocabulary that grew between two runs: the saved rows are there, and the new ones are as declared."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dcp_tensorizer import CheckpointManager, StateMismatch
+
+from .ranks import run_ranks
+
+WIDTH = 8
+
+
+class Job:
+    """An embedding and a head of a vocabulary, with AdamW."""
+
+    def __init__(self, words, world_size=0, steps=0):
+        torch.manual_seed(words)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(words, WIDTH), torch.nn.Linear(WIDTH, words))
+        if world_size:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (world_size,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        for _ in range(steps):
+            self.model(torch.arange(words)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self):
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def tensors(self):
+        """Weights and moments, as wholes."""
+        moments = self.optimizer.state_dict()["state"]
+        named = dict(self.model.state_dict()) | {
+            f"{number}.{name}": value for number, of in moments.items() for name, value in of.items()
+        }
+        return {
+            key: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for key, value in named.items()
+        }
+
+
+GROW = {"model.0.weight": 0.0, "model.1.*": None}
+
+
+def _saved(rank, folder):
+    job = Job(11, rank.world_size, steps=3)
+    with CheckpointManager(folder, stop_signals=()) as manager:
+        manager.save(3, job.state(), wait=True)
+    return job.tensors()
+
+
+def _grown(rank, folder, steps):
+    """Restores into a larger vocabulary; returns what it was before, and what it is."""
+    job = Job(17, rank.world_size, steps)
+    before = job.tensors()
+    with CheckpointManager(folder, stop_signals=()) as manager:
+        assert manager.restore(job.state(), grow=GROW) == 3
+    after = job.tensors()
+    job.model(torch.arange(17)).square().sum().backward()  # the optimizer goes on with all of its state
+    job.optimizer.step()
+    return before, after
+
+
+def _check(saved, before, after, *, has_moments):
+    for key, value in saved.items():
+        rows = value.shape[0] if value.dim() else 0
+        assert torch.equal(after[key][:rows] if rows else after[key], value), key
+        rest = after[key][rows:] if rows else torch.empty(0)
+        if key in ("1.weight", "1.bias"):
+            assert torch.equal(rest, before[key][rows:]), key
+            assert rest.count_nonzero() == rest.numel() > 0
+        else:
+            assert rest.count_nonzero() == 0, key
+        assert after[key].shape[:1] == ((17,) if rows else ())
+    assert bool(before.keys() - {"0.weight", "1.weight", "1.bias"}) == has_moments
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["new optimizer", "optimizer that has taken a step"])
+def test_ranks_restore_into_a_larger_vocabulary(tmp_path, steps):
+    """Of FSDP2 and AdamW, on other ranks than those that saved."""
+    saved = run_ranks(2, _saved, tmp_path)[0]
+    for before, after in run_ranks(3, _grown, tmp_path, steps):
+        _check(saved, before, after, has_moments=bool(steps))
+
+
+def test_one_process_restores_into_a_larger_vocabulary(tmp_path):
+    """What is not declared is refused, and so is a smaller one; nothing has changed then."""
+    job = Job(11, steps=3)
+    with CheckpointManager(tmp_path, stop_signals=()) as manager:
+        manager.save(3, job.state(), wait=True)
+        larger = Job(17)
+        before = larger.tensors()
+        for grow in ({}, {"model.0.weight": 0.0}):
+            with pytest.raises(StateMismatch, match=r"'model\.1\.weight' is \(11, 8\) there and \(17, 8\) here"):
+                manager.restore(larger.state(), grow=grow)
+        assert all(torch.equal(value, before[key]) for key, value in larger.tensors().items())
+        with pytest.raises(StateMismatch, match="shapes differ"):
+            manager.restore(Job(9).state(), grow=GROW)
+        assert manager.restore(larger.state(), grow=GROW) == 3
+        _check(job.tensors(), before, larger.tensors(), has_moments=False)
+        for grow, error in (({"w": "x"}, r"^grow\['w'\] must be a number"), (["w"], "^grow must be a dict")):
+            with pytest.raises(TypeError, match=error):
+                manager.restore(larger.state(), grow=grow)
