@@ -101,6 +101,7 @@ _ON_USE = {
 _MODULES = (
     "any_format",
     "convert",
+    "data_parallel",
     "export",
     "manager",
     "planner",

@@ -22,6 +22,7 @@ from .._planning.read_items import has_older_keys
 from .._runtime.torch_compat import plain_local
 from .._storage.base import Storage
 from ..any_format import open_reader
+from ..data_parallel import other_sizes
 from ..errors import (
     CheckpointError,
     DecryptionError,
@@ -342,6 +343,20 @@ class SelectivePlanner(LoadPlanner):
         stored = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in stored]
         problems = []
+        sizes = other_sizes(missing, stored)
+        for name, (there, here) in sizes.items():
+            reason = (
+                f"{name!r} was saved by {there} data-parallel ranks, and there are {here}: each of its states belongs "
+                f"to one of {there} shares of the data, which cannot be divided"
+            )
+            if self._selection.strict:
+                problems.append(
+                    f"{reason}. Restore with exclude=[{name + '.*'!r}], and begin the next epoch, or train on as many "
+                    f"data-parallel ranks as before"
+                )
+            else:
+                logger.warning("%s: %s. It stays as it is (strict=False)", self._path, reason)
+        missing = [key for key in missing if not other_sizes([key], stored)] if sizes else missing
         if missing and not self._selection.strict:
             logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, listed(missing))
         elif missing and not self._has_older_keys():

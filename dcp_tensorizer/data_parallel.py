@@ -1,0 +1,61 @@
+"""States that belong to one data-parallel rank, such as those of data loaders: `DataParallelState`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+
+__all__ = ["DataParallelState"]
+
+_NAME = re.compile(r"(.*?)\.?\bdata-parallel-\d+-of-(\d+)(?:\.|$)")
+
+
+class DataParallelState(Stateful):
+    """The state of something that each data-parallel rank has for itself: its data loader, or its random generators.
+
+    Each rank's state has a key of its own, which also says how many there are::
+
+        state = {"app": app, "loader": DataParallelState(loader)}
+
+    So a job with another number of data-parallel ranks cannot load it by mistake, as some of the saved shares of the
+    data would then be read again, or never. `CheckpointManager.restore` says so before anything changes.
+
+    Args:
+        value: Has ``state_dict`` and ``load_state_dict``.
+        rank: The data-parallel rank; None for the rank in the default process group. Ranks that share their data, such
+            as those of one tensor-parallel group, have the same.
+        size: How many data-parallel ranks there are; None for the size of that group.
+
+    Raises:
+        ValueError: the rank is not below the size.
+    """
+
+    def __init__(self, value: Stateful, rank: int | None = None, size: int | None = None) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        rank = (dist.get_rank() if is_distributed else 0) if rank is None else rank
+        size = (dist.get_world_size() if is_distributed else 1) if size is None else size
+        if not 0 <= rank < size:
+            raise ValueError(f"rank={rank} must be at least 0, and less than size={size}")
+        self._value = value
+        self._key = f"data-parallel-{rank}-of-{size}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the value, under the rank's key."""
+        return {self._key: self._value.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the value's state."""
+        self._value.load_state_dict(state_dict[self._key])
+
+
+def other_sizes(missing: Iterable[str], stored: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """The values among missing keys that another number of data-parallel ranks has saved: that number, and today's."""
+    now = {match[1]: int(match[2]) for key in missing if (match := _NAME.match(key))}
+    if not now:
+        return {}
+    there = {match[1]: int(match[2]) for key in stored if (match := _NAME.match(key))}
+    return {name: (there[name], size) for name, size in now.items() if there.get(name, size) != size}
