@@ -290,9 +290,7 @@ class ReplicaServer:
                         case Record(digest):
                             wire.send(self._recorded(wire, own, digest))
                         case Drop(head):
-                            for fd, _ in self._parts.drop_replicas(head, keep=""):
-                                os.close(fd)
-                            wire.send(Ok())
+                            wire.send(self._dropped(head))
                         case TakeRecord(state_id, rank):
                             self._give_record(wire, state_id, rank)
                         case ReadRanges() as wanted:
@@ -357,6 +355,13 @@ class ReplicaServer:
         own.clear()
         self._copies.pop(copy.name, None)
         self._parts.add_replica(content, fd)
+        return Ok()
+
+    def _dropped(self, head: KeptHead) -> Struct:
+        if why := self._parts.refusal():  # the later run may load them
+            return ReplicaRefused(why, is_claimed=True)
+        for fd, _ in self._parts.drop_replicas(head, keep=""):
+            os.close(fd)
         return Ok()
 
     # --- giving parts -----------------------------------------------------------------------------------------------
@@ -537,9 +542,10 @@ def copy_part(
 
 
 def drop_copies(address: Address, head: KeptHead) -> None:
-    """Lets a keeper on another host forget its replicas of a rank and run; raises `OSError`."""
+    """Lets a keeper on another host forget its replicas of a rank and run; raises `OSError`, also if it refuses."""
     with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
-        wire.ask(Drop(head), Ok)
+        if isinstance(answer := wire.ask(Drop(head), Ok | ReplicaRefused), ReplicaRefused):
+            raise OSError(answer.why)
 
 
 def _checked(answer: Struct) -> Struct:

@@ -33,24 +33,24 @@ def main(words: str) -> None:
     """One rank: goes on from what it finds, and makes steps, to the last one or until it is killed.
 
     ``words`` are options of the manager in JSON, and: ``last``, the last step; or ``more``, so many; ``waits``: a step
-    ends when its state is copied; ``numbers``: of the state.
+    ends when its state is copied; ``timeout``: of the group, in seconds; ``name``: of the job's folder.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
     options = _OPTIONS | json.loads(words)
     last, more, waits = options.pop("last", 0), options.pop("more", 0), options.pop("waits", True)
-    full = torch.arange(options.pop("numbers", _NUMBERS), dtype=torch.float32)
+    full, name = torch.arange(_NUMBERS, dtype=torch.float32), options.pop("name", "run")
     seconds = options.pop("timeout", 30.0)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     state: dict[str, Any] = {"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 0}
-    log = os.open(SHARED / _EVENTS, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    log = os.open(SHARED / f"{name}-{_EVENTS}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def tell(event: str, step: int, **more: object) -> None:
         entry = {"event": event, "step": step, "rank": rank, "host": os.environ["HOST"]} | more
         os.write(log, f"{json.dumps(entry)}\n".encode())
 
-    with CheckpointManager(SHARED / "run", **options) as manager:
+    with CheckpointManager(SHARED / name, **options) as manager:
         step = manager.restore(state) or 0
         local = distribute_tensor(full + step, mesh, [Shard(0)]).to_local()
         tell("restored", step, right=torch.equal(state["w"].to_local(), local) and state["step"] == step)
@@ -81,31 +81,31 @@ def main(words: str) -> None:
     dist.destroy_process_group()
 
 
-def start(lab: Lab, hosts: list[Host], *, how: str = "forked", **options: object) -> Job:
+def start(lab: Lab, hosts: list[Host], *, how: str = "forked", name: str = "run", **options: object) -> Job:
     """Starts the job, one rank on each host; what it tells begins anew.
 
     ``how``: ``forked`` from a process that has imported everything, ``ranks``, or ``torchrun``.
     """
-    (lab.shared / _EVENTS).unlink(missing_ok=True)
-    words = json.dumps(options)
+    (lab.shared / f"{name}-{_EVENTS}").unlink(missing_ok=True)
+    words = json.dumps(options | {"name": name})
     if how == "forked":
         return lab.forked(hosts, main, words)
     launch = lab.torchrun if how == "torchrun" else lab.ranks
     return launch(hosts, "-m", __name__, words)
 
 
-def events(lab: Lab, event: str) -> list[dict[str, Any]]:
+def events(lab: Lab, event: str, name: str = "run") -> list[dict[str, Any]]:
     """What ranks have told, but for what one has not told to the end."""
-    path = lab.shared / _EVENTS
+    path = lab.shared / f"{name}-{_EVENTS}"
     lines = path.read_text().splitlines() if path.exists() else []
     return [
         entry for entry in map(json.loads, filter(lambda line: line.endswith("}"), lines)) if entry["event"] == event
     ]
 
 
-def copied_step(lab: Lab, ranks: int) -> int:
+def copied_step(lab: Lab, ranks: int, name: str = "run") -> int:
     """The newest step that each rank has made, and seen whole on another host; 0 if there is none."""
-    found = events(lab, "copied")
+    found = events(lab, "copied", name)
     return min(max((entry["step"] for entry in found if entry["rank"] == rank), default=0) for rank in range(ranks))
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 
+from .copied_job import copied_step, events, start
 from .lab import SHARED
 
 TIMEOUT = 4.0
@@ -48,3 +49,42 @@ def test_a_partition_for_good(lab):
         assert ended - cut < 3 * TIMEOUT + 15 and closing < 2 * TIMEOUT
     assert len(lines) == 2
     assert "Rank 1 has not " in lines[0] and "The job's store does not answer" in lines[1]
+
+
+def test_a_partition_of_15_s(lab):
+    """In a copy, in a save, and between: jobs go on when it is over, and their states are copied again."""
+    jobs = {"copy": {"copy_rate": 1e6}, "save": {"save_every": 1, "keep_latest": 2}, "steps": {"waits": False}}
+    hosts = {name: lab.hosts(2) for name in jobs}
+    running = {name: start(lab, hosts[name], name=name, timeout=120.0, **options) for name, options in jobs.items()}
+    for name, job in running.items():
+        job.until(lambda: copied_step(lab, 2, name) > 3)  # noqa: B023
+    for _, there in hosts.values():
+        there.cut()
+    time.sleep(15)  # this is what is tested
+    cut = {name: max(entry["step"] for entry in events(lab, "made", name)) for name in jobs}
+    for _, there in hosts.values():
+        there.heal()
+    for name, job in running.items():
+        job.until(lambda: copied_step(lab, 2, name) > cut[name] + 3)  # noqa: B023
+        assert "ERROR" not in job.account() and "as with copies=1" not in job.account(), job.account()
+        job.end()
+
+
+def test_a_partition_for_good_with_copies(lab):
+    """The job goes on elsewhere from the last copy; the older run that comes back changes nothing, and ends."""
+    here, there = lab.hosts(2)
+    old = start(lab, [here, there], save_every=20)
+    old.until(lambda: copied_step(lab, 2) > 3)
+    there.cut()
+    made = copied_step(lab, 2)
+    old.programs[0].end()
+    new = start(lab, [here, lab.host()], more=25, save_every=20)
+    assert new.wait() == [0, 0], new.account()
+    restored = events(lab, "restored")
+    assert [(entry["right"], entry["step"] >= made) for entry in restored] == [(True, True)] * 2, new.account()
+    latest = (lab.shared / "run" / "latest").read_text()
+    there.heal()
+    assert old.programs[1].wait(60.0) != 0
+    words = old.programs[1].words()
+    assert "another rank has ended" in words or "The job's store does not answer" in words, words
+    assert (lab.shared / "run" / "latest").read_text() == latest

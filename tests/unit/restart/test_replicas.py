@@ -18,7 +18,15 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._restart import replicas as replicas_module
 from dcp_tensorizer._restart.client import KeeperProcess, Visit, visits
 from dcp_tensorizer._restart.keeper import Keeper
-from dcp_tensorizer._restart.protocol import ClaimRequest, CopyStatus, Extent, Keep, KeptContent, KeptHead, OpenToPeers
+from dcp_tensorizer._restart.protocol import (
+    ClaimRequest,
+    CopyStatus,
+    Extent,
+    Keep,
+    KeptContent,
+    KeptHead,
+    OpenToPeers,
+)
 from dcp_tensorizer._restart.replicas import (
     BLOCK,
     Accepted,
@@ -33,6 +41,7 @@ from dcp_tensorizer._restart.replicas import (
     Throttle,
     copy_part,
     decoded,
+    drop_copies,
     encoded,
 )
 from dcp_tensorizer._restart.wire import Address, Wire, WireError
@@ -196,6 +205,25 @@ def test_a_partner_that_another_run_has_claimed() -> None:
     with pytest.raises(NotCopied, match=r"a later run of this job \(next\) has claimed") as refused:
         copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
     assert refused.value.is_claimed
+
+
+def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
+    """A copy that was under way when the partner was claimed is not taken, and the older run can remove none."""
+    keeper = Keeper("run", 7, 60.0)
+    address = opened(keeper)
+    data = os.pread(buffer.fd, NBYTES, 0)
+    copy_part(address, content_of(part("a"), data), buffer.fd, "", Throttle(0), lambda: True)
+    keeper.orphan()
+
+    def claim_in_the_midst() -> bool:
+        keeper._claimed_by = "next"
+        return True
+
+    with pytest.raises(NotCopied, match="has claimed"):
+        copy_part(address, content_of(part("b"), data), buffer.fd, "a", Throttle(0), claim_in_the_midst)
+    with pytest.raises(OSError, match="has claimed"):
+        drop_copies(address, part("b").head)
+    assert list(keeper._kept) == [("a", 0)]
 
 
 def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
