@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageReader
 from dcp_tensorizer._format.names import is_metadata_file_name
+from dcp_tensorizer._format.safetensors_header import INDEX, SINGLE, files_named
 from dcp_tensorizer._managing.step_folder import LATEST
 from dcp_tensorizer._storage.claim import claim_file_name
 from dcp_tensorizer._storage.open import open_storage
@@ -87,7 +88,7 @@ def collect_all(root: Path, keep: int = _KEEP_ALL) -> list[Removal]:
 
 
 def left_over(root: Path) -> list[str]:
-    """Files below a directory that no metadata names."""
+    """Files below a directory that no metadata, and no index of a model, names."""
     left = []
     for folder, _, files in os.walk(root):
         metadata = {name for name in files if is_metadata_file_name(name)}
@@ -95,5 +96,8 @@ def left_over(root: Path) -> list[str]:
             known = data_files(read_parts(open_storage(folder))).keys() if metadata else set()
         except CheckpointError:  # damaged, which shows when it is loaded
             continue
-        left += [f"{folder}/{name}" for name in set(files) - known - metadata - _BESIDE]
+        model = {SINGLE}
+        if INDEX in files:
+            model |= {INDEX} | files_named(Path(folder, INDEX).read_bytes())
+        left += [f"{folder}/{name}" for name in set(files) - known - metadata - model - _BESIDE]
     return sorted(left)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import random
 import shutil
@@ -20,10 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
+from dcp_tensorizer import SafetensorsStorageWriter, SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import CheckpointError
@@ -45,6 +48,7 @@ _MOUNTS = ("defaults", "noauto_da_alloc,commit=300", "data=writeback,noauto_da_a
 _NUMBERS = 150_000
 _FORMATS = ("safetensors", "dcp_tensorizer", "dcp", "tensorizer")
 _CONVERTED = "converted"
+_MODELS = {"models/several": 1_000_000, "models/one": 10_000_000}  # the most bytes in a file of each
 _KEEP = 2
 # A part of each state does not change. Now and then it is written all the same.
 _REUSE: dict[str, Any] = {
@@ -129,7 +133,7 @@ class _Ledger:
 
 
 class _Round:
-    """What is done until the power is cut, by two threads."""
+    """What is done until the power is cut, by three threads."""
 
     def __init__(self, root: Path, ledger: _Ledger, writer: TensorizerStorageWriter, steps: Iterator[int]) -> None:
         self._root, self._ledger, self._writer, self._steps = root, ledger, writer, steps
@@ -137,7 +141,8 @@ class _Round:
         self.errors: list[BaseException] = []
         self.reusing: list[str] = []  # saves that wrote not everything
         self._threads = [
-            threading.Thread(target=self._repeat, args=(w,), daemon=True) for w in (self._save, self._tend)
+            threading.Thread(target=self._repeat, args=(w,), daemon=True)
+            for w in (self._save, self._tend, self._export)
         ]
 
     def run(self, seconds: float, cut: Callable[[], None]) -> int:
@@ -187,6 +192,14 @@ class _Round:
         with self._ledger.change(target, step):
             convert(self._root / name, self._root / target, format_, options=Options(select=["weight*", "nested*"]))
 
+    def _export(self) -> None:
+        """A model over the one before, of several files or of one."""
+        step = next(self._steps)
+        for name, shard_bytes in _MODELS.items():
+            writer = SafetensorsStorageWriter(self._root / name, overwrite=True, max_shard_bytes=shard_bytes)
+            with self._ledger.change(name, step), writer:
+                dcp.save(_model(step), storage_writer=writer, no_dist=True)
+
     def _collect(self) -> None:
         """``gc --keep 2`` of the steps, and of what is overwritten; what was converted is no step."""
         paths = [self._root / "run", self._root / "latest"]
@@ -234,9 +247,13 @@ def _check(root: Path, name: str, ledger: _Ledger, tally: Tally, number: int) ->
     """Loads what is at a path. From here on this is what it holds."""
     allowed = ledger.may_hold[name]
     is_converted = name.startswith(_CONVERTED)
-    tally.count("converted checkpoints loaded" if is_converted else "checkpoints loaded")
+    kind = "models" if name in _MODELS else "converted checkpoints" if is_converted else "checkpoints"
+    tally.count(f"{kind} loaded")
     try:
-        found = _converted(root / name) if is_converted else load(root / name, _NUMBERS, no_dist=True)
+        if name in _MODELS:
+            found = _step_of_model(root / name)
+        else:
+            found = _converted(root / name) if is_converted else load(root / name, _NUMBERS, no_dist=True)
     except Exception as error:
         tally.blame("wrong", f"round {number}: {name}: {error!r}")
         shutil.rmtree(root / name)  # so that it counts once
@@ -268,6 +285,25 @@ def _converted(path: Path) -> int | None:
     return step
 
 
+def _model(step: int) -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.full((_NUMBERS,), float(step)) for number in range(3)}
+
+
+def _step_of_model(path: Path) -> int | None:
+    """The step of a model, as Hugging Face's libraries find it; None if there is none."""
+    names, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
+    if not names[0].exists():
+        if not index.exists():
+            return None
+        names = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
+    step = int(tensors["w0"][0])
+    expected = _model(step)
+    if set(tensors) != set(expected) or any(not tensor.equal(expected[key]) for key, tensor in tensors.items()):
+        raise Wrong(f"{path} is not what step {step} exported")
+    return step
+
+
 def _clean_up(root: Path, ledger: _Ledger, tally: Tally, number: int) -> None:
     """What is done after a crash: a collection, after which nothing is left over. What was converted goes."""
     shutil.rmtree(root / _CONVERTED, ignore_errors=True)
@@ -287,8 +323,9 @@ PART = Part(
     unit="power cuts",
     what="An ext4 file system in a file is shut down at a random moment, without a write of its journal, and mounted "
     "again. Until then one thread overwrites a checkpoint with asynchronous saves. Another saves to new directories, "
-    f"runs `gc --keep {_KEEP}`, and converts. A tensor of each state stays the same, and most saves reuse its "
-    "file. Afterwards every checkpoint is loaded and compared bit for bit. What was "
+    f"runs `gc --keep {_KEEP}`, and converts. A third one exports models over the ones before. "
+    "A tensor of each state stays the same, and most saves reuse its file. Afterwards every checkpoint is loaded and "
+    "compared bit for bit. What was "
     "reported as done must be there; what was under way may have been done or not. The mount options vary: some give "
     "up what ext4 does to help programs that do not call fsync.",
     rounds=100,
