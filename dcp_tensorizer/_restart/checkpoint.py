@@ -5,8 +5,8 @@ So it is planned, read and verified like one on storage: for any number of ranks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -169,46 +169,37 @@ def _names(head: KeptHead) -> list[str]:
 # are zeros in it.
 
 
-class KeptItem(NamedTuple):
-    """An item of a kept state."""
-
-    plan: WriteItem
-    name: str
-    kind: str
-    dtype: str
-    extent: Extent | None  # None if it has no bytes
-
-
 def description_of(
-    head: KeptHead, items: Sequence[KeptItem], planner_data: object, nbytes: int, inline_nbytes: int
+    head: KeptHead, items: Iterable[tuple[WriteItem, StoredItem]], planner_data: object, nbytes: int, inline_nbytes: int
 ) -> bytes:
     """The description of a state, whose buffer has ``nbytes`` bytes, and ``inline_nbytes`` are elsewhere.
 
-    Raises `CheckpointError`, naming the key, if an item cannot be described.
+    ``items`` are those of the plan, each with its `kept_place`. Raises `CheckpointError`, naming the key, if one cannot
+    be described.
     """
     names = _names(head)
     entries: dict[str, Any] = {}
     places: dict[ItemKey, StoredItem] = {}
-    for item in items:
-        key, data = item.plan.index.fqn, item.plan.tensor_data
+    for planned, place in items:
+        data = planned.tensor_data
         entry = (
             BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [data.chunk])
         )
-        _add_entries({key: entry}, entries)
-        places[item_key(item.plan.index)] = _place(item, names)
+        _add_entries({planned.index.fqn: entry}, entries)
+        places[item_key(planned.index)] = place
     paths = planner_data if isinstance(planner_data, dict) else None
     part = RankPlaces.of(head.rank, places, {names[0]: nbytes, names[1]: inline_nbytes})
     return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
 
 
-def _place(item: KeptItem, names: Sequence[str]) -> StoredItem:
-    """The location of an item, in the first file, a buffer, or the second one."""
-    if item.extent is None:
-        return StoredItem.empty(item.dtype, item.kind)
-    is_inline, offset, nbytes = item.extent
+def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
+    """The location of an item, in the buffer's file or the other one; ``extent`` is None if it has no bytes."""
+    if extent is None:
+        return StoredItem.empty(dtype, kind)
+    is_inline, offset, nbytes = extent
     count = -(-nbytes // block_size(nbytes))
     digests = bytes(8 * (count + (count > 1)))
-    return StoredItem(names[is_inline], item.name, offset, nbytes, item.dtype, item.kind, digests)
+    return StoredItem(data_file_name(head.rank, int(is_inline), head.id), name, offset, nbytes, dtype, kind, digests)
 
 
 def _index(state: Keep) -> Metadata:

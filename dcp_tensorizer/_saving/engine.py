@@ -388,8 +388,6 @@ def keeping_rank(plan: SavePlan) -> KeepingRank | None:
 
 
 def _with(plan: SavePlan, offer: Offer) -> SavePlan:
-    plan = copy.copy(plan)
-    object.__setattr__(
-        plan, "storage_data", offer
-    )  # `dataclasses.replace` would decode items that are decoded on demand
+    plan = copy.copy(plan)  # `dataclasses.replace` would decode items that are decoded on demand
+    object.__setattr__(plan, "storage_data", offer)
     return plan

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from .._format.tensor_bytes import host_bytes
-from .._restart.checkpoint import KeptItem, description_of
+from .._restart.checkpoint import description_of, kept_place
 from .._restart.client import KeeperDied, KeeperProcess
 from .._restart.find import committed_id, loaded
 from .._restart.peers import Peer, Room, this_host
@@ -344,6 +344,6 @@ def described(
             extents.append(extent)
             if offset is None:
                 inline += host_bytes(item.tensor)
-        items.append(KeptItem(planned, item.name, item.kind, item.dtype, extent))
+        items.append((planned, kept_place(head, item.name, item.kind, item.dtype, extent)))
     description = description_of(head, items, plan.planner_data, buffer.nbytes, len(inline))
     return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)

@@ -115,7 +115,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # about saving from a single process, which is intended
-                save(nested(values, view.paths), storage_writer=writer, planner=_Planner(view), no_dist=True)
+                save(nested(values, view.paths), storage_writer=writer, planner=_ReadingPlanner(view), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError):
@@ -136,7 +136,7 @@ class _UrlWriter(_Writer, FsspecWriter):
     pass
 
 
-class _Planner(DefaultSavePlanner):
+class _ReadingPlanner(DefaultSavePlanner):
     """Reads a value when it is to be written; the state dict holds only shapes.
 
     torch's writer keeps every tensor until the file is complete, although it no longer needs those that are written. So
