@@ -223,7 +223,8 @@ def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
         copy_part(address, content_of(part("b"), data), buffer.fd, "a", Throttle(0), claim_in_the_midst)
     with pytest.raises(OSError, match="has claimed"):
         drop_copies(address, part("b").head)
-    assert list(keeper._kept) == [("a", 0)]
+    ((fd, _),) = keeper.drop_replicas(part("a").head, keep="b")
+    os.close(fd)
 
 
 def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +236,7 @@ def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotCopied, match="no memory for a replica") as refused:
         copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
     assert refused.value.is_full
-    eventually(lambda: open_descriptors() == before)
+    eventually(lambda: open_descriptors().items() <= before.items())
 
 
 def test_a_partner_that_is_gone() -> None:
