@@ -18,14 +18,14 @@ from ._format.renaming import Parts, Rules
 from ._format.safetensors import MAX_SHARD_BYTES
 from ._publish.publisher import Publish, PublishedVersion
 from ._runtime.threads import Deadline
-from ._runtime.validation import check_callable, check_count, check_path, check_storage_options, check_timeout
+from ._runtime.validation import check_callable, check_count, check_storage_options, check_timeout
 from ._saving.model_layout import ModelOptions
 from ._saving.model_session import ModelSaver
 from ._saving.options import SaveOptions, Staging, threads_of_save
 from ._saving.report import SaveReport
 from ._saving.saver import Saver
-from ._storage.open import absolute_path
-from ._storage.redact import check_writable, shown
+from ._storage.open import path_to_write
+from ._storage.redact import shown
 from ._writer_process.write_options import SaveLimits, WriteOptions
 from .writer import TensorizerStorageWriter
 
@@ -71,14 +71,13 @@ class Export:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_path(self.path)
+        path = path_to_write(self.path)
         check_count("every", self.every, optional=True)
         if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
             raise TypeError(f"include must be a list of patterns, and is {self.include!r}")
         check_storage_options(self.storage_options)
         ModelOptions.of(self.dtype, self.rename, self.max_shard_bytes, self.files, self.overwrite, self.publish)
-        check_writable(os.fspath(self.path))
-        object.__setattr__(self, "path", absolute_path(self.path))
+        object.__setattr__(self, "path", path)
         if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
             raise ValueError(
                 "every= exports several models to one path: put {} for the step into it, or overwrite=True"
@@ -157,14 +156,11 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         on_report: Callable[[SaveReport], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
     ) -> None:
-        if path is not None:
-            check_path(path)
-            check_writable(os.fspath(path))
+        self._path = None if path is None else path_to_write(path)
         check_callable("on_report", on_report)
         check_storage_options(storage_options)
-        self._path = None if path is None else absolute_path(path)
         self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite, publish)
-        self._options = SaveOptions(
+        options = SaveOptions(
             cache_staged_state_dict=cache_staged_state_dict,
             staging=staging,
             overlap_staging=overlap_staging,
@@ -176,8 +172,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
                 limits=limits,
             ),
         )
-        self._synchronize_after_execute = staging != "buffer"
-        self._begin(on_report)
+        self._begin(options, on_report)
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""

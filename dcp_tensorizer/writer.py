@@ -35,8 +35,8 @@ from ._saving.report import SaveReport
 from ._saving.saver import SaveDescription, Saver
 from ._saving.session import SaveSession
 from ._staging.staged_save import StagedSave, StagingFuture
-from ._storage.open import absolute_path, is_location
-from ._storage.redact import check_writable, redact, shown
+from ._storage.open import absolute_path, is_location, path_to_write
+from ._storage.redact import redact, shown
 from ._tiers.target import target_of
 from ._writer_process.write_options import SaveLimits, WriteOptions
 from .errors import WriteError
@@ -177,11 +177,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         failure_domain: str | None = None,
         interface: str | None = None,
     ) -> None:
-        if path is not None:
-            check_path(path)
-            check_writable(os.fspath(path))
+        self._path = None if path is None else path_to_write(path)
         check_callable("on_report", on_report)
-        self._path = None if path is None else absolute_path(path)
         check_storage_options(storage_options)
         write = WriteOptions(
             storage_options=dict(storage_options or {}),
@@ -192,7 +189,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             sha256=sha256,
             reuse_unchanged=reuse_unchanged,
         )
-        self._options = SaveOptions(
+        options = SaveOptions(
             cache_staged_state_dict=cache_staged_state_dict,
             staging=staging,
             overlap_staging=overlap_staging,
@@ -203,8 +200,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             survive=survive,
             copies=check_copies(copies, copy_rate, failure_domain, interface, survive),
         )
-        self._synchronize_after_execute = staging != "buffer"
-        self._begin(on_report)
+        self._begin(options, on_report)
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
@@ -467,8 +463,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
 
-    def _begin(self, on_report: Callable[[SaveReport], object] | None) -> None:
+    def _begin(self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None) -> None:
         """Begins in the process that made the writer."""
+        self._options = options
+        self._synchronize_after_execute = options.staging != "buffer"
         self._error_of_trainer: StagingError | None = None
         self._context_of_trainer: ProcessContext | None = None
         self._begin_here(self._new_saver(on_report, closed=False))

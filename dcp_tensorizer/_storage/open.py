@@ -15,10 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .._runtime.validation import check_path
 from ..errors import CheckpointError, WriteError
 from .base import TIMEOUT, Storage
 from .local import LocalStorage
-from .redact import Scrubber, protocols_of
+from .redact import Scrubber, check_writable, protocols_of
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -125,6 +126,16 @@ def _open_registered(points: list[EntryPoint], url: str, options: Mapping[str, A
     if not isinstance(storage, Storage):
         raise WriteError(scrub(f"cannot open {url}: {opener} gives no Storage, but {type(storage).__name__}"))
     return storage
+
+
+def path_to_write(path: str | os.PathLike[str]) -> str | Path:
+    """The `absolute_path` of a user's path.
+
+    Raises `TypeError` unless it is one, and `WriteError` if it is a URL that can only be read, or as `absolute_path`.
+    """
+    check_path(path)
+    check_writable(os.fspath(path))
+    return absolute_path(path)
 
 
 def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
