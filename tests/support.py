@@ -27,6 +27,8 @@ from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local_io import Residency
 from dcp_tensorizer._writer_process.protocol import TensorSource
 
+from . import warm
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dcp_tensorizer"
 WORKER = "dcp_tensorizer._writer_process.worker"
@@ -87,6 +89,8 @@ def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: 
 
 def is_a_servant(process: psutil.Process) -> bool:
     """multiprocessing keeps a resource tracker, and the server that ranks are forked off, as long as we live."""
+    if process.pid in warm.pids():
+        return True
     try:
         arguments = " ".join(process.cmdline())
         return "multiprocessing.resource_tracker" in arguments or "from multiprocessing.forkserver" in arguments
@@ -179,9 +183,14 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def run_python(script: str, *arguments: object, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
-    """Runs a script in an interpreter of its own. If it fails, this fails with its output."""
-    return _run([sys.executable, "-c", script, *map(str, arguments)], timeout)
+def run_python(
+    script: str, *arguments: object, timeout: float = 600.0, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script in an interpreter of its own. If it fails, this fails with its output.
+
+    A ``fresh`` one begins and ends as every interpreter does; the others have imported torch already.
+    """
+    return _run([sys.executable if fresh else warm.python(), "-c", script, *map(str, arguments)], timeout)
 
 
 def can_mount(mounts: str) -> bool:

@@ -55,7 +55,7 @@ def run_python(code: str, namespace: dict[str, Any], where: str) -> None:
         return
     script = Path("script.py")
     script.write_text(code.replace(PORT, str(free_port())))
-    subprocess.run([sys.executable, str(script)], check=True)
+    subprocess.run(["python", str(script)], check=True)
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from .. import warm
 from .pages import ROOT, Block, blocks_of, name_of, pages
 
 RUN = {"python", "bash", "console", "toml"}
@@ -100,13 +101,13 @@ def test_the_readme_saves_and_loads_in_few_lines() -> None:
 
 def _run(arguments: list[str], folder: Path) -> str:
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{warm.bin_folder()}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "COLUMNS": "100",
         "PYTEST_DEBUG_TEMPROOT": str(folder),  # a page may run pytest
     }
-    command = [sys.executable, *arguments]
+    command = [warm.python(), *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

@@ -50,6 +50,8 @@ def test_the_page_of_a_package_index_has_no_relative_links(clean):
 
 def test_the_command_line_says_what_it_needs(clean, tmp_path):
     """Without its extra it names that; nothing else of the package needs it."""
-    done = subprocess.run([clean, "-m", "dcp_tensorizer", "ls", tmp_path], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [clean.with_name("dcp-tensorizer"), "ls", tmp_path], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode != 0
     assert "dcp_tensorizer[cli]" in done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """Runs functions on real ranks: processes of their own, a gloo group, their tracebacks, and a hard timeout.
 
-The processes are forked off a server that has done nothing but import torch, which takes each longer than most tests.
+The processes are forked off a server that has done nothing but import torch and the package, which takes each longer
+than most tests.
 """
 
 import faulthandler
@@ -21,7 +22,18 @@ import torch.multiprocessing as mp
 
 # Of every process that belongs to these tests, orphans included: children inherit their parent's environment.
 MARK = "DCP_TENSORIZER_E2E"
-_IMPORTED = ["dcp_tensorizer", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "pytest", "psutil"]
+# Names of the package come from modules that are imported when somebody asks for them, so those are here too.
+_IMPORTED = [
+    *(
+        f"dcp_tensorizer.{name}"
+        for name in ("writer", "reader", "planner", "manager", "any_format", "tools", "_install")
+    ),
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "pytest",
+    "psutil",
+    "tests.support",
+]
 _GRACE = 60.0  # for the other ranks, when one has failed: they may wait for it in a collective
 
 

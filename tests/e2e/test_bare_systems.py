@@ -116,14 +116,14 @@ def test_neither_proc_nor_a_place_for_temporary_files(tmp_path):
 
 def test_a_trainer_that_closes_all_descriptors(tmp_path):
     """As a daemon does: saves go on, and nothing is sent, read or closed that has the numbers since."""
-    assert run_python(JOB + CLOSERANGE, tmp_path, timeout=600).stdout == "fine\n"
+    assert run_python(JOB + CLOSERANGE, tmp_path, fresh=True).stdout == "fine\n"
 
 
 def test_a_trainer_without_standard_streams(tmp_path):
     """As a daemon has closed them: saves work at the first attempt, and nothing of theirs has such a number."""
-    assert run_python(JOB + NO_STREAMS, tmp_path, timeout=600).stdout == "fine\n"
+    assert run_python(JOB + NO_STREAMS, tmp_path, fresh=True).stdout == "fine\n"
 
 
 def test_the_last_save_of_a_program(tmp_path):
     """By a handler of `atexit`, and by a thread that outlives the main thread."""
-    assert run_python(JOB + LAST, tmp_path, timeout=600).stdout == "fine\nfine\n"
+    assert run_python(JOB + LAST, tmp_path, fresh=True).stdout == "fine\nfine\n"

@@ -13,6 +13,7 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from examples.model import ByteTransformer
 from examples.training import build
 
+from .. import warm
 from .ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def test_the_page_takes_a_checkpoint_to_a_server(tmp_path):
         cwd=tmp_path,
         env=os.environ
         | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{warm.bin_folder()}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
         },
         capture_output=True,

@@ -141,7 +141,7 @@ print(json.dumps(seconds))
 
 def test_a_handler_that_closes_the_writer_returns(tmp_path):
     """In the copy, waiting for a turn or for memory, with each lock that it may hold, in a save and in a load."""
-    done = run_python(JOB, tmp_path, TIMEOUT, timeout=600)
+    done = run_python(JOB, tmp_path, TIMEOUT)
     seconds = json.loads(done.stdout)
     assert len(seconds) == 9
     late = {place: value for place, value in seconds.items() if value is None or value > TIMEOUT + SLACK}

@@ -193,4 +193,4 @@ del result
 stager.saves.close()
 print([index for index in range(count) if torch._C._cuda_hasPrimaryContext(index)] == [count - 1])
 """
-    assert run_python(script).stdout.split()[-1] == "True"
+    assert run_python(script, fresh=True).stdout.split()[-1] == "True"

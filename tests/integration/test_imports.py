@@ -10,14 +10,14 @@ from ..support import run_python
 def test_who_does_not_encrypt_does_not_pay_for_it() -> None:
     """Importing the package imports neither tensorizer nor libnacl, which take a second."""
     script = "import sys, dcp_tensorizer; print([name for name in ('tensorizer', 'libnacl') if name in sys.modules])"
-    assert run_python(script).stdout.strip() == "[]"
+    assert run_python(script, fresh=True).stdout.strip() == "[]"
 
 
 def test_the_writer_process_does_without_torch() -> None:
     """It starts in a tenth of the time and a fifth of the memory, on every rank; nor has it what URLs alone need."""
     names = ["torch", "fsspec", "asyncio", "importlib.metadata"]
     script = f"import sys, dcp_tensorizer._writer_process.worker; print([n for n in {names} if n in sys.modules])"
-    assert run_python(script).stdout.strip() == "[]"
+    assert run_python(script, fresh=True).stdout.strip() == "[]"
 
 
 def test_importing_changes_neither_the_environment_nor_the_root_logger() -> None:
@@ -35,5 +35,5 @@ before = state()
 import dcp_tensorizer
 print(json.dumps([before, state()]))
 """
-    before, after = json.loads(run_python(script).stdout)
+    before, after = json.loads(run_python(script, fresh=True).stdout)
     assert after == before

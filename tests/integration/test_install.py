@@ -296,7 +296,7 @@ os.chdir({str(tmp_path)!r})
 command = [sys.executable, "-m", "dcp_tensorizer.run", *{what.split()!r}, {str(tmp_path)!r}, "--flag"]
 sys.exit(subprocess.run(command).returncode)
 """
-    done = run_python(launch, timeout=600)
+    done = run_python(launch, fresh=True)
     assert done.returncode == 0, done.stderr
     assert is_ours(tmp_path / "main")
     assert is_ours(tmp_path / "0")

@@ -23,4 +23,4 @@ threading.Thread(target=save).start()
 
 def test_a_save_that_outlives_the_job_can_still_send_requests() -> None:
     """The interpreter waits for the save's thread but starts no others, so the request runs at once."""
-    assert run_python(_AT_THE_END).stdout.split() == ["7", "ZeroDivisionError"]
+    assert run_python(_AT_THE_END, fresh=True).stdout.split() == ["7", "ZeroDivisionError"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from benchmarks.scale.model import Model
 from benchmarks.scale.world import describe, targets
 from dcp_tensorizer import TensorizerStorageReader
+
+from ... import warm
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 3
@@ -34,7 +35,7 @@ def no_process_group() -> Iterator[None]:
 
 
 def _run(**case: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.case", "benchmarks.scale.world_case:measure", json.dumps(case)]
+    command = [warm.python(), "-m", "benchmarks.case", "benchmarks.scale.world_case:measure", json.dumps(case)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (measured,) = json.loads(done.stdout)

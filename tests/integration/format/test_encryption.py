@@ -102,7 +102,7 @@ for make, kind in (
     except kind as error:
         print(error)
 """
-    lines = run_python(script, str(tmp_path / "params")).stdout.splitlines()
+    lines = run_python(script, str(tmp_path / "params"), fresh=True).stdout.splitlines()
     assert len(lines) == 2
     assert all("needs libsodium" in line and "apt-get install" in line for line in lines)
 

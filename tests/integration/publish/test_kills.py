@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ... import warm
 from ...support import ROOT
 
 
 @pytest.mark.parametrize("what", ["save", "publish", "apply"])
 def test_a_kill_leaves_the_old_version_or_the_new_one(tmp_path: Path, what: str) -> None:
     """Before every single change to the disk, by SIGKILL; whoever comes next finishes the work, and leaves no rest."""
-    command = [sys.executable, "-m", "tests.integration.publish.killed", what, str(tmp_path)]
+    command = [warm.python(), "-m", "tests.integration.publish.killed", what, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert all(int(kills) >= 20 for kills in done.stdout.split()), done.stdout

@@ -263,7 +263,7 @@ dcp.async_save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1], storage_writer=w
 @pytest.mark.parametrize("end", ["well", "fails"])
 def test_a_process_that_ends_without_closing(tmp_path: Path, sockets: Path, end: str) -> None:
     """Frameworks never close: what is on storage is not kept any more, and what is not waits for the next run."""
-    run_python(_SCRIPT, tmp_path / "a", end)
+    run_python(_SCRIPT, tmp_path / "a", end, fresh=True)
     assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "a")] * (end == "fails")
 
 

@@ -74,4 +74,4 @@ print("fine")
 
 def test_a_forked_child_neither_has_the_pages_nor_tears_the_buffer_down() -> None:
     """DataLoader workers cost no memory, and their end changes nothing for the trainer."""
-    assert run_python(FORK).stdout == "fine\n"
+    assert run_python(FORK, fresh=True).stdout == "fine\n"

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue, Writing
 from dcp_tensorizer.errors import unwrap
 
+from ... import warm
 from ...servers import S3Server
 from ...support import quietly
 from .support import Run, begun, files_below, state_of, unlistable
@@ -91,7 +91,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_next_job_brings_what_a_killed_one_has_left(tmp_path: Path) -> None:
     """It is loaded from the local folder before that, and from the remote alone afterwards."""
     run = Run(tmp_path)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _SAVE_AND_DIE, str(tmp_path)], check=False)
+    done = subprocess.run([warm.python(), "-W", "ignore", "-c", _SAVE_AND_DIE, str(tmp_path)], check=False)
     assert done.returncode == -9
     run.mend()
     assert run.states() == ["unflushed"]
