@@ -61,10 +61,12 @@ class Preempted:
     Args:
         folder: For its checkpoints and its log.
         steps: Of the whole job.
+        python: What the ranks are started by.
     """
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, python: str = sys.executable) -> None:
         self.checkpoints, self._log, self._steps = folder / "checkpoints", folder / "log", steps
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHON_EXEC": python}
         self._log.touch()
 
     @property
@@ -83,11 +85,10 @@ class Preempted:
         """
         arguments = ["-m", "tests.preempted_job", self.checkpoints, self._log, self._steps]
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=_ROOT,
-            env=environment,
+            env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

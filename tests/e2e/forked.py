@@ -56,7 +56,7 @@ def _values() -> Iterator[tuple[str, str, Any]]:
         yield from ((module.__name__, name, value) for name, value in list(vars(module).items()))
     for thing in gc.get_objects():
         kind = type(thing)
-        if not kind.__module__.startswith("dcp_tensorizer"):
+        if not str(kind.__module__).startswith("dcp_tensorizer"):  # of a few of torch it is no text
             continue
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
         for name in [*getattr(thing, "__dict__", ()), *slots]:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .. import warm
+
 # Of every process that belongs to these tests, orphans included: children inherit their parent's environment.
 MARK = "DCP_TENSORIZER_E2E"
 # Names of the package come from modules that are imported when somebody asks for them, so those are here too.
@@ -60,7 +62,7 @@ def run_ranks(world_size, fn, *args, distributed=True, killed=(), timeout=300.0)
         multiprocessing.set_forkserver_preload(_IMPORTED)
         started = mp.start_processes(
             _rank,
-            (world_size, dict(os.environ), folder, distributed, bool(killed), timeout, fn, args),
+            (world_size, dict(os.environ), warm.python(), folder, distributed, bool(killed), timeout, fn, args),
             nprocs=world_size,
             join=False,
             start_method="forkserver",
@@ -116,9 +118,10 @@ def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank(index, world_size, environment, folder, distributed, killed, timeout, fn, args):
+def _rank(index, world_size, environment, python, folder, distributed, killed, timeout, fn, args):
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_executable(python)  # of the processes that DCP's PROCESS mode starts
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # DCP's PROCESS mode asks for it
     with open(folder / f"{index}.stacks", "w") as stacks:

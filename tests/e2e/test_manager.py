@@ -16,6 +16,7 @@ from dcp_tensorizer._saving import session
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._storage import local
 
+from .. import warm
 from ..preempted_job import Preempted, losses
 from ..support import directories_in, quietly
 from .ranks import run_ranks
@@ -150,7 +151,7 @@ def test_only_some_ranks_have_a_manager(tmp_path):
 
 def test_a_job_of_torchrun_is_preempted(tmp_path):
     """SIGTERM at a step that no save is due at: it goes on, on more ranks, as if nothing had happened."""
-    job = Preempted(tmp_path, 100)
+    job = Preempted(tmp_path, 100, warm.python())
     job.run(2, stop_at=23)
     stopped = job.logged[-1][0]
     assert 23 <= stopped < 100

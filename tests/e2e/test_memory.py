@@ -1,21 +1,22 @@
 """What tools need in memory is bounded by the largest tensor, not by the checkpoint."""
 
 import json
-import os
 import re
 import struct
 import subprocess
-import sys
 
 import pytest
 
-LIMIT = 144 << 20  # beyond what it takes to import torch, which depends on its build
-TENSOR = 16 << 20
+from .. import warm
+
+LIMIT = 112 << 20  # beyond what it takes to import torch, which depends on its build
+TENSOR = 8 << 20
 COUNT = 4 * LIMIT // TENSOR
 
 # RLIMIT_DATA: what a process writes to, stacks and heaps; not what it maps of files, which the system can drop.
 LIMITED = """
-import atexit, resource, sys, threading
+import atexit, ctypes, resource, sys, threading
+ctypes.CDLL(None).mallopt(-8, 2)  # M_ARENA_MAX
 def now(name):  # KiB; ru_maxrss would be that of whoever has started this process
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 import dcp_tensorizer.convert, json
@@ -36,8 +37,7 @@ def limited(*commands):
     """
     arguments = json.dumps([[str(argument) for argument in command] for command in commands])
     return subprocess.run(
-        [sys.executable, "-c", LIMITED, str(LIMIT), arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONWARNINGS": "ignore"},
+        [warm.python(), "-c", LIMITED, str(LIMIT), arguments],
         capture_output=True,
         text=True,
         timeout=600,
@@ -109,7 +109,7 @@ def test_the_limit_bites():
         LIMITED.split("from dcp_tensorizer")[0] + "import torch\ntorch.empty(int(sys.argv[2]), dtype=torch.uint8)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(LIMIT), str(COUNT * TENSOR)],
+        [warm.python(), "-c", script, str(LIMIT), str(COUNT * TENSOR)],
         capture_output=True,
         text=True,
         timeout=600,

@@ -4,13 +4,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
 import pytest
 import torch
 
+from .. import warm
 from .training import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +22,11 @@ def _run(mode, nodes, processes, environment, log):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
+    command = [warm.python(), "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={uuid.uuid4().hex}"]
     command += ["--local-addr=127.0.0.1", "--max-restarts=0", f"--log-dir={log}.{mode}"]
     command += ["-m", "tests.e2e.nodes", mode]
-    environment = os.environ | environment | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | environment | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm.python()}
     agents = []
     try:
         for node in range(nodes):

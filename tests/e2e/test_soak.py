@@ -23,6 +23,8 @@ from benchmarks.soak.actors import Event
 from benchmarks.soak.history import History
 from benchmarks.soak.tally import Tally
 
+from .. import warm
+
 
 def blamed(tally):
     return (tally.lost, tally.wrong, tally.hung, tally.left, tally.found)
@@ -133,7 +135,7 @@ def test_forked_children(tmp_path):
 
 def test_a_preempted_job_is_judged(tmp_path):
     """A step that was done twice, one that was left out and another loss than that of an undisturbed run are found."""
-    job = preemption.Preempted(tmp_path, 4)
+    job = preemption.Preempted(tmp_path, 4, warm.python())
     (_, first), (_, second), (_, third), _ = preemption.losses(4)
     (tmp_path / "log").write_text(f"1 {first}\n2 {second}\n2 {second}\n3 {second}\n")
     assert third != second
