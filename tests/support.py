@@ -88,7 +88,7 @@ def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: 
 
 
 def is_a_servant(process: psutil.Process) -> bool:
-    """multiprocessing keeps a resource tracker, and the server that ranks are forked off, as long as we live."""
+    """Servers that programs and ranks are forked off live as long as we do, and so does a resource tracker."""
     if process.pid in warm.pids():
         return True
     try:
