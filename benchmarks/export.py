@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,7 +27,11 @@ from dcp_tensorizer import SafetensorsStorageWriter, TensorizerStorageWriter
 
 from .case import Case, in_ranks
 from .harness import Content, cell, quotient, run, run_cases, spread, table, whole
-from .pages import goals, page
+from .pages import Goal, goals, page
+from .save_case import anonymous_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _WORLDS = (1, 2)
 _TENSORS = 60
@@ -47,8 +54,11 @@ def measure_case(case: Case, folder: Path) -> list[Any]:
     return in_ranks(_saves, case["ranks"], case, folder)
 
 
-def _saves(case: Case, folder: Path) -> dict[str, list[float]]:
-    """Saves in each way in turn, and times how long each save takes from the call until it is durable."""
+def _saves(case: Case, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Saves in each way in turn, and measures each save from the call until it is durable.
+
+    ``seconds``: how long it takes; ``megabytes``: how much more memory of its own the trainer has at its peak.
+    """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = case["megabytes"] * 1_000_000 // (_TENSORS * _COLUMNS * 2)
@@ -73,42 +83,76 @@ def _saves(case: Case, folder: Path) -> dict[str, list[float]]:
         _KINDS[2]: torchs,
     }
     seconds: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    megabytes: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for number in range(1 + case["saves"]):  # the first one does not count: it allocates the buffer
         for place, kind in enumerate((*_KINDS[number % 3 :], *_KINDS[: number % 3])):
             path = folder / f"{number}-{place}"
             dist.barrier()
-            started = time.perf_counter()
-            ways[kind](str(path))
-            dist.barrier()
+            gc.collect()
+            with _PeakMemory() as memory:
+                started = time.perf_counter()
+                ways[kind](str(path))
+                dist.barrier()
+                elapsed = time.perf_counter() - started
             if number:
-                seconds[kind].append(time.perf_counter() - started)
+                seconds[kind].append(elapsed)
+                megabytes[kind].append(memory.nbytes / 1e6)
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
     model.close()
     checkpoint.close()
-    return seconds
+    return {"seconds": seconds, "megabytes": megabytes}
+
+
+class _PeakMemory:
+    """The most memory of its own that this process has, beyond what it had before. The staging buffer is shared."""
+
+    def __enter__(self) -> Self:
+        self._process = psutil.Process()
+        self._before = anonymous_bytes(self._process)
+        self.nbytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.01):
+            self.nbytes = max(self.nbytes, anonymous_bytes(self._process) - self._before)
 
 
 def render(content: Content) -> str:
     """The page of results."""
     rows: list[list[str]] = []
-    wanted = []
+    memory: list[list[str]] = []
+    wanted: list[Goal] = []
     for world, found in content["worlds"].items():
-        spreads = {kind: spread(found[kind]) for kind in _KINDS}
-        rows.append([world, *(cell(spreads[kind], lambda s: f"{s:.2f}") for kind in _KINDS)])
-        ours = quotient(spreads[_KINDS[0]], spreads[_KINDS[1]])
-        torchs = quotient(spreads[_KINDS[2]], spreads[_KINDS[0]])
+        seconds, megabytes = (
+            {kind: spread(found[figure][kind]) for kind in _KINDS} for figure in ("seconds", "megabytes")
+        )
+        rows.append([world, *(cell(seconds[kind], lambda s: f"{s:.2f}") for kind in _KINDS)])
+        memory.append([world, *(cell(megabytes[kind], lambda s: f"{s:.0f}") for kind in _KINDS)])
+        ours, torchs = (quotient(seconds[a], seconds[b]) for a, b in ((_KINDS[0], _KINDS[1]), (_KINDS[2], _KINDS[0])))
+        pairs = zip(*(found["megabytes"][kind] for kind in _KINDS[:2]), strict=True)
+        more = spread(100 * (model - checkpoint) / (content["megabytes"] / int(world)) for model, checkpoint in pairs)
         wanted.append((f"time of a model / of a checkpoint, {world} rank(s)", "<= 1.15", ours))
         wanted.append((f"torch's time / that of a model, {world} rank(s)", ">= 3", torchs))
+        wanted.append((f"% of a rank's bytes: trainer's memory beyond a checkpoint's, {world} rank(s)", "<= 1", more))
     return page(
         content,
         "Models for inference",
         f"how long it takes until {content['megabytes']} MB of bfloat16, sharded over the ranks, are durable: as a "
         f"model of Hugging Face that all ranks write in place, as a checkpoint of this package, and by torch's "
-        f"`HuggingFaceStorageWriter` with consolidation, whose files are not fsynced.",
+        f"`HuggingFaceStorageWriter` with consolidation, whose files are not fsynced. And how much memory of its own "
+        f"the first rank's trainer takes meanwhile, beyond the staging buffer.",
         f"{content['saves']} saves of each kind, in turns, after one that does not count.",
         "export",
         table(("ranks", *(f"{kind} (s)" for kind in _KINDS)), rows),
+        table(("ranks", *(f"{kind} (MB)" for kind in _KINDS)), memory),
         goals(wanted, form="{:.2f}".format),
     )
 

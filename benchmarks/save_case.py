@@ -132,7 +132,7 @@ def _memory(case: Case, state: State, folder: Path) -> dict[str, list[int]]:
     The staging buffer is shared by both, and not counted.
     """
     trainer = psutil.Process()
-    base = {"trainer": _anonymous_bytes(trainer)}
+    base = {"trainer": anonymous_bytes(trainer)}
     saver = SAVERS[case["saver"]](None, state)
     (child,) = trainer.children()
     _wait_idle(child)  # it has done its imports then
@@ -142,7 +142,7 @@ def _memory(case: Case, state: State, folder: Path) -> dict[str, list[int]]:
         future = saver.save(state, folder / f"save{number}")
         peak = dict(base)
         while not future.done():
-            peak["trainer"] = max(peak["trainer"], _anonymous_bytes(trainer))
+            peak["trainer"] = max(peak["trainer"], anonymous_bytes(trainer))
             peak["child"] = max(peak["child"], child.memory_full_info().uss)
             time.sleep(0.02)
         future.result()
@@ -160,7 +160,8 @@ def _wait_idle(process: psutil.Process) -> None:
         time.sleep(0.5)
 
 
-def _anonymous_bytes(process: psutil.Process) -> int:
+def anonymous_bytes(process: psutil.Process) -> int:
+    """Memory of a process's own: it is neither shared nor that of files."""
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
