@@ -201,6 +201,8 @@ class ModelSaver(Saver):
     ) -> None:
         super().__init__(options, on_report, closed=closed)
         self.model = model
+        if model.dtype is not None:
+            self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages
         self.versions = None if model.publish is None else VersionsOfWriter(model.publish, options.write)
 
     def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:

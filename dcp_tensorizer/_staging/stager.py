@@ -23,7 +23,7 @@ from .device import CUDA, Device, settle_other_devices
 from .shared_mappings import SharedMappings, SharedTensors
 from .shared_memory import SharedBuffer, aligned
 from .staged_save import StagedSave, StagedStateDict, StagingState
-from .state_tree import TensorList, copy_structure, fill_tensors
+from .state_tree import DtypeOf, TensorList, copy_structure, fill_tensors
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, Pair, allocation_order
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -39,19 +39,27 @@ class _Snapshot:
     omitted: set[int]  # numbers of the tensors that other ranks write; tensors without memory stand for them
     shared: SharedTensors | None  # the tensors of `in_place`, if any
     sources: list[torch.Tensor]  # the tensors to copy
+    dtypes: list[torch.dtype]  # of their copies
+    dtype_of: DtypeOf | None  # what those are that are cast
     devices: list[int]  # of the sources that are not in host memory
+
+    @property
+    def nbytes(self) -> int:
+        """The size of a buffer for the copies."""
+        pairs = zip(self.sources, self.dtypes, strict=True)
+        return sum(aligned(source.numel() * dtype.itemsize) for source, dtype in pairs)
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
         """Builds the staged state dict from the copies of `sources`; called once."""
         others = iter(copied)
         if not self.in_place and not self.omitted:
-            return fill_tensors(self.structure, others)  # type: ignore[no-any-return]
+            return fill_tensors(self.structure, others, self.dtype_of)  # type: ignore[no-any-return]
         staged = (
             t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
             for n, t in enumerate(self.tensors)
         )
-        return fill_tensors(self.structure, staged)  # type: ignore[no-any-return]
+        return fill_tensors(self.structure, staged, self.dtype_of)  # type: ignore[no-any-return]
 
 
 class Stager:
@@ -69,6 +77,10 @@ class Stager:
             `StagedSave.wait_released`.
         device: The kind of accelerator that tensors may be on.
         limits: Limits of what is gathered on a device before it is copied to the host.
+
+    Attributes:
+        dtype_of: The dtype as which tensors of a dtype are staged, if this process copies them from a device, which
+            casts them before they cross the bus. Others are staged as they are. None: so are all.
     """
 
     def __init__(
@@ -91,6 +103,7 @@ class Stager:
         self._overlap_staging = overlap_staging
         self._device = device
         self._limits = limits
+        self.dtype_of: DtypeOf | None = None
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
@@ -100,7 +113,7 @@ class Stager:
         self.saves.reclaim()
         snapshot = self._snapshot(state_dict)
         pin_for = self._pin_for(snapshot.devices)
-        self.saves.prewarm(_nbytes(snapshot.sources), lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
+        self.saves.prewarm(snapshot.nbytes, lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
 
     def wait_turn(self, before: StagedSave | None = None) -> None:
         """Waits until the saves that were staged earlier, or those before ``before``, are over."""
@@ -194,7 +207,7 @@ class Stager:
         """
         staged_save = staged.staged_save
         try:
-            buffer = staged_save.buffer = self.saves.take_buffer(_nbytes(snapshot.sources))
+            buffer = staged_save.buffer = self.saves.take_buffer(snapshot.nbytes)
             buffer.is_kept = is_kept
             if (index := self._pin_for(snapshot.devices)) is not None:
                 buffer.pin(self._device, index)
@@ -224,14 +237,14 @@ class Stager:
     @collector_paused()
     def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer, tensors: dict[int, torch.Tensor]) -> Copies:
         """Fills ``tensors`` with a staged tensor for each source, and begins to copy those in host memory."""
-        sources, index_of = snapshot.sources, self._device.index_of
+        sources, dtypes, index_of = snapshot.sources, snapshot.dtypes, self._device.index_of
         is_on_host = not snapshot.devices  # all of them
 
         def pairs() -> Iterator[Pair]:
             numbers = range(len(sources))
-            for number in numbers if is_on_host else allocation_order(sources, self._device, self._limits):
+            for number in numbers if is_on_host else allocation_order(sources, dtypes, self._device, self._limits):
                 source = sources[number]
-                tensors[number] = staged = buffer.allocate(source.dtype, source.shape)
+                tensors[number] = staged = buffer.allocate(dtypes[number], source.shape)
                 yield staged, source
 
         host_bytes = sum(source.nbytes for source in sources if is_on_host or index_of(source) is None)
@@ -250,9 +263,15 @@ class Stager:
         shared = SharedTensors(mappings, [tensors[n] for n in in_place]) if mappings is not None and in_place else None
         elsewhere = in_place | omitted_tensors
         sources = [t for n, t in enumerate(tensors) if n not in elsewhere] if elsewhere else list(tensors)
-        places = dict.fromkeys(map(self._device.index_of, sources))
-        devices = [index for index in places if index is not None]
-        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared, sources, devices)
+        places = list(map(self._device.index_of, sources))
+        devices = [index for index in dict.fromkeys(places) if index is not None]
+        dtypes = [source.dtype for source in sources]
+        if devices and self.dtype_of is not None and self._copy_from_devices is None:
+            fixed = {id(tensors[number]) for number in tensors.inner}
+            for number, (source, place) in enumerate(zip(sources, places, strict=True)):
+                if place is not None and id(source) not in fixed:
+                    dtypes[number] = self.dtype_of(source.dtype)
+        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared, sources, dtypes, self.dtype_of, devices)
 
     def _pin_for(self, devices: Sequence[int]) -> int | None:
         """The first device from which this process copies anything."""
@@ -274,7 +293,3 @@ def _new_buffer(nbytes: int, device: Device, index: int | None) -> SharedBuffer:
     if index is not None:
         buffer.pin(device, index)
     return buffer
-
-
-def _nbytes(sources: Sequence[torch.Tensor]) -> int:
-    return sum(aligned(tensor.nbytes) for tensor in sources)

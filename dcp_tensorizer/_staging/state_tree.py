@@ -10,8 +10,8 @@ from __future__ import annotations
 import collections
 import copy
 import types
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -32,6 +32,7 @@ _OTHER_TENSORS = (
     "the tensors of the state dict have changed during staging: do not change it before its staging is complete (a "
     "container or tensor subclass that returns other tensors at each access cannot be saved)"
 )
+DtypeOf: TypeAlias = Callable[[torch.dtype], torch.dtype]
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -46,6 +47,7 @@ class TensorList(list[torch.Tensor]):
         super().__init__()
         self._omitted_keys = omitted
         self._omitted: dict[str, range] = {}
+        self._inner: list[range] = []
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Adds the plain tensors inside a tensor."""
@@ -55,6 +57,8 @@ class TensorList(list[torch.Tensor]):
             return
         first = len(self)
         self.extend(_inner_tensors(tensor, key))
+        if not (type(tensor) is DTensor and len(self) == first + 1):
+            self._inner.append(range(first, len(self)))
         if key in self._omitted_keys:
             is_staged = key in self._omitted or isinstance(tensor, ShardedTensor)
             self._omitted[key] = range(0) if is_staged else range(first, len(self))
@@ -63,6 +67,11 @@ class TensorList(list[torch.Tensor]):
     def omitted(self) -> set[int]:
         """The numbers of the plain tensors that are not to be staged."""
         return {number for numbers in self._omitted.values() for number in numbers}
+
+    @property
+    def inner(self) -> set[int]:
+        """The numbers of tensors that tensors of other classes are made of, and whose dtypes mean something there."""
+        return {number for numbers in self._inner for number in numbers}
 
 
 def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
@@ -161,19 +170,37 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
     return [inner for part in parts for inner in _inner_tensors(part, key)]
 
 
-def fill_tensors(structure: Any, staged: Iterable[torch.Tensor]) -> Any:
+def fill_tensors(structure: Any, staged: Iterable[torch.Tensor], dtype_of: DtypeOf | None = None) -> Any:
     """Puts staged tensors into the result of `copy_structure`, in place if possible, and returns it.
 
-    Raises `StagingError` if they do not fit: too few or too many, or of another shape or dtype.
+    A staged tensor may be of the dtype that ``dtype_of`` gives for the tensor's. Raises `StagingError` if they do not
+    fit: too few or too many, or of another shape or dtype.
     """
-    left = iter(staged)
+    left = _Staged(iter(staged), dtype_of)
     filled = _fill(structure, left)
-    if next(left, None) is not None:
+    if next(left.tensors, None) is not None:
         raise StagingError(_OTHER_TENSORS)
     return filled
 
 
-def _fill(structure: Any, staged: Iterator[torch.Tensor]) -> Any:
+class _Staged(NamedTuple):
+    """The staged tensors that are left."""
+
+    tensors: Iterator[torch.Tensor]
+    dtype_of: DtypeOf | None
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The next one, which is a tensor's copy."""
+        copied = next(self.tensors, None)
+        if copied is None or copied.shape != tensor.shape or not self._fits(copied.dtype, tensor.dtype):
+            raise StagingError(_OTHER_TENSORS)
+        return copied
+
+    def _fits(self, staged: torch.dtype, dtype: torch.dtype) -> bool:
+        return staged is dtype or (self.dtype_of is not None and staged is self.dtype_of(dtype))
+
+
+def _fill(structure: Any, staged: _Staged) -> Any:
     if isinstance(structure, torch.Tensor):
         return _rebuild_tensor(structure, staged)
     if type(structure) is dict:
@@ -194,14 +221,11 @@ def _fill(structure: Any, staged: Iterator[torch.Tensor]) -> Any:
     return structure
 
 
-def _rebuild_tensor(tensor: torch.Tensor, staged: Iterator[torch.Tensor]) -> torch.Tensor:
+def _rebuild_tensor(tensor: torch.Tensor, staged: _Staged) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):
         return _rebuild_sharded(tensor, staged)
     if not is_wrapper(tensor):
-        copied = next(staged, None)
-        if copied is None or copied.shape != tensor.shape or copied.dtype is not tensor.dtype:
-            raise StagingError(_OTHER_TENSORS)
-        return copied
+        return staged.take(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(tensor, name) for name in names}
     rebuilt = {k: _rebuild_tensor(v, staged) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
@@ -211,7 +235,7 @@ def _rebuild_tensor(tensor: torch.Tensor, staged: Iterator[torch.Tensor]) -> tor
     return rebuild(rebuilt, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
 
 
-def _rebuild_sharded(tensor: ShardedTensor, staged: Iterator[torch.Tensor]) -> ShardedTensor:
+def _rebuild_sharded(tensor: ShardedTensor, staged: _Staged) -> ShardedTensor:
     metadata = copy.deepcopy(tensor.metadata())
     for shard_metadata in metadata.shards_metadata:
         shard_metadata.placement = cpu_placement(shard_metadata)

@@ -2,8 +2,8 @@
 
 A large tensor is copied from a GPU in one copy over the bus. Two kinds of tensors go through a buffer on the GPU
 instead: tensors that are too small for a copy of their own, and tensors that would need a temporary copy on the GPU
-(not contiguous, or lazily conjugated). Many small tensors leave the buffer in one copy. For that their staged tensors
-lie side by side: see `allocation_order`.
+(not contiguous, lazily conjugated, or cast). Many small tensors leave the buffer in one copy. For that their staged
+tensors lie side by side: see `allocation_order`.
 """
 
 from __future__ import annotations
@@ -117,9 +117,12 @@ class Copies:
 
 
 def allocation_order(
-    sources: Sequence[torch.Tensor], device: Device, limits: GatherLimits = DEFAULT_LIMITS
+    sources: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    device: Device,
+    limits: GatherLimits = DEFAULT_LIMITS,
 ) -> list[int]:
-    """The order in which to allocate staged tensors: first those that are gathered together.
+    """The order in which to allocate staged tensors of some dtypes: first those that are gathered together.
 
     These are the small ones of one device and one element size.
     """
@@ -127,7 +130,7 @@ def allocation_order(
     gathered: dict[int, tuple[int, int]] = {}
     for number, source in enumerate(sources):
         if (index := device.index_of(source)) is not None and limits.is_small(source):
-            gathered[number] = index, source.itemsize
+            gathered[number] = index, dtypes[number].itemsize
     return [*sorted(gathered, key=gathered.__getitem__), *(n for n in range(len(sources)) if n not in gathered)]
 
 
@@ -135,12 +138,12 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
     """Queues the copies of one device's tensors, in few calls.
 
     Staged tensors are C-contiguous, on the host. One copy over the bus fills those of small tensors of one element size
-    that are adjacent in memory.
+    that are adjacent in memory. Those of another dtype are cast on the device.
     """
     small = sorted((pair for pair in pairs if limits.is_small(pair[1])), key=lambda pair: pair[0].data_ptr())
     large = [pair for pair in pairs if not limits.is_small(pair[1])]
-    plain = [pair for pair in large if is_plain(pair[1])]
-    strided = [pair for pair in large if not is_plain(pair[1])]
+    plain = [pair for pair in large if _are_same_bytes(*pair)]
+    strided = [pair for pair in large if not _are_same_bytes(*pair)]
     if plain:
         stream.spread(*zip(*plain, strict=True))
     if small or strided:
@@ -152,6 +155,10 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
                 gathered = buffer[: part.nbytes].view(part.dtype).view(part.shape)
                 stream.copy([gathered], [piece])
                 stream.copy([part], [gathered])
+
+
+def _are_same_bytes(staged: torch.Tensor, source: torch.Tensor) -> bool:
+    return staged.dtype is source.dtype and is_plain(source)
 
 
 def _batches(pairs: Iterable[Pair], nbytes: int) -> Iterator[list[Pair]]:
@@ -180,12 +187,14 @@ def _gather(batch: Sequence[Pair], buffer: torch.Tensor, stream: SideStream) -> 
     sizes = [n // unit.itemsize for staged, _ in batch for n in (staged.nbytes, aligned(staged.nbytes) - staged.nbytes)]
     slots = buffer[:total].view(unit).split_with_sizes(sizes)[::2]
     plain = [
-        (slot, _flat(source).view(unit)) for slot, (_, source) in zip(slots, batch, strict=True) if is_plain(source)
+        (slot, _flat(source).view(unit))
+        for slot, (staged, source) in zip(slots, batch, strict=True)
+        if _are_same_bytes(staged, source)
     ]
     if plain:
         stream.copy(*zip(*plain, strict=True))
     for slot, (staged, source) in zip(slots, batch, strict=True):
-        if not is_plain(source):
+        if not _are_same_bytes(staged, source):
             stream.copy([slot.view(staged.dtype).view(staged.shape)], [source])
     stream.copy([_memory(batch[0][0], total)], [buffer[:total]])
 

@@ -40,6 +40,7 @@ from dcp_tensorizer._writer_process.client import WriterProcess
 from dcp_tensorizer.tools._gc import collect, plan_collection
 
 from ..servers import S3Server
+from ..simulated import SimulatedDevice
 from ..support import ROOT, dtype_name, filled, kill, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -144,6 +145,22 @@ def test_a_cast_is_that_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> Non
     for path in (tmp_path / "there", tmp_path / "here"):
         found = load_file(path / "model.safetensors")
         assert {key: same(found[key], tensor) for key, tensor in wanted.items()} == dict.fromkeys(wanted, True)
+
+
+def test_what_is_on_a_device_is_cast_there(tmp_path: Path) -> None:
+    """Before it crosses the bus: half of the bytes are staged, and the writer process has nothing left to cast."""
+    device = SimulatedDevice()
+    sources = {f"w{n}": device.declare(filled(torch.float32, (300, 400), seed=n)) for n in range(3)}
+    sources["ints"] = device.declare(torch.arange(9))
+    with SafetensorsStorageWriter(tmp_path, dtype=torch.bfloat16) as writer:
+        writer.saver.stager._device = device
+        writer.saver.engine.client._device = device
+        staged = writer.stage(sources)
+        assert {key: staged[key].dtype for key in ("w0", "ints")} == {"w0": torch.bfloat16, "ints": torch.int64}
+        dcp.save(staged, storage_writer=writer)
+    found = load_file(tmp_path / "model.safetensors")
+    wanted = {key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in sources.items()}
+    assert {key: same(found[key], tensor) for key, tensor in wanted.items()} == dict.fromkeys(wanted, True)
 
 
 def test_every_dtype_of_the_format_comes_through(tmp_path: Path) -> None:

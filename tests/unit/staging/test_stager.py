@@ -401,3 +401,21 @@ def test_what_other_ranks_write_is_staged_without_memory() -> None:
     assert result.staged_save.omitted == {"nested.theirs.0", "pair"}
     del result, theirs
     stager.saves.close()
+
+
+def test_only_what_a_device_has_is_staged_in_another_dtype() -> None:
+    """There it takes less of the bus. In host memory it would cost time, and in other classes it would break them."""
+    device = SimulatedDevice()
+    stager = Stager(device=device)
+    stager.dtype_of = lambda dtype: torch.float16 if dtype.is_floating_point else dtype
+    on_device = device.declare(torch.rand(50, 40))
+    state = {"w": on_device, "n": device.declare(torch.arange(9)), "host": torch.rand(3)}
+    state["wrapped"] = TwoTensor(on_device[:2].clone(), device.declare(torch.rand(2, 40)))
+    found = staged(stager, state)
+    assert torch.equal(found["w"], on_device.half())
+    assert found["w"].dtype == torch.float16
+    assert [found[key].dtype for key in ("n", "host")] == [torch.int64, torch.float32]
+    assert torch.equal(found["wrapped"].b, state["wrapped"].b)
+    assert found["wrapped"].b.dtype == torch.float32
+    del found
+    stager.saves.close()

@@ -23,12 +23,16 @@ def following(tensors: Sequence[torch.Tensor], device: SimulatedDevice) -> SideS
 
 
 def copied(
-    sources: Sequence[torch.Tensor], device: SimulatedDevice, limits: GatherLimits = DEFAULT_LIMITS
+    sources: Sequence[torch.Tensor],
+    device: SimulatedDevice,
+    limits: GatherLimits = DEFAULT_LIMITS,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> tuple[list[torch.Tensor], SharedBuffer]:
     """Staged tensors in a shared buffer of their own, with everything copied to them."""
+    dtypes = dtypes or [source.dtype for source in sources]
     buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
-    order = allocation_order(sources, device, limits)
-    staged = {n: buffer.allocate(sources[n].dtype, sources[n].shape) for n in order}
+    order = allocation_order(sources, dtypes, device, limits)
+    staged = {n: buffer.allocate(dtypes[n], sources[n].shape) for n in order}
     pairs = [(staged[n], source) for n, source in enumerate(sources)]
     copies = Copies(pairs, following(sources, device), 1, limits)
     copies.start()
@@ -46,6 +50,19 @@ def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype) -
     sources += [base[n, :5] for n in range(20)]
     staged, buffer = copied(sources, device, GatherLimits(buffer_bytes=1024, small_bytes=200))
     assert [n for n, (a, b) in enumerate(zip(staged, sources, strict=True)) if not same(a, b)] == []
+    del staged
+    buffer.close()
+
+
+def test_a_cast_is_made_on_the_device() -> None:
+    """Small tensors and large ones, contiguous and not, between others that stay as they are."""
+    device = SimulatedDevice()
+    base = device.declare(torch.linspace(-3, 3, 960).view(40, 24))  # the bits of a NaN depend on the kernel
+    whole = device.declare(torch.arange(40))
+    sources = [base, whole[:3], base.t(), base[0], base[:, 0], base[3, 4], base[:0], *(base[n, :5] for n in range(20))]
+    dtypes = [torch.bfloat16 if source.is_floating_point() else source.dtype for source in sources]
+    staged, buffer = copied(sources, device, GatherLimits(buffer_bytes=1024, small_bytes=200), dtypes)
+    assert [n for n, (a, b) in enumerate(zip(staged, sources, strict=True)) if not same(a, b.to(dtypes[n]))] == []
     del staged
     buffer.close()
 
@@ -131,7 +148,7 @@ def test_what_is_gathered_together_is_of_one_device() -> None:
     kinds = [("second", torch.int8), ("host", torch.int8), ("first", torch.int32), ("second", torch.int32)]
     kinds += [("first", torch.int8), ("host", torch.int32), ("second", torch.int8), ("first", torch.int32)]
     sources = [torch.zeros(on[where], dtype=dtype) for where, dtype in kinds]
-    assert allocation_order(sources, Devices()) == [4, 2, 7, 0, 6, 3, 1, 5]
+    assert allocation_order(sources, [source.dtype for source in sources], Devices()) == [4, 2, 7, 0, 6, 3, 1, 5]
 
 
 @pytest.mark.parametrize("training_first", [True, False])
