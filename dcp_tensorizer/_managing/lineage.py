@@ -144,7 +144,7 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
     Raises `NotCommitted` if there is no checkpoint of that step, `MetadataError` if there are only checkpoints of
     unknown formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
     """
-    clean_up(folder, names)
+    unfinished = clean_up(folder, names)
     steps = read_steps(folder, names)
     branch = current_branch(sound(steps)) or TRUNK
     own = members(sound(steps), branch)
@@ -159,6 +159,13 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
         candidates = [*(step for step in candidates if step.number < number), *asked]
     if not candidates:
         _look_around(folder, names)
+        if unfinished:
+            logger.warning(
+                "%s holds no committed checkpoint, and the job begins anew: the save of %s never finished, and what it "
+                "had left is removed",
+                folder.path,
+                _listed(unfinished),
+            )
         return RestoreChoice([], steps)
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)

@@ -182,28 +182,36 @@ def _remove_tree(storage: Storage) -> None:
     remove_files(storage, [file.name for file in files])
 
 
-def clean_up(folder: Storage, names: StepNames) -> None:
-    """Removes the files of dead saves in directories of steps, if that is proven; see `commit.dead_files`."""
+def clean_up(folder: Storage, names: StepNames) -> list[str]:
+    """Removes the files of dead saves in directories of steps, if that is proven; see `commit.dead_files`.
+
+    Returns the directories that had some.
+    """
+    cleaned: list[str] = []
     if not folder.locks_are_visible:
-        return
+        return cleaned
     try:
         _, found = folder.listing()
         for name in found:
-            if names.step_in(name) is not None:
-                _clean_up_step(folder.child(name))
+            if names.step_in(name) is not None and _clean_up_step(folder.child(name)):
+                cleaned.append(name)
     except NotCommitted:
-        return  # no directory, such as before the first save
+        pass  # no directory, such as before the first save
     except (CheckpointError, OSError) as error:
         logger.info("%s: what dead saves have left is not removed: %s", folder.path, describe(error))
+    return cleaned
 
 
-def _clean_up_step(storage: Storage) -> None:
+def _clean_up_step(storage: Storage) -> bool:
     if storage.head(metadata_file_name()) is not None:
-        return  # the next save there cleans up
+        return False  # the next save there cleans up
     lock = storage.lock_directory()
     try:
-        if lock.is_exclusive:
-            remove(storage, dead_files(storage, [file.name for file in storage.listing()[0]]))
-            storage.remove_directory()
+        if not lock.is_exclusive:
+            return False
+        dead = dead_files(storage, [file.name for file in storage.listing()[0]])
+        remove(storage, dead)
+        storage.remove_directory()
+        return bool(dead)
     finally:
         lock.release()
