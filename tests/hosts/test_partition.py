@@ -4,7 +4,7 @@ import json
 import time
 
 from .copied_job import copied_step, events, start
-from .lab import SHARED
+from .lab import DISK, SHARED
 
 TIMEOUT = 4.0
 
@@ -52,8 +52,14 @@ def test_a_partition_for_good(lab):
 
 
 def test_a_partition_of_15_s(lab):
-    """In a copy, in a save, and between: jobs go on when it is over, and their states are copied again."""
-    jobs = {"copy": {"copy_rate": 1e6}, "save": {"save_every": 1, "keep_latest": 2}, "steps": {"waits": False}}
+    """In a copy, a save, a flush, and between: jobs go on when it is over, and their states are copied again."""
+    saves = {"save_every": 1, "keep_latest": 2}
+    jobs = {
+        "copy": {"copy_rate": 1e6},
+        "save": saves,
+        "flush": saves | {"local": f"{DISK}/local"},
+        "steps": {"waits": False},
+    }
     hosts = {name: lab.hosts(2) for name in jobs}
     running = {name: start(lab, hosts[name], name=name, timeout=120.0, **options) for name, options in jobs.items()}
     for name, job in running.items():
