@@ -236,6 +236,7 @@ class SaveCopies:
     def __init__(self, keeping: Keeping) -> None:
         self._keeping = keeping
         self._towards = ""
+        self._has_looked_again = False
         self._fitting: list[int] = []  # the sizes for which there was room, on the coordinator
         self._said: set[str] = set()
 
@@ -260,8 +261,9 @@ class SaveCopies:
             found = found._replace(why=lack_of_room_for_replicas(found.peers, found.partner_of, rooms, RESERVE, 1))
             self._fitting = [] if found.why else sizes
         towards = [found.towards(rank) for rank in range(len(ranks))]
-        if found.why and not any(towards):  # otherwise they find each other in the next save
+        if found.why and (self._has_looked_again or not any(towards)):
             self._warn(found.why)
+        self._has_looked_again = any(towards)  # with the addresses of others, in the next save
         return [
             state._replace(partner=found.partner(rank), rate=found.rate(rank, options), towards=towards[rank])
             for rank in range(len(ranks))

@@ -74,6 +74,17 @@ def test_what_a_coordinator_tells_its_ranks(caplog: pytest.LogCaptureFixture) ->
     assert "the host of rank " in caplog.messages[0] and "not all ranks have copies=2" in caplog.messages[1]
 
 
+def test_ranks_that_find_each_other_in_the_second_save(caplog: pytest.LogCaptureFixture) -> None:
+    """One whose own name leads to itself is told the way to another; if that does not help, there is a warning."""
+    copies, room = Keeping().copies, Room(1, 0, None)
+    lost = Peer("x", "x", "127.0.0.1", "it has no address")
+    ranks: list[KeepingRank | None] = [KeepingRank(lost, room), KeepingRank(rank("y", 1, "10.0.0.7"), room)]
+    told = copies.arranged(COPIES, STATE, ranks)
+    assert [(s.partner, s.towards) for s in told] == [(None, "10.0.0.7"), (None, "")] and caplog.messages == []
+    copies.arranged(COPIES, STATE, ranks)
+    assert caplog.messages == ["states are not copied to other hosts, as with copies=1: rank 0: it has no address"]
+
+
 def test_a_writer_checks_the_options(tmp_path: Path) -> None:
     """They are those of the manager."""
     with pytest.raises(ValueError, match="copies=2 needs survive="):
