@@ -29,6 +29,7 @@ class _Collector(Borrowed[tuple[int, int, int]]):
         super().__init__()
         self._aged = 0
         self._full_collections = 0
+        self._is_frozen = False  # the trainer has frozen objects
 
     def _change(self) -> tuple[int, int, int] | None:
         thresholds = gc.get_threshold()
@@ -58,10 +59,11 @@ class _Collector(Borrowed[tuple[int, int, int]]):
         """
         full = gc.get_stats()[-1]["collections"]
         if full != self._full_collections:
-            self._aged, self._full_collections = 0, full
+            self._aged, self._full_collections, self._is_frozen = 0, full, False
         self._aged += 1
-        is_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON  # by the trainer, and aging would unfreeze them
-        if self._aged <= _AGEINGS and not is_frozen:
+        # Aging would unfreeze what the trainer has frozen. To count visits all of that: so it is rarely done again.
+        self._is_frozen = self._is_frozen or gc.get_freeze_count() > _FROZEN_BY_PYTHON
+        if self._aged <= _AGEINGS and not self._is_frozen:
             gc.freeze()
             gc.unfreeze()
 
