@@ -35,7 +35,7 @@ from dcp_tensorizer._loading.validate import read_head
 from dcp_tensorizer._managing.goodput import ASSUMED
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ..support import directories_in, quietly
+from ..support import cached, directories_in, forget, quietly
 
 NUMBERS = 2048  # more than what stands in the index itself
 
@@ -902,3 +902,21 @@ def test_states_that_cannot_be_collected_for_a_load_that_failed(tmp_path: Path) 
         model.fails = False
         manager.save(2, {"model": model}, wait=True)
         assert manager.steps() == [2]
+
+
+def test_a_restore_reads_past_the_page_cache_what_it_does_not_hold(tmp_path: Path) -> None:
+    """What it holds comes from there, and stays; `reader_options` may say otherwise."""
+    state = {"x": torch.arange(4 << 20, dtype=torch.int32)}
+    with CheckpointManager(tmp_path, save_every=1) as manager:
+        manager.save(1, state, wait=True)
+    (data,) = (tmp_path / "step-1").glob("*.tensors")
+    cases: list[tuple[bool, dict[str, bool]]] = [(False, {}), (True, {}), (True, {"page_cache": True})]
+    for is_there, options in cases:
+        forget(data)
+        if is_there and not options:
+            data.read_bytes()
+        found = {"x": torch.zeros_like(state["x"])}
+        with CheckpointManager(tmp_path, reader_options=options) as manager:
+            assert manager.restore(found) == 1
+        assert torch.equal(found["x"], state["x"])
+        assert cached(data, 8 << 20) == is_there
