@@ -10,7 +10,7 @@ Where the program makes its manager's configuration::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -298,12 +298,8 @@ def _check(key: str, item: CheckpointItem) -> None:
         return
     if type(item.resharder) is not DefaultResharder:
         raise ValueError(f"item {key!r} has a resharder of a class of its own, {type(item.resharder).__name__}")
-    if any(isinstance(value, CheckpointableTensor) for value in _leaves(item.value)):
+    if any(isinstance(value, CheckpointableTensor) for value in pytree.tree_leaves(item.value)):
         raise ValueError(f"item {key!r} has shards that are no DTensors: make them DTensors")
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    return iter(pytree.tree_leaves(value))
 
 
 def _moved(value: Any, device: str | torch.device) -> Any:

@@ -622,7 +622,7 @@ class _S3Sink(Sink):
 
     def _complete(self) -> None:
         if self._upload is not None:
-            self._complete_upload()
+            self._storage.complete_upload(self._name, self._id()["UploadId"], self._parts, self._nbytes)
             self._abort_others(self._upload)
         elif not self._nbytes:
             self._storage.call("put_object", self._name, Body=b"")
@@ -645,10 +645,6 @@ class _S3Sink(Sink):
         is_repeated = self._beginnings > 1 or upload.exception()
         if is_repeated or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self._storage.abort_uploads(self._name)
-
-    def _complete_upload(self) -> None:
-        """Makes one object of the parts."""
-        self._storage.complete_upload(self._name, self._id()["UploadId"], self._parts, self._nbytes)
 
 
 class _S3SharedSink(SharedSink):
