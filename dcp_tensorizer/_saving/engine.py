@@ -5,7 +5,6 @@ Frameworks make a writer for every save. So a writer is a cheap handle, and the 
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import weakref
@@ -28,6 +27,7 @@ from ..errors import WriteError, describe
 from .flushing import Flushing
 from .keeping import Keeping, KeepingRank
 from .reuse import KnownFiles
+from .write_plan import plan_with
 from .writer_client import WriterClient
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class SaveTables:
 
     def offer(self, plan: SavePlan, keeping: KeepingRank | None = None) -> SavePlan:
         """On a rank: adds to its plan the digests of its tables, and what the coordinator needs for copies."""
-        return _with(plan, Offer(self._save_id, self._known.own, keeping=keeping))
+        return plan_with(plan, Offer(self._save_id, self._known.own, keeping=keeping))
 
     def answer(self, plan: SavePlan, state: KeptState | None = None) -> SavePlan:
         """On the coordinator: adds to a rank's plan the digests that it knows, and the state that ranks keep in
@@ -343,7 +343,7 @@ class SaveTables:
             return plan
         found = {digest: table for digest in offer.digests if (table := self._known.find(digest)) is not None}
         self._promised.update(found)
-        return _with(plan, Offer(offer.save_id, tuple(found), state, self._save_id))
+        return plan_with(plan, Offer(offer.save_id, tuple(found), state, self._save_id))
 
     def told(self, plan: SavePlan) -> KeptState | None:
         """On a rank: the coordinator's message about the state that all ranks keep in memory."""
@@ -385,9 +385,3 @@ def keeping_rank(plan: SavePlan) -> KeepingRank | None:
     """On the coordinator: what a rank has said for copies on other hosts."""
     offer = plan.storage_data
     return offer.keeping if isinstance(offer, Offer) else None
-
-
-def _with(plan: SavePlan, offer: Offer) -> SavePlan:
-    plan = copy.copy(plan)  # `dataclasses.replace` would decode items that are decoded on demand
-    object.__setattr__(plan, "storage_data", offer)
-    return plan

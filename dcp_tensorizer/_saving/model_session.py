@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +35,7 @@ from .saver import SaveDescription, Saver
 from .session import SaveSession
 from .ties import live_state, ties_of
 from .versions import SavedModel, VersionsOfWriter
-from .write_plan import Item, resolve
+from .write_plan import Item, plan_with, resolve
 
 
 class RankParts(NamedTuple):
@@ -72,7 +71,7 @@ class ModelSession(SaveSession):
                 self._order = {item.index.fqn: number for number, item in enumerate(plan.items)}
             if self._staged_save is None and (state := live_state(state_of_save())) is not None:
                 self._ties = ties_of(state)
-            return _with(plan, dict(self._ties))
+            return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lays the files out, on the coordinator, and begins them; returns the plans with the layout.
@@ -85,7 +84,7 @@ class ModelSession(SaveSession):
             self._model = plan_model(plans, options, path=self.path, order=self._order, ties=ties)
             files = self._destination.begin_files(self._model, self.id)
             layout = rank_layout(self._model, files, self.id)
-            return [_with(plan, layout) for plan in plans]
+            return [plan_with(plan, layout) for plan in plans]
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
         """Makes the save the model at its path; returns the files of the one that it replaces."""
@@ -132,7 +131,7 @@ class ModelSession(SaveSession):
         done = job.done
         names = [layout.files[number].file for number in sorted(job.touched)]
         files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
-        written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, attempts=job.attempts)
+        written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, attempts=done.attempts)
         part = RankParts(self._destination.rank, done.parts)
         return job.items, written, [WriteResult(MetadataIndex(f"rank {part.rank}"), done.nbytes, part)]
 
@@ -170,7 +169,7 @@ class ModelSession(SaveSession):
 
     def write_pieces(
         self, layout: RankLayout, pieces: Pieces, items: Sequence[Item], dtypes: Sequence[torch.dtype]
-    ) -> tuple[PartsWritten, int]:
+    ) -> PartsWritten:
         """Writes pieces of this rank's items; raises `WriteError`."""
         context = self._context
         return context.engine.client.write_shared(
@@ -252,7 +251,6 @@ class _RankJob:
         self._sources: list[Item] = []
         self.error: BaseException | None = None
         self.done = PartsWritten()
-        self.attempts = 1
         self.items: list[Item] = []
         self.touched: set[int] = set()
 
@@ -309,9 +307,7 @@ class _RankJob:
         chosen = Pieces(pieces.file, pieces.offset, pieces.nbytes, number.reshape(-1).astype(np.int64), pieces.start)
         sources = [self._sources[n] for n in used.tolist()]
         dtypes = [self._dtypes[n] for n in used.tolist()]
-        done, attempts = self._session.write_pieces(self._layout, chosen, sources, dtypes)
-        self.done += done
-        self.attempts = max(self.attempts, attempts)
+        self.done += self._session.write_pieces(self._layout, chosen, sources, dtypes)
 
     def _round(self, number: int, exchange: PieceExchange | None, ranks: RankGroup) -> bool:
         """Exchanges one window, and writes what has arrived; returns whether a rank has failed."""
@@ -341,9 +337,3 @@ class _RankJob:
             if len(received.others):
                 del self._sources[-1], self._dtypes[-1]
         return False
-
-
-def _with(plan: SavePlan, storage_data: object) -> SavePlan:
-    plan = copy.copy(plan)
-    object.__setattr__(plan, "storage_data", storage_data)
-    return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -96,6 +97,13 @@ def resolve(
         Item(item.index, name, *_resolve(item, planner, lasts), _is_whole(item))
         for item, name in zip(wanted, names, strict=True)
     ]
+
+
+def plan_with(plan: SavePlan, storage_data: object) -> SavePlan:
+    """A plan with a message to the coordinator, or from it."""
+    plan = copy.copy(plan)  # `dataclasses.replace` would decode items that are decoded on demand
+    object.__setattr__(plan, "storage_data", storage_data)
+    return plan
 
 
 def _makes_items(planner: SavePlanner) -> bool:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .._storage.claim import Claim
     from .._tiers.target import FlushTarget
 
-_T = TypeVar("_T")
+_Done = TypeVar("_Done", bound=WriteDone | PartsWritten)
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -151,10 +151,7 @@ class WriterClient:
             return files.finish(done, digest)
 
         try:
-            done, attempts = self._try_twice(
-                storage, files.rank, buffers, write_there, write_here, files.remove, is_closed
-            )
-            return replace(done, attempts=attempts)
+            return self._try_twice(storage, files.rank, buffers, write_there, write_here, files.remove, is_closed)
         finally:
             self._keep(extra)
 
@@ -169,12 +166,11 @@ class WriterClient:
         staged_save: StagedSave | None,
         options: WriteOptions,
         is_closed: Callable[[], bool] = lambda: False,
-    ) -> tuple[PartsWritten, int]:
+    ) -> PartsWritten:
         """Writes pieces of items into files that other ranks write, too: see `write`.
 
         ``pieces`` names the sources by their numbers in ``items``, all of which have bytes; ``dtypes`` are those that
-        they are written as. Returns the written parts, and the number of attempts. After a `WriteError` the files are
-        of no use.
+        they are written as. After a `WriteError` the files are of no use.
         """
 
         def write_here() -> PartsWritten:
@@ -183,7 +179,7 @@ class WriterClient:
             return SharedWriteJob(storage, files, pieces, ItemBytes(tensors, dtypes).fill, options).run()
 
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return write_here(), 1
+            return write_here()
         context = staged_save.context
         with collector_paused():
             sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
@@ -206,21 +202,20 @@ class WriterClient:
         storage: Storage,
         rank: int,
         buffers: Sequence[SharedBuffer],
-        write_there: Callable[[], _T],
-        write_here: Callable[[], _T],
+        write_there: Callable[[], _Done],
+        write_here: Callable[[], _Done],
         remove: Callable[[], object],
         is_closed: Callable[[], bool],
-    ) -> tuple[_T, int]:
+    ) -> _Done:
         """Writes by the writer process, and once more by a fresh one if that dies.
 
-        Without a writer process, this process writes. ``remove`` removes the leftovers of a process that died. Returns
-        the result, and the number of attempts.
+        Without a writer process, this process writes. ``remove`` removes the leftovers of a process that died.
         """
         for attempt in (1, 2):
             if not all(buffer.can_be_sent for buffer in buffers):
-                return write_here(), attempt
+                return replace(write_here(), attempts=attempt)
             try:
-                return write_there(), attempt
+                return replace(write_there(), attempts=attempt)
             except Unsendable as error:
                 raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
             except WriterProcessHung as error:  # another process would hang as well, and so would this one
@@ -239,7 +234,7 @@ class WriterClient:
                     raise WriteError(f"the writer was closed before the save to {storage.path} was over") from error
                 if isinstance(error, NotStarted):
                     logger.warning(_WRITES_ITSELF, rank, str(error))
-                    return write_here(), attempt
+                    return replace(write_here(), attempts=attempt)
                 if attempt == 2:
                     raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
                 logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))

@@ -88,6 +88,7 @@ class PartsWritten:
     seconds: float = 0.0  # wall-clock time for all of it
     copy_seconds: float = 0.0  # until everything was copied; it also writes meanwhile
     write_seconds: float = 0.0  # in write calls and fsync
+    attempts: int = 1  # 2 if the writer process died, and a fresh one wrote everything again
 
     def __add__(self, other: PartsWritten) -> PartsWritten:
         parts = {number: dict(of_file) for number, of_file in self.parts.items()}
@@ -95,7 +96,8 @@ class PartsWritten:
             parts.setdefault(number, {}).update(of_file)
         sums = zip(self._figures(), other._figures(), strict=True)
         nbytes, seconds, copy_seconds, write_seconds = (one + another for one, another in sums)
-        return PartsWritten(parts, int(nbytes), seconds, copy_seconds, write_seconds)
+        attempts = max(self.attempts, other.attempts)
+        return PartsWritten(parts, int(nbytes), seconds, copy_seconds, write_seconds, attempts)
 
     def _figures(self) -> tuple[float, float, float, float]:
         return self.nbytes, self.seconds, self.copy_seconds, self.write_seconds
