@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcp_tensorizer import (
     CheckpointManager,
@@ -33,7 +34,10 @@ from .ranks import attempt, kill_self, run_ranks
 
 
 def make_state(ranks):
-    """A sharded state and the whole one: rows, columns, a grid, few rows, replicas, and a model under FSDP2."""
+    """A sharded state and the whole one: rows, columns, a grid, few rows, replicas, and models under FSDP2.
+
+    One of these is under tensor parallelism as well.
+    """
     mesh, grid = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (2, ranks // 2))
     torch.manual_seed(0)
     full = {f"rows.{n}": torch.randn(77, 257) for n in range(3)}
@@ -50,6 +54,12 @@ def make_state(ranks):
     full |= {f"model.{key}": tensor.clone() for key, tensor in model.state_dict().items()}
     fully_shard(model, mesh=mesh)
     state |= {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
+    both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+    model = torch.nn.Sequential(torch.nn.Linear(30, 26), torch.nn.Linear(26, 30))
+    full |= {f"both.{key}": tensor.clone() for key, tensor in model.state_dict().items()}
+    parallelize_module(model, both["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=both["data"])
+    state |= {f"both.{key}": tensor for key, tensor in model.state_dict().items()}
     return state | {"tied": state["rows.0"]}, full
 
 
