@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_tensorizer import SafetensorsStorageWriter, TensorizerStorageWriter
+from dcp_tensorizer import Publish, SafetensorsStorageWriter, TensorizerStorageWriter
 
 from .case import Case, in_ranks
 from .harness import Content, cell, quotient, run, run_cases, spread, table, whole
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _WORLDS = (1, 2)
 _TENSORS = 60
 _COLUMNS = 1024
+_FOLLOWERS = ("not published", "published")
+_FIGURES = {"stall": "training waits", "durable": "until it is durable"}
 _KINDS = ("a model, in place", "a checkpoint", "torch, with consolidation")
 
 
@@ -101,7 +103,32 @@ def _saves(case: Case, folder: Path) -> dict[str, dict[str, list[float]]]:
                 shutil.rmtree(path)
     model.close()
     checkpoint.close()
-    return {"seconds": seconds, "megabytes": megabytes}
+    return {"seconds": seconds, "megabytes": megabytes, **_following(state, case["saves"], folder)}
+
+
+def _following(state: dict[str, Any], saves: int, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Saves a model again and again into one directory, with and without publishing each.
+
+    ``stall``: how long training waits; ``durable``: how long the save takes, which begins when the one before is over.
+    """
+    figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in _FOLLOWERS} for name in _FIGURES}
+    for kind in _FOLLOWERS:
+        publish = Publish(folder / "published") if kind == _FOLLOWERS[1] else None
+        with SafetensorsStorageWriter(folder / kind, overwrite=True, max_shard_bytes=10**9, publish=publish) as writer:
+            for number in range(1 + saves):
+                dist.barrier()
+                started = time.perf_counter()
+                saved = dcp.async_save(state, storage_writer=writer)
+                stalled = time.perf_counter()
+                saved.result()
+                if number:
+                    figures["stall"][kind].append(stalled - started)
+                    figures["durable"][kind].append(time.perf_counter() - started)
+            writer.wait_published()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / kind)
+    return figures
 
 
 class _PeakMemory:
@@ -129,6 +156,7 @@ def render(content: Content) -> str:
     """The page of results."""
     rows: list[list[str]] = []
     memory: list[list[str]] = []
+    following: list[list[str]] = []
     wanted: list[Goal] = []
     for world, found in content["worlds"].items():
         seconds, megabytes = (
@@ -137,11 +165,18 @@ def render(content: Content) -> str:
         rows.append([world, *(cell(seconds[kind], lambda s: f"{s:.2f}") for kind in _KINDS)])
         memory.append([world, *(cell(megabytes[kind], lambda s: f"{s:.0f}") for kind in _KINDS)])
         ours, torchs = (quotient(seconds[a], seconds[b]) for a, b in ((_KINDS[0], _KINDS[1]), (_KINDS[2], _KINDS[0])))
+        of_saves = {name: {kind: spread(found[name][kind]) for kind in _FOLLOWERS} for name in _FIGURES}
+        cells = (cell(of_saves[name][kind], lambda s: f"{s:.3f}") for name in _FIGURES for kind in _FOLLOWERS)
+        following.append([world, *cells])
         pairs = zip(*(found["megabytes"][kind] for kind in _KINDS[:2]), strict=True)
         more = spread(100 * (model - checkpoint) / (content["megabytes"] / int(world)) for model, checkpoint in pairs)
         wanted.append((f"time of a model / of a checkpoint, {world} rank(s)", "<= 1.15", ours))
         wanted.append((f"torch's time / that of a model, {world} rank(s)", ">= 3", torchs))
         wanted.append((f"% of a rank's bytes: trainer's memory beyond a checkpoint's, {world} rank(s)", "<= 1", more))
+        for name, words in _FIGURES.items():
+            published = quotient(*(of_saves[name][kind] for kind in reversed(_FOLLOWERS)))
+            goal = "<= 1.1" if name == "stall" else ""  # the cores are shared, and so the save itself may take longer
+            wanted.append((f"{words}: published / not, {world} rank(s)", goal, published))
     return page(
         content,
         "Models for inference",
@@ -153,6 +188,9 @@ def render(content: Content) -> str:
         "export",
         table(("ranks", *(f"{kind} (s)" for kind in _KINDS)), rows),
         table(("ranks", *(f"{kind} (MB)" for kind in _KINDS)), memory),
+        "A model again and again in one directory, each save when the one before is over. A process publishes them "
+        "meanwhile, as fast as it can, and nobody waits for it.",
+        table(("ranks", *(f"{w}, {kind} (s)" for w in _FIGURES.values() for kind in _FOLLOWERS)), following),
         goals(wanted, form="{:.2f}".format),
     )
 
