@@ -53,7 +53,7 @@ class VersionsOfWriter:
         self._client = WriterClient()
         self._own: Claim | None = None
         self._changed = free_in_child(threading.Condition())
-        self._newest: dict[str, SavedModel] = {}  # by its directory
+        self._newest: dict[str, SavedModel] = {}  # by directory, of the models that are needed
         self._unreleased: list[SavedModel] = []
         self._waiting: SavedModel | None = None
         self._running: SavedModel | None = None
@@ -148,7 +148,7 @@ class VersionsOfWriter:
     def _is_there(self, model: SavedModel) -> bool:
         """Returns whether the files of a model can be read. One of one file is replaced in place."""
         if model.index is None:
-            is_newest = self._newest[model.storage.location] is model
+            is_newest = self._newest.get(model.storage.location) is model
             return is_newest and model.storage.head(SINGLE) is not None
         return any(model.storage.head(name) is not None for name in sorted(files_named(model.index))[:1])
 
@@ -158,6 +158,7 @@ class VersionsOfWriter:
             needed = {id(model) for model in (self._waiting, self._running, self._published) if model is not None}
             released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]
             self._unreleased = [model for model in self._unreleased if model not in released]
+            self._newest = {place: model for place, model in self._newest.items() if id(model) in needed}
         for model in released:
             model.release()
             model.before = None  # so that no chain of all models grows
