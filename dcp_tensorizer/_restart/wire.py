@@ -1,7 +1,7 @@
 """TCP connections between keepers on different hosts, for those who know the secret of one run of a job.
 
-    client ──▶ hello: magic, version, nonce
-           ◀── nonce, proof              keyed BLAKE2b of both nonces: an end without the secret learns nothing
+    client ──▶ hello: magic, version, its ciphers, nonce
+           ◀── cipher, nonce, proof      keyed BLAKE2b of all that was said: an end without the secret learns nothing
            ──▶ proof
     then frames in both directions, each encrypted and authenticated with a key of this connection and direction:
     header (kind, bytes of the content), content, MAC
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from .._format.encryption import FRAME_MAC_BYTES, FrameCipher
+from .._format.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 
 MAX_MESSAGE = 1 << 20
 """Bytes of a message, at most."""
@@ -30,7 +30,7 @@ MAX_BYTES = 4 << 20
 """Bytes of a frame of raw bytes, at most."""
 SECRET_BYTES = 32
 
-_MAGIC = b"DCPTZRK1"  # ends with the version
+_MAGIC = b"DCPTZR2"  # ends with the version
 _NONCE = 32
 _PROOF = 32
 _HEADER = struct.Struct("<BI")
@@ -58,35 +58,45 @@ class Wire:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(_HANDSHAKE_SECONDS)
         try:
-            mine, theirs = self._shake_hands(secret, is_server=is_server)
+            mine, theirs, cipher = self._shake_hands(secret, is_server=is_server)
         except BaseException:
             sock.close()
             raise
-        self._sealing, self._opening = FrameCipher(mine), FrameCipher(theirs)
+        self._sealing, self._opening = FrameCipher(mine, cipher), FrameCipher(theirs, cipher)
         sock.settimeout(seconds)
 
-    def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes]:
-        """Proves that both ends know the secret; returns the keys of this end's frames, and of the other's."""
-        own = os.urandom(_NONCE)
+    def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes, FrameCipherKind]:
+        """Proves that both ends know the secret; returns the keys of this end's frames, and of the other's.
+
+        The server chooses the cipher, of those that both have. What is said about ciphers goes into the proofs.
+        """
+        nonce, ciphers = os.urandom(_NONCE), frame_ciphers()
         if is_server:
-            hello = self._read(len(_MAGIC) + _NONCE)
+            hello = self._read(len(_MAGIC) + 1 + _NONCE)
             if not hello.startswith(_MAGIC):
                 raise WireError("it is no keeper, or one of another version")
+            both = ciphers & hello[len(_MAGIC)]
+            if not both:
+                raise WireError("it has no cipher that this end has")
+            cipher = FrameCipherKind.AES if both & FrameCipherKind.AES else FrameCipherKind.CHACHA
+            own = bytes([cipher]) + nonce
             nonces = bytes(hello[len(_MAGIC) :]) + own
             self._sock.sendall(own + _derived(secret, b"server", nonces))
             proof = self._read(_PROOF)
             expected = _derived(secret, b"client", nonces)
         else:
+            own = bytes([ciphers]) + nonce
             self._sock.sendall(_MAGIC + own)
-            answer = self._read(_NONCE + _PROOF)
-            nonces, proof = own + bytes(answer[:_NONCE]), answer[_NONCE:]
+            answer = self._read(1 + _NONCE + _PROOF)
+            nonces, proof = own + bytes(answer[: 1 + _NONCE]), answer[1 + _NONCE :]
             expected = _derived(secret, b"server", nonces)
+            cipher = FrameCipherKind.AES if answer[0] == FrameCipherKind.AES else FrameCipherKind.CHACHA
         if not hmac.compare_digest(bytes(proof), expected):
             raise WireError("it does not know the secret of this run")
         if not is_server:
             self._sock.sendall(_derived(secret, b"client", nonces))
         keys = _derived(secret, b"to server", nonces), _derived(secret, b"to client", nonces)
-        return (keys[1], keys[0]) if is_server else keys
+        return (keys[1], keys[0], cipher) if is_server else (*keys, cipher)
 
     # --- messages ---------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from dcp_tensorizer._format.encryption import FrameCipherKind, frame_ciphers
 from dcp_tensorizer._restart import wire as wire_module
 from dcp_tensorizer._restart.wire import MAX_BYTES, MAX_MESSAGE, Address, Wire, WireError, listen_on
 
 SECRET = bytes(range(32))
+
+
+BOTH = FrameCipherKind.CHACHA | FrameCipherKind.AES
+
+
+@pytest.fixture(autouse=True, params=[FrameCipherKind.CHACHA, frame_ciphers()], ids=["chacha", "best"])
+def _ciphers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test with each cipher."""
+    monkeypatch.setattr(wire_module, "frame_ciphers", lambda: request.param)
 
 
 class Word(msgspec.Struct, tag="word", array_like=True):
@@ -84,6 +94,31 @@ def test_messages_and_bytes() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("older", [0, 1], ids=["client", "server"])
+def test_an_end_that_has_one_cipher_alone(monkeypatch: pytest.MonkeyPatch, older: int) -> None:
+    """The other one uses it, too."""
+    found = [BOTH, BOTH]
+    found[older] = FrameCipherKind.CHACHA
+    ends = socket.socketpair()
+    names = {"client": found[0], "server": found[1]}
+    monkeypatch.setattr(wire_module, "frame_ciphers", lambda: names[threading.current_thread().name])
+    made: dict[str, Wire] = {}
+
+    def make(number: int) -> None:
+        made[threading.current_thread().name] = Wire(ends[number], SECRET, is_server=bool(number))
+
+    threads = [threading.Thread(target=make, args=(n,), name=name) for n, name in enumerate(names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    made["client"].send(Word("hello"))
+    assert made["server"].receive(Word) == Word("hello")
+    assert (made["client"]._sealing._aes, made["server"]._opening._aes) == (None, None)
+    for wire in made.values():
+        wire.close()
+
+
 def test_who_does_not_know_the_secret() -> None:
     """The client finds out first, and proves nothing; the server waits for a proof that does not come."""
     client, server = both(client_secret=bytes(32))
@@ -96,9 +131,9 @@ def test_who_repeats_what_he_has_heard() -> None:
     ends = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(Wire, ends[1], SECRET, is_server=True)
-        ends[0].sendall(b"DCPTZRK1" + bytes(32))
-        heard = ends[0].recv(64)
-        ends[0].sendall(heard[32:])
+        ends[0].sendall(b"DCPTZR2\1" + bytes(32))
+        heard = ends[0].recv(65)
+        ends[0].sendall(heard[33:])
         assert isinstance(server.exception(), WireError)
     ends[0].close()
 
