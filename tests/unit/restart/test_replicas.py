@@ -170,7 +170,7 @@ def test_a_copy_that_is_given_up_for_the_next(
     """It begins at once, and what becomes of the one before says nothing of it."""
     address = partner.open_to_peers("127.0.0.1", SECRET)
     source.keep(part("a"), buffer)
-    source.copy("a", address, 1e6, "")
+    source.copy("a", address, 1e5, "")
     source.keep(part("b"), buffer)
     with pytest.raises(WriteError, match="another state is being copied"):
         source.copy("b", address, 0.0, "")
