@@ -1,4 +1,4 @@
-"""Runs the parts of the soak, one after the other (3.5 hours), and stores the page of what they counted."""
+"""Runs the parts of the soak, one after the other (4 hours), and stores the page of what they counted."""
 
 from __future__ import annotations
 
