@@ -163,6 +163,7 @@ def plan_model(
     dropped = _dropped(ties, tensors)
     kept = sorted((fqn for fqn in tensors if fqn not in dropped), key=lambda fqn: order.get(fqn, len(order)))
     found = []
+    layouts: dict[int, ChunkLayout] = {}
     for key, placed in _placed({fqn: tensors[fqn].shape for fqn in kept}, options.rename, path).items():
         sources = [tensors[box.source] for box in placed.boxes]
         dtypes = {options.stored_dtype(source.dtype) for source in sources}
@@ -173,18 +174,29 @@ def plan_model(
         (stored,) = dtypes
         if (fault := fault_of(key, stored, placed.shape)) is not None:
             raise WriteError(f"{path}: {placed.boxes[0].source!r} {fault}")
-        chunks = [chunk for box, source in zip(placed.boxes, sources, strict=True) for chunk in _carried(box, source)]
+        pairs = zip(placed.boxes, sources, strict=True)
+        chunks = [chunk for box, source in pairs for chunk in _carried(box, source, layouts)]
         found.append(ModelTensor(key, stored, placed.shape, tuple(placed.boxes), tuple(chunks)))
     files = tuple(lay_out(of_file) for of_file in shards(found, options.max_shard_bytes))
     return ModelPlan(files, dropped, len(plans))
 
 
-def _carried(box: Box, saved: _Saved) -> list[_Chunk]:
-    """The chunks of a saved tensor in a box, by where they are in the file's tensor."""
+def _carried(box: Box, saved: _Saved, layouts: dict[int, ChunkLayout]) -> list[_Chunk]:
+    """The chunks of a saved tensor in a box, by where they are in the file's tensor.
+
+    ``layouts`` keeps the layout of each saved tensor, by its identity: it is asked for each of its parts.
+    """
     if box.is_same:
         return saved.chunks
-    regions = ((box.carry(Region(chunk.offset, chunk.size)), chunk.rank) for chunk in saved.chunks)
-    return [_Chunk(*region, rank) for region, rank in regions if region is not None]
+    if (layout := layouts.get(id(saved))) is None:
+        pairs = [(chunk.offset, chunk.size) for chunk in saved.chunks]
+        layout = layouts[id(saved)] = ChunkLayout.of(saved.shape, pairs)
+    found = []
+    for number in layout.touched_by(box.there):
+        chunk = saved.chunks[number]
+        if (region := box.carry(Region(chunk.offset, chunk.size))) is not None:
+            found.append(_Chunk(*region, chunk.rank))
+    return found
 
 
 def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
