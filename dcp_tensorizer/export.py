@@ -123,7 +123,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             names are removed after the new one is in place. If False, a model at the path is an error.
         publish: Where each model is published as the next version for inference servers, whole or as what changed. A
             process of the coordinator's does so when the model is saved; neither training nor the next save waits for
-            it. If models are saved faster than they are published, some are skipped: see `wait_published`.
+            it. If models are saved faster than they are published, some are skipped: see `wait_published`. With
+            ``overwrite``, a model of one file has an index, too, so that its file stays while it is being published.
         cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report, limits:
             As for `TensorizerStorageWriter`.
 

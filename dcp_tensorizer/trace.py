@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._loading.report import LoadReport
 from ._runtime.forks import free_in_child
@@ -62,8 +62,9 @@ class TraceFile:
         }
         with self._lock:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"{host}-{os.getpid()}.spans.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with (self._folder / f"{host}-{os.getpid()}.spans.jsonl").open("a+b") as file:
+                _drop_cut_line(file)
+                file.write(json.dumps(line).encode() + b"\n")
 
 
 class OpenTelemetrySpans:
@@ -107,6 +108,17 @@ class OpenTelemetrySpans:
             )
             made[span.name, span.file] = one
             one.end(_nanoseconds(span.ended, report))
+
+
+def _drop_cut_line(file: BinaryIO) -> None:
+    """Removes an incomplete last line: of a full disk, or of a killed process that had the same number, as in
+    containers.
+    """
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _kind(report: SaveReport | LoadReport) -> str:

@@ -51,20 +51,21 @@ class OptimizerTarget:
         self,
         stored: Mapping[str, Any],
         paths: Mapping[str, _Path],
-        is_grown: Callable[[torch.Tensor], bool] = lambda param: False,
+        size_before: Callable[[torch.Tensor], torch.Size | None] = lambda param: None,
     ) -> None:
         """Makes room for the part of the state that a checkpoint has.
 
         ``stored`` are the entries that the checkpoint has and the state lacks; ``paths`` are the keys' paths in the
-        nested state. The state of a parameter that is larger than the saved one is made as large as the parameter.
+        nested state. ``size_before`` says what is saved of a parameter that is larger now: its state is made larger
+        where it was as large as the parameter.
         """
         for key, entry in stored.items():
             path = paths.get(key, ())
             if not self._is_of_state(path):
                 continue
             number, param = self._params.get(str(path[2]), (path[2], None))
-            if param is not None and is_grown(param) and _is_alike(entry, param):
-                entry = replace(entry, size=param.size())
+            if param is not None and (before := size_before(param)) is not None:
+                entry = _larger(entry, before, param.size())
             if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
                 continue  # of a parameter that this optimizer does not have
             value = _room(entry, param, str(path[-1]))
@@ -73,7 +74,7 @@ class OptimizerTarget:
             else:
                 set_element(self._state, (number, *path[3:]), value)
 
-    def keys_of(self, is_one: Callable[[torch.Tensor], bool], paths: Mapping[str, _Path]) -> Iterator[str]:
+    def keys_of(self, is_one: Callable[[torch.Tensor], object], paths: Mapping[str, _Path]) -> Iterator[str]:
         """The keys of the state of the parameters for which ``is_one`` is true; ``paths`` as in `make_state`."""
         numbers = {name for name, (_, param) in self._params.items() if is_one(param)}
         if numbers:
@@ -108,9 +109,12 @@ def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
     return not entry.size or entry.size == param.size()
 
 
-def _is_alike(entry: Any, param: torch.Tensor) -> bool:
-    """Returns whether a value has an element for each of its parameter, as moments have."""
-    return isinstance(entry, TensorStorageMetadata) and bool(entry.size) and len(entry.size) == param.dim()
+def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
+    """The entry of a value of a parameter that has grown; a factored moment has only some of its dimensions."""
+    if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(before):
+        return entry
+    grown = (new if size == old else size for size, old, new in zip(entry.size, before, after, strict=True))
+    return replace(entry, size=torch.Size(grown))
 
 
 def _room(entry: Any, param: torch.Tensor | None, name: str) -> torch.Tensor | None:

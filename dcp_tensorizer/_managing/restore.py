@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -46,6 +46,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _LOCK_SECONDS = 60.0  # to wait for the lock, which a clean-up holds for milliseconds
 _SHAPES_SHOWN = 20
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,16 +233,21 @@ class SelectivePlanner(LoadPlanner):
         left = set(misfits) if self._selection.allow_shape_mismatch else set()
         if optimizers:
             paths = recorded_paths(metadata)
-            is_left, is_grown = self._parameters_of(left), self._parameters_of(grown.keys())
-            of_grown = {key for optimizer in optimizers for key in optimizer.keys_of(is_grown, paths)}
+            is_left = self._of_parameters(dict.fromkeys(left, True))
+            stored = ((key, metadata.state_dict_metadata[key]) for key in grown)
+            sizes = {key: entry.size for key, entry in stored if isinstance(entry, TensorStorageMetadata)}
+            size_before = self._of_parameters(sizes)
+            of_grown = {key for optimizer in optimizers for key in optimizer.keys_of(size_before, paths)}
             if more := self._more():
-                left.update(key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths))
+                of_left = {key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths)}
+                left |= of_left - of_grown  # a tied parameter may have grown under one of its names only
                 for optimizer in optimizers:
                     rest = {key: entry for key, entry in more.items() if key not in left}
-                    optimizer.make_state(rest, paths, is_grown)
+                    optimizer.make_state(rest, paths, size_before)
                 self._set_up(state_dict, metadata, is_coordinator)
             grown |= self._growing(lambda key: (0.0,) if key in of_grown else None) | grown
             misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
+            left -= grown.keys()
         self._report(misfits, left)
         self._enlarge(grown)
         self._drop(left)
@@ -278,20 +284,20 @@ class SelectivePlanner(LoadPlanner):
         shown = [f"{key!r}, of which {tuple(size)} are there" for key, (size, _) in self._grown.items()]
         logger.info("%s is loaded into larger tensors (grow): %s", self._path, listed(shown))
 
-    def _parameters_of(self, keys: Set[str]) -> Callable[[torch.Tensor], bool]:
-        """Returns a function that tells whether a parameter has one of these keys, by its name in a module, or by its
-        address.
+    def _of_parameters(self, of_keys: Mapping[str, _T]) -> Callable[[torch.Tensor], _T | None]:
+        """Returns a function that looks up what a parameter's key has, by its name in a module, or by its address.
 
         A rank may have no element of a parameter, and so no address. All ranks must give the same answer.
         """
         numbers = {
-            id(parameter)
+            id(parameter): of_keys[name]
             for key, module in self._modules.items()
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if f"{key}.{WRAPPERS.sub('', name)}" in keys
+            for inner, parameter in module.named_parameters(remove_duplicate=False)
+            if (name := f"{key}.{WRAPPERS.sub('', inner)}") in of_keys
         }
-        places = {address_of(self.state_dict[key]) for key in keys} - {None}
-        return lambda parameter: id(parameter) in numbers or address_of(parameter) in places
+        places = {address_of(self.state_dict[key]): value for key, value in of_keys.items()}
+        places.pop(None, None)
+        return lambda parameter: numbers.get(id(parameter)) or places.get(address_of(parameter))
 
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
         """Flattens the state, and selects keys of it and of the checkpoint."""

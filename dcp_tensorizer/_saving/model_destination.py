@@ -82,8 +82,15 @@ class ModelDestination(Destination):
                 f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
                 f"model has {count}: save to another path"
             )
+        # What is being published must stay as it is, while the next save replaces it.
+        has_readers = self.model.publish is not None and self.model.overwrite
+        if self._has_single and has_readers:
+            raise WriteError(
+                f"{storage.path} holds {self._single}, which a save would replace while it is still being published: "
+                f"save to another path, whose models get an index then"
+            )
         is_alone = self._is_fresh or self._has_single or self.model.is_adapter
-        is_lone = count == 1 and self._index is None and is_alone
+        is_lone = count == 1 and self._index is None and is_alone and not has_readers
         names = [self._single] if is_lone else file_names(count, "" if self._is_fresh else save_id)
         granules = [storage.granule_of(layout.nbytes) for layout in plan.files]
         if not all(granules):

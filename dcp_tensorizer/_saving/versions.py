@@ -146,11 +146,9 @@ class VersionsOfWriter:
         return version
 
     def _is_there(self, model: SavedModel) -> bool:
-        """Returns whether the files of a model can be read. One of one file is replaced in place."""
-        if model.index is None:
-            is_newest = self._newest.get(model.storage.location) is model
-            return is_newest and model.storage.head(SINGLE) is not None
-        return any(model.storage.head(name) is not None for name in sorted(files_named(model.index))[:1])
+        """Returns whether the files of a model can be read."""
+        names = {SINGLE} if model.index is None else files_named(model.index)
+        return any(model.storage.head(name) is not None for name in sorted(names)[:1])
 
     def _release(self) -> None:
         """Lets files go that are no longer needed."""

@@ -102,3 +102,46 @@ def test_one_process_restores_into_a_larger_vocabulary(tmp_path):
         for grow, error in (({"w": "x"}, r"^grow\['w'\] must be a number"), (["w"], "^grow must be a dict")):
             with pytest.raises(TypeError, match=error):
                 manager.restore(larger.state(), grow=grow)
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the head, too."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.embedding, self.middle = torch.nn.Embedding(words, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def step(self, optimizer, words):
+        self.head(self.middle(self.embedding(torch.arange(words)))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("has_moments", [False, True])
+def test_a_tied_parameter_grows_by_one_of_its_names(tmp_path, optimizer_class, has_moments):
+    """Its moments grow with it, though its other name is left as it is, and others have none yet."""
+    model = Tied(11)
+    optimizer = optimizer_class(model.parameters())
+    model.step(optimizer, 11)
+    larger = Tied(17)
+    larger_optimizer = optimizer_class(larger.parameters())
+    if has_moments:
+        larger.middle.requires_grad_(False)
+        larger.step(larger_optimizer, 17)
+        larger.middle.requires_grad_(True)
+    with CheckpointManager(tmp_path, stop_signals=()) as manager:
+        manager.save(1, {"model": model, "optimizer": optimizer}, wait=True)
+        state = {"model": larger, "optimizer": larger_optimizer}
+        assert manager.restore(state, grow={"model.embedding.*": 0.0}, allow_shape_mismatch=True) == 1
+    saved = optimizer.state[model.head.weight] | {"weight": model.head.weight}
+    loaded = larger_optimizer.state[larger.head.weight] | {"weight": larger.head.weight}
+    for name, value in saved.items():
+        now = loaded[name]
+        assert now.shape == torch.Size(17 if size == 11 else size for size in value.shape)
+        rows = len(value) if value.dim() else None
+        assert torch.equal(now[:rows] if rows else now, value)
+        assert not rows or not now[rows:].count_nonzero()
+    larger.step(larger_optimizer, 17)

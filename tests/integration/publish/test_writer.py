@@ -82,7 +82,10 @@ def test_the_model_before_is_read_where_it_is_there(tmp_path: Path, monkeypatch:
     assert verify_versions(tmp_path / "published").damages == ()
 
 
-def test_a_save_waits_for_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("max_shard_bytes", "count"), [(20_000, 4), (1_000_000, 1)], ids=["files", "one file"])
+def test_a_save_waits_for_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_shard_bytes: int, count: int
+) -> None:
     """Of models that wait for one that is being published only the newest is; their files stay as long as needed."""
     goes_on, original = threading.Event(), WriterClient.publish
 
@@ -92,7 +95,7 @@ def test_a_save_waits_for_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(WriterClient, "publish", held)
     model, published = tmp_path / "model", tmp_path / "published"
-    options: dict[str, Any] = {"max_shard_bytes": 20_000, "overwrite": True, "publish": Publish(published)}
+    options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "overwrite": True, "publish": Publish(published)}
     with SafetensorsStorageWriter(model, **options) as writer:
         expected = []
         for step in range(4):
@@ -100,14 +103,14 @@ def test_a_save_waits_for_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
             expected.append(weights_of(model))
         version, files = writer.wait_published(0), len(list(model.glob("*.safetensors")))
         goes_on.set()
-        assert (version, files) == (None, 2 * 4)  # the first one is being published, and the last one waits
+        assert (version, files) == (None, 2 * count)  # the first one is being published, and the last one waits
         version = writer.wait_published()
     assert version is not None
     assert (version.version, version.is_delta) == (2, True)
     for number, step in ((1, 0), (2, 3)):
         apply_delta(tmp_path / f"copy-{number}", published, version=number)
         assert weights_of(tmp_path / f"copy-{number}") == expected[step]
-    assert len(list(model.glob("*.safetensors"))) == 4
+    assert len(list(model.glob("*.safetensors"))) == count
     assert {path.name for path in model.iterdir() if not path.name.endswith(".safetensors")} == {
         "model.safetensors.index.json"
     }

@@ -57,6 +57,20 @@ def test_room_is_as_the_checkpoint_has_it() -> None:
     assert state["scale"]["growth"].shape == (1,)
 
 
+def test_room_grows_with_the_parameter() -> None:
+    """Where it was as large as the parameter: a factored moment keeps its dimension of 1."""
+    parameter = torch.nn.Parameter(torch.zeros(9, 4))
+    collected = torch.optim.SGD([parameter]).state_dict()
+    stored = {"moment": tensor(6, 4), "row_var": tensor(6, 1), "col_var": tensor(1, 4), "rows": tensor(6)}
+    OptimizerTarget("opt", torch.optim.SGD([parameter]), collected).make_state(
+        {f"opt.state.0.{name}": entry for name, entry in stored.items()},
+        {f"opt.state.0.{name}": ("opt", "state", "0", name) for name in stored},
+        {parameter: torch.Size([6, 4])}.get,
+    )
+    shapes = {name: tuple(value.shape) for name, value in collected["state"][0].items()}
+    assert shapes == {"moment": (9, 4), "row_var": (9, 1), "col_var": (1, 4), "rows": (6,)}
+
+
 def test_tensors_are_where_the_parameter_is() -> None:
     """Those of its shape; a step count stays on the host, as torch keeps it, also of a parameter without dimensions."""
     weight, scale = (torch.nn.Parameter(torch.zeros(size, device="meta")) for size in ((4,), ()))
