@@ -18,7 +18,7 @@ from .._storage.base import Storage
 from .._storage.claim import Claim
 from .._writer_process.protocol import PublishRequest
 from .._writer_process.write_options import WriteOptions
-from ..errors import WriteError, describe
+from ..errors import WriteError, WriterProcessDied, describe
 from .writer_client import WriterClient
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -58,7 +58,7 @@ class VersionsOfWriter:
         self._waiting: SavedModel | None = None
         self._running: SavedModel | None = None
         self._published: SavedModel | None = None
-        self.is_busy = False
+        self.is_busy = self._is_closed = False
         self._version: PublishedVersion | None = None
         self._error: WriteError | None = None
 
@@ -98,10 +98,11 @@ class VersionsOfWriter:
         with suppress(WriteError):  # it has been logged
             self.wait(deadline)
         with self._changed:
-            self._waiting = None
+            self._waiting, self._is_closed = None, True
         self._client.end_process(deadline)
         with suppress(WriteError):
             self.wait(Deadline(_END_SECONDS))
+        self._client.end_process(Deadline(0))  # if the thread has started one since
 
     def _work(self) -> None:
         while True:
@@ -128,20 +129,33 @@ class VersionsOfWriter:
             self._release()
 
     def _publish(self, model: SavedModel, previous: SavedModel | None) -> PublishedVersion:
-        is_there = previous is not None and self._is_there(previous)
+        if previous is None or not self._is_there(previous):
+            return self._publish_from(model, None)
+        try:
+            return self._publish_from(model, previous)
+        except WriteError as error:
+            if previous.index is not None or isinstance(error, WriterProcessDied):
+                raise
+            logger.info("%s may have been replaced meanwhile: %s", previous.storage.path, str(error))
+        return self._publish_from(model, None)
+
+    def _publish_from(self, model: SavedModel, previous: SavedModel | None) -> PublishedVersion:
+        """Publishes a model as what has changed since ``previous``, which is there; or since what was published."""
         publication = Publication(
             model.storage.location,
             os.fspath(self._options.path),
-            previous.storage.location if previous is not None and is_there else None,
+            None if previous is None else previous.storage.location,
             None,
             self._options.max_deltas,
             self._options.keep_latest,
             self._write.storage_options,
             model.index,
-            previous.index if previous is not None and is_there else None,
+            None if previous is None else previous.index,
         )
         request = PublishRequest(publication, self._own)
-        version, self._own = self._client.publish(request, self._write.limits.timeout, model.context)
+        version, self._own = self._client.publish(
+            request, self._write.limits.timeout, model.context, lambda: self._is_closed
+        )
         logger.info("%s: published as version %d of %s", model.storage.path, version.version, version.path)
         return version
 

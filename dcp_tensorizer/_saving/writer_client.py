@@ -284,9 +284,14 @@ class WriterClient:
         in_background(lambda: process.ask(target, None, target.timeout, context), daemon=True).result()
 
     def publish(
-        self, request: PublishRequest, timeout: float, context: ProcessContext | None = None
+        self,
+        request: PublishRequest,
+        timeout: float,
+        context: ProcessContext | None = None,
+        is_closed: Callable[[], bool] = lambda: False,
     ) -> tuple[PublishedVersion, Claim]:
-        """Lets the writer process publish a version, and waits for it. If it dies, a fresh one tries once more.
+        """Lets the writer process publish a version, and waits for it. If it dies, a fresh one tries once more, unless
+        ``is_closed`` returns true.
 
         Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has died
         as well, or one was killed because it made no progress.
@@ -297,6 +302,8 @@ class WriterClient:
         except WriterProcessHung:
             raise
         except WriterProcessDied as error:
+            if is_closed():
+                raise WriterProcessDied("the writer was closed before that") from error
             logger.warning("%s; publishing once more with a fresh process", str(error))
             done = self.ensure_process(context).ask(request, None, timeout, context)
         return done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,52 @@ def test_a_save_waits_for_no_version(
     assert {path.name for path in model.iterdir() if not path.name.endswith(".safetensors")} == {
         "model.safetensors.index.json"
     }
+
+
+def test_the_model_before_may_be_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of one file is replaced in place: then the next one is compared with what was published of it."""
+    begun, goes_on, original = threading.Event(), threading.Event(), WriterClient.publish
+    seen: list[str | None] = []
+
+    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        previous = request.publication.previous
+        seen.append(None if previous is None else Path(previous).name)
+        if len(seen) == 2:
+            begun.set()
+            assert goes_on.wait(WAIT)
+        return original(self, request, *arguments)
+
+    monkeypatch.setattr(WriterClient, "publish", held)
+    published = tmp_path / "published"
+    with SafetensorsStorageWriter(publish=Publish(published), overwrite=True) as writer:
+        dcp.save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a")
+        writer.wait_published()
+        dcp.save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "b")
+        assert begun.wait(WAIT)
+        dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "a")
+        goes_on.set()
+        version = writer.wait_published()
+    assert version is not None
+    assert version.version == 3
+    assert seen == [None, "a", None, "b"]
+    for number, name in ((2, "b"), (3, "a")):
+        apply_delta(tmp_path / f"copy-{number}", published, version=number)
+        assert weights_of(tmp_path / f"copy-{number}") == weights_of(tmp_path / name)
+
+
+def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After the time that closing may take, its process is killed, and no other one is started."""
+    writer = SafetensorsStorageWriter(publish=Publish(tmp_path / "published"))
+    dcp.save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a")
+    writer.wait_published()
+    client = writer.saver.versions._client  # type: ignore[attr-defined]
+    os.kill(client._process.pid, signal.SIGSTOP)
+    dcp.save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "b")
+    writer.close(0.1)
+    assert not client.is_running
+    assert (tmp_path / "b" / "model.safetensors").exists()
+    assert [info.version for info in list_versions(tmp_path / "published")] == [1]
+    assert "cannot be published: the writer was closed before that" in caplog.text
 
 
 def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
