@@ -246,8 +246,8 @@ def list_kept(folder: str | os.PathLike[str], *, process_group: ProcessGroup | N
     Args:
         folder: A local path, or a URL.
         process_group: Of the job, with a CPU backend; each rank makes the call. Then the memory of all their hosts
-            counts, and what is listed is the same on all ranks, and whole. Later loads in this process also read from
-            other hosts what has copies there. None: the memory of this machine alone.
+            counts, and what is listed is the same on all ranks, which can all load it. Later loads in this process also
+            read from other hosts what has copies there. None: the memory of this machine alone.
 
     Returns:
         The newest comes first.
@@ -261,12 +261,14 @@ def list_kept(folder: str | os.PathLike[str], *, process_group: ProcessGroup | N
         return head.path.startswith(f"{name}/")
 
     found = _orphans(is_below)
-    if process_group is None:
-        states = found.states(is_below)
-    else:
-        elsewhere.exchange(found, process_group)
-        states = elsewhere.states(is_below)
-    found.close()
+    try:
+        if process_group is None:
+            states = found.states(is_below)
+        else:
+            elsewhere.exchange(found, process_group)
+            states = elsewhere.states(is_below)
+    finally:
+        found.close()
     return tuple(sorted(map(_info, states), key=lambda info: info.started, reverse=True))
 
 
@@ -274,7 +276,7 @@ class Elsewhere:
     """The memory of all hosts of the job, as its ranks have told each other in `list_kept`."""
 
     def __init__(self) -> None:
-        self._heads: dict[str, dict[int, KeptHead]] = {}
+        self._found: list[Sequence[KeptHead]] = []  # by rank
         self._places: dict[str, dict[int, list[Address]]] = {}
 
     def exchange(self, found: Predecessors, group: ProcessGroup) -> None:
@@ -283,20 +285,39 @@ class Elsewhere:
 
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (found.heads, found.held), group=group)
-        self._heads = {}
-        for head in (head for heads, _ in gathered for head in heads):
-            self._heads.setdefault(head.id, {}).setdefault(head.rank, head)
-        self._places = places_of(keeper for _, held in gathered for keeper in held)
+        self.take(gathered)
+
+    def take(self, found: Sequence[tuple[Sequence[KeptHead], Sequence[Held]]]) -> None:
+        """Takes what each rank has found on its host: all that is there, and what is given to other hosts."""
+        self._found = [heads for heads, _ in found]
+        self._places = places_of(keeper for _, held in found for keeper in held)
 
     def states(self, wanted: Callable[[KeptHead], bool]) -> list[KeptParts]:
-        """The states that are wanted, of which all parts are in the memory of some host."""
-        found = [KeptParts(dict(sorted(by_rank.items()))) for by_rank in self._heads.values()]
-        return [state for state in found if state.is_whole and wanted(state.head) and _is_there(state.head)]
+        """The states that are wanted, and that all ranks can load: each from its own host, or from others."""
+        by_id: dict[str, dict[int, KeptHead]] = {}
+        for head in (head for heads in self._found for head in heads if wanted(head)):
+            by_id.setdefault(head.id, {}).setdefault(head.rank, head)
+        found = [KeptParts(dict(sorted(by_rank.items()))) for by_rank in by_id.values()]
+        return [state for state in found if state.is_whole and self._serves_all(state) and _is_there(state.head)]
+
+    def _serves_all(self, state: KeptParts) -> bool:
+        """Returns whether each rank reaches what it needs. A keeper without an address serves its own host alone."""
+        given = self._places.get(state.head.id, {}).keys()
+        for rank, heads in enumerate(self._found):
+            reached = given | {head.rank for head in heads if head.id == state.head.id}
+            parts = KeptParts({other: head for other, head in state.by_rank.items() if other in reached})
+            if not reached or not parts.serves([rank], len(self._found)):
+                return False
+        return True
 
     def places(self, head: KeptHead, rank: int, world_size: int) -> dict[int, list[Address]]:
         """The keepers that give parts of a state to other hosts, of the ranks that this rank needs."""
         places = self._places.get(head.id, {})
         return places if head.world_size != world_size else {rank: places[rank]} if rank in places else {}
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Forgets states whose keepers are ended."""
+        self._found = [[head for head in heads if head.id not in ids] for heads in self._found]
 
 
 elsewhere = Elsewhere()
@@ -368,6 +389,7 @@ class Loaded:
         """Frees their memory, which is no longer needed."""
         released, self._sizes = self._sizes, {}
         if released:
+            elsewhere.forget(released)
             _orphans(lambda head: head.id in released).end()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_tensorizer._restart.find import KeptParts
+from dcp_tensorizer._restart.find import Elsewhere, Held, KeptParts
 from dcp_tensorizer._restart.protocol import KeptHead
+from dcp_tensorizer._restart.wire import Address
 
 
 def parts(*ranks: int, world_size: int) -> KeptParts:
@@ -28,3 +29,43 @@ def parts(*ranks: int, world_size: int) -> KeptParts:
 def test_who_can_load_a_state(kept: KeptParts, ranks: list[int], world_size: int, expected: bool) -> None:
     """Any number of ranks, if all of it is there; otherwise each rank of as many, if its own part is."""
     assert kept.serves(ranks, world_size) is expected
+
+
+def of(*ranks: int, world_size: int = 2) -> tuple[KeptHead, ...]:
+    return tuple(parts(*ranks, world_size=world_size).by_rank.values())
+
+
+def given(*ranks: int) -> list[Held]:
+    return [Held(Address("10.0.0.1", 1, b"secret"), of(*ranks))]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([(of(0), []), (of(1), [])], True),
+        ([(of(1), []), (of(0), [])], False),
+        ([(of(1), given(1)), (of(0), given(0))], True),
+        ([(of(0, 1), given(0, 1)), ((), [])], True),
+        ([(of(0, 1), []), ((), [])], False),
+        ([(of(0), given(0)), ((), [])], False),
+        ([(of(0), []), (of(1), []), ((), [])], False),
+        ([(of(0), given(0)), (of(1), given(1)), ((), [])], True),
+    ],
+    ids=[
+        "each its own",
+        "hosts in another order",
+        "hosts in another order, with copies",
+        "a new host, and the copy of what it had",
+        "a new host, and no copy",
+        "a part is gone",
+        "more ranks",
+        "more ranks, with copies",
+    ],
+)
+def test_what_all_hosts_have(found: list[tuple[tuple[KeptHead, ...], list[Held]]], expected: bool) -> None:
+    """Only states that each rank can load, from its own host or where a keeper gives them to others."""
+    elsewhere = Elsewhere()
+    elsewhere.take(found)
+    assert bool(elsewhere.states(lambda head: True)) is expected
+    elsewhere.forget(["a"])
+    assert elsewhere.states(lambda head: True) == []
