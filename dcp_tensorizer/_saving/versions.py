@@ -18,7 +18,7 @@ from .._storage.base import Storage
 from .._storage.claim import Claim
 from .._writer_process.protocol import PublishRequest
 from .._writer_process.write_options import WriteOptions
-from ..errors import WriteError, WriterProcessDied, describe
+from ..errors import WriteError, describe
 from .writer_client import WriterClient
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -129,18 +129,8 @@ class VersionsOfWriter:
             self._release()
 
     def _publish(self, model: SavedModel, previous: SavedModel | None) -> PublishedVersion:
-        if previous is None or not self._is_there(previous):
-            return self._publish_from(model, None)
-        try:
-            return self._publish_from(model, previous)
-        except WriteError as error:
-            if previous.index is not None or isinstance(error, WriterProcessDied):
-                raise
-            logger.info("%s may have been replaced meanwhile: %s", previous.storage.path, str(error))
-        return self._publish_from(model, None)
-
-    def _publish_from(self, model: SavedModel, previous: SavedModel | None) -> PublishedVersion:
-        """Publishes a model as what has changed since ``previous``, which is there; or since what was published."""
+        if previous is not None and not self._is_there(previous):
+            previous = None
         publication = Publication(
             model.storage.location,
             os.fspath(self._options.path),

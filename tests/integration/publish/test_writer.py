@@ -118,37 +118,6 @@ def test_a_save_waits_for_no_version(
     }
 
 
-def test_the_model_before_may_be_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of one file is replaced in place: then the next one is compared with what was published of it."""
-    begun, goes_on, original = threading.Event(), threading.Event(), WriterClient.publish
-    seen: list[str | None] = []
-
-    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
-        previous = request.publication.previous
-        seen.append(None if previous is None else Path(previous).name)
-        if len(seen) == 2:
-            begun.set()
-            assert goes_on.wait(WAIT)
-        return original(self, request, *arguments)
-
-    monkeypatch.setattr(WriterClient, "publish", held)
-    published = tmp_path / "published"
-    with SafetensorsStorageWriter(publish=Publish(published), overwrite=True) as writer:
-        dcp.save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a")
-        writer.wait_published()
-        dcp.save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "b")
-        assert begun.wait(WAIT)
-        dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "a")
-        goes_on.set()
-        version = writer.wait_published()
-    assert version is not None
-    assert version.version == 3
-    assert seen == [None, "a", None, "b"]
-    for number, name in ((2, "b"), (3, "a")):
-        apply_delta(tmp_path / f"copy-{number}", published, version=number)
-        assert weights_of(tmp_path / f"copy-{number}") == weights_of(tmp_path / name)
-
-
 def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After the time that closing may take, its process is killed, and no other one is started."""
     writer = SafetensorsStorageWriter(publish=Publish(tmp_path / "published"))
