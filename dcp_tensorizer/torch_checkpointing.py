@@ -225,8 +225,10 @@ class _Loader(CheckpointLoader):
 
     def _names_at(self, path: str | os.PathLike[str]) -> set[str]:
         """The names of all items; none if they cannot be read, which the load then says on all ranks."""
+        reader = self._reader(path)
+        reader.reset(path)
         with suppress(CheckpointError):
-            return {key.partition(".")[0] for key in self._reader(path).read_metadata().state_dict_metadata}
+            return {key.partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
         return set()
 
     def _reader(self, path: str | os.PathLike[str]) -> Any:
@@ -260,7 +262,8 @@ class _Planner(LoadPlanner):
         """Called by DCP with the state to load into."""
         assert metadata is not None
         there = {key.partition(".")[0] for key in metadata.state_dict_metadata}
-        if missing := sorted(state_dict.keys() - there):
+        wanted = {key for key, value in state_dict.items() if pytree.tree_leaves(value)}  # nothing is stored of {}
+        if missing := sorted(wanted - there):
             raise FileNotFoundError(_missing(self._path, missing))
         super().set_up_planner(state_dict, metadata, is_coordinator)
 

@@ -200,6 +200,24 @@ def test_items_without_a_target(tmp_path):
     manager.close()
 
 
+@pytest.mark.parametrize("has_root", [False, True])
+@pytest.mark.parametrize("saved", [ItemSpec(), ItemSpec(resharder=DefaultResharder())], ids=["own", "resharded"])
+def test_items_that_were_saved_in_the_other_way(tmp_path, has_root, saved):
+    """Without a resharder and with one; also below a root. An item that is empty is loaded, as it was saved."""
+    options = {"root": str(tmp_path)} if has_root else {}
+    path = str(tmp_path / "step-1")
+    for spec in (saved, ItemSpec(resharder=DefaultResharder()), ItemSpec()):
+        items = {"model": spec, "empty": spec}
+        manager = TensorizerCheckpointManager.Config(items=items, **options).build()
+        if spec is saved:
+            manager.save(path, {"model": {"w": torch.arange(4.0)}, "empty": {}}).result()
+        into = {"model": {"w": torch.zeros(4)}, "empty": {}}
+        manager.load(path, into=into)
+        manager.close()
+        assert torch.equal(into["model"]["w"], torch.arange(4.0))
+        assert into["empty"] == {}
+
+
 def test_what_torch_checkpointing_saved_is_loaded(tmp_path):
     """So that a job goes on from its checkpoints, and saves its own from then on."""
     config = CheckpointManager.Config(items=ITEMS, save=CheckpointManager.Config.with_sync_save().save)
