@@ -34,7 +34,7 @@ from .deliver import LoadOptions, read_tensors, world_size
 from .dequantise import DequantisingPlanner, Quantised, quantised
 from .executor import fetch
 from .targets import Casts, targets_of, warn_of_casts
-from .validate import unreadable
+from .validate import check_length, unreadable
 
 SHARDING = "DCP_SHARDING_INFO"
 """The note in the header of a file that has parts of tensors, as torch's writer leaves it without consolidation."""
@@ -195,4 +195,6 @@ def _stored(path: str, file: str, tensor: StoredBytes) -> tuple[StoredItem, tupl
     shape = tensor.shape
     if dtype == PAIRS and shape:
         shape = (*shape[:-1], shape[-1] // 2)
-    return StoredItem(file, tensor.key, tensor.offset, tensor.nbytes, dtype_name(dtype), "tensor", b""), shape
+    item = StoredItem(file, tensor.key, tensor.offset, tensor.nbytes, dtype_name(dtype), "tensor", b"")
+    check_length(path, tensor.key, item, shape)
+    return item, shape

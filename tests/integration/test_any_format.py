@@ -32,6 +32,7 @@ from dcp_tensorizer import (
     UntrustedObject,
     installed,
     open_reader,
+    unwrap,
 )
 
 from ..servers import S3Server
@@ -83,6 +84,18 @@ def test_it_reads_safetensors(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=open_reader(tmp_path))
     assert torch.equal(state["w"], SAVED["w"])
     assert state["v"].tolist() == [1.0] * 3
+
+
+def test_a_header_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:
+    """It is found before any target changes, and the file is named."""
+    file = tmp_path / "model.safetensors"
+    save_file({"v": torch.ones(3), "w": SAVED["w"]}, file)
+    file.write_bytes(file.read_bytes().replace(b'"shape":[2,3]', b'"shape":[2,4]'))
+    state = {"v": torch.zeros(3), "w": torch.zeros(2, 4)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=open_reader(tmp_path))
+    assert str(unwrap(caught.value)) == f"{file}: 'w' of shape (2, 4) has 24 bytes stored"
+    assert not state["v"].any()
 
 
 def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
