@@ -16,6 +16,7 @@ from .._runtime.threads import Deadline
 from .._runtime.torch_compat import flatten_state_dict
 from .._saving.model_session import ModelSaver
 from .._saving.ties import ties_of
+from .._saving.versions import NotPublished
 from .._staging.staged_save import StagedStateDict
 from .._storage.claim import Ownership
 from ..errors import WriteError, describe, listed, unwrap
@@ -115,7 +116,9 @@ class Exports:
             )
         except (Exception, CheckpointException) as error:  # DCP's does not derive from Exception
             cause = unwrap(error)
-            failure = WriteError(f"step {saved.number} was saved, and not exported: {describe(cause)}")
+            is_exported = isinstance(cause, NotPublished)  # that one follows, and the one before was not published
+            what = "exported; but of an earlier export" if is_exported else "saved, and not exported"
+            failure = WriteError(f"step {saved.number} was {what}: {describe(cause)}")
             failure.__cause__ = cause
             logger.error("%s", failure)
             return failure

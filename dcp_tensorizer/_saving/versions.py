@@ -24,6 +24,10 @@ from .writer_client import WriterClient
 logger = logging.getLogger("dcp_tensorizer")
 
 
+class NotPublished(WriteError):
+    """A model is saved, and could not be published. The save that raises this may be that of a later one."""
+
+
 @dataclass(slots=True, eq=False)
 class SavedModel:
     """A model that is committed.
@@ -60,7 +64,7 @@ class VersionsOfWriter:
         self._published: SavedModel | None = None
         self.is_busy = self._is_closed = False
         self._version: PublishedVersion | None = None
-        self._error: WriteError | None = None
+        self._error: NotPublished | None = None
 
     def add(self, model: SavedModel) -> None:
         """Lets a model be published. Raises `WriteError` if the one before could not be."""
@@ -117,7 +121,7 @@ class VersionsOfWriter:
             try:
                 version = self._publish(model, previous)
             except Exception as failure:
-                error = WriteError(
+                error = NotPublished(
                     f"the model is saved to {model.storage.path}, and cannot be published: {describe(failure)}"
                 )
                 error.__cause__ = failure

@@ -118,6 +118,34 @@ def test_a_save_waits_for_no_version(
     }
 
 
+def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and is published; the error names the model that is not."""
+    original, failures = WriterClient.publish, iter([WriteError("no space left")])
+
+    def published(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return original(self, request, *arguments)
+
+    monkeypatch.setattr(WriterClient, "publish", published)
+    export = Export(tmp_path / "model-{}", every=1, publish=Publish(tmp_path / "published"))
+    with CheckpointManager(tmp_path / "run", save_every=1, export=export) as manager:
+        manager.save(1, {"model": state(1)})
+        saves = manager._job.saves
+        saves.wait()
+        versions = saves.exports._writer.saver.versions  # type: ignore[union-attr]
+        with versions._changed:  # type: ignore[union-attr]
+            assert versions._changed.wait_for(lambda: not versions.is_busy, WAIT)  # type: ignore[union-attr]
+        manager.save(2, {"model": state(2)})
+        with pytest.raises(WriteError) as caught:
+            manager.wait()
+    assert str(caught.value) == (
+        f"step 2 was exported; but of an earlier export: the model is saved to {tmp_path / 'model-1'}, and cannot be "
+        f"published: no space left"
+    )
+    assert weights_of(tmp_path / "published" / "weight_v000001") == weights_of(tmp_path / "model-2")
+
+
 def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After the time that closing may take, its process is killed, and no other one is started."""
     writer = SafetensorsStorageWriter(publish=Publish(tmp_path / "published"))
