@@ -151,7 +151,7 @@ class SaveSession:
             if replaced:
                 self._destination.remove(replaced)
             self.end()
-        self._publish(report)
+            self._publish(report)
 
     def _committed(self) -> None:
         """Does what follows the commit, before the files that it has replaced are removed."""

@@ -18,6 +18,7 @@ from dcp_tensorizer import (
     Export,
     Publish,
     SafetensorsStorageWriter,
+    SaveReport,
     WriteError,
     apply_delta,
     publish,
@@ -164,7 +165,8 @@ def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCap
 def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
     """The next save says so, or whoever waits: here another job has taken the directory over."""
     published = tmp_path / "published"
-    with SafetensorsStorageWriter(publish=Publish(published)) as writer:
+    reports: list[SaveReport] = []
+    with SafetensorsStorageWriter(publish=Publish(published), on_report=reports.append) as writer:
         dcp.async_save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a").result()
         writer.wait_published()
         write_model(tmp_path / "other", {"w": torch.ones(3).numpy()})
@@ -182,6 +184,7 @@ def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
     message = str(caught.value)
     assert message.startswith(f"the model is saved to {tmp_path / 'b'}, and cannot be published: ")
     assert "now belongs to another run" in message
+    assert [Path(report.path).name for report in reports] == list("abcd")
     assert all((tmp_path / name / "model.safetensors").exists() for name in "abcd")
     assert [info.version for info in list_versions(published)] == [2, 1]
 
