@@ -49,8 +49,9 @@ def open_reader(
     It reads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories of
     safetensors files as Hugging Face has them: those that the index names. Parts of tensors, which torch's
     ``HuggingFaceStorageWriter`` leaves without consolidation, are read by torch's own reader, from local directories.
-    FP8 weights with a scale for each block (``weight_scale_inv``) are multiplied, unless the target is of an FP8 dtype.
-    The format is recognised anew in each load, so that a job may switch its storage between two saves.
+    FP8 weights with a scale for each block (``weight_scale_inv``) are multiplied, unless the target is of the same FP8
+    dtype. The format is recognised anew in each load, so that a job may switch its storage between two
+    saves.
 
     No code of a checkpoint runs, whatever its format. torch's ``.metadata`` is a pickle, of which only DCP's own
     records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules

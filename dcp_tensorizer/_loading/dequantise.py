@@ -1,7 +1,7 @@
 """Weights that are quantised by blocks, as Hugging Face has them: FP8, and in another tensor a scale for each block.
 
-A weight is read as it is stored, and multiplied on its way to a target of another dtype. A target of an FP8 dtype gets
-the stored elements.
+A weight is read as it is stored, and multiplied on its way to a target of another dtype. A target of the same FP8 dtype
+gets the stored elements, and one of another FP8 dtype is refused.
 """
 
 from __future__ import annotations
@@ -82,12 +82,17 @@ class DequantisingPlanner:
         self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        """The target itself if it is of an FP8 dtype, or else memory for the stored elements.
+        """The target itself if it is of the stored dtype, or else memory for the stored elements.
 
-        Raises `ReadError`, naming the key, if the scales do not fit the weight.
+        Raises `ReadError`, naming the key, if the scales do not fit the weight, or the target is of another FP8 dtype.
         """
         target, weight = self._planner.resolve_tensor(item), self._weight_of(item)
-        if str(target.dtype).removeprefix("torch.") in _FP8:
+        if target.dtype.is_floating_point and target.dtype.itemsize == 1:
+            if target.dtype != named_dtype(weight.weight.dtype):
+                raise ReadError(
+                    f"{self._path}: {weight.name!r} is stored as {weight.weight.dtype}, whose scales do not fit a "
+                    f"target of {target.dtype}: give it one of the same dtype, or of one with more bits"
+                )
             self._target = None
             return target
         self._check(weight)

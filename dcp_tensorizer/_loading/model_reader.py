@@ -102,11 +102,13 @@ class ModelReader(StorageReader):
         )
         weights = [(item, self._weight_of(item)) for item in plan.items]
         plain = [(item, self._pieces(item)) for item, weight in weights if weight is None]
-        read_tensors(plain, planner, wanted, read, self._progress)
-        if scaled := {id(item): (item, weight) for item, weight in weights if weight is not None}:
+        scaled = {id(item): (item, weight) for item, weight in weights if weight is not None}
+        pieces = [(item, self._pieces(item)) for item, _ in scaled.values()]
+        sizes = [sum(piece.item.length for _, of_item in part for piece in of_item) for part in (plain, pieces)]
+        read_tensors(plain, planner, wanted, read, _share(self._progress, 0, *sizes))
+        if scaled:
             dequantising: Any = DequantisingPlanner(self._storage, planner, lambda item: scaled[id(item)][1], read)
-            pieces = [(item, self._pieces(item)) for item, _ in scaled.values()]
-            read_tensors(pieces, dequantising, wanted, read, self._progress)
+            read_tensors(pieces, dequantising, wanted, read, _share(self._progress, sizes[0], sizes[1], 0))
         warn_of_casts(path, casts)
         future: Future[None] = Future()
         future.set_result(None)
@@ -179,6 +181,15 @@ class ModelReader(StorageReader):
             item = item._replace(offset=item.offset + there.start[0] * nbytes, length=nbytes)
             shape, there = shape[1:], Region(there.start[1:], there.size[1:])
         return Piece(item, shape, there, part)
+
+
+def _share(progress: Callable[[int, int], object], before: int, size: int, after: int) -> Callable[[int, int], object]:
+    """The progress of some of the bytes as that of all of them."""
+
+    def tell(done: int, total: int) -> None:
+        progress(before + (size if done >= total else min(done, size)), before + size + after)
+
+    return tell
 
 
 def has_parts(storage: Storage) -> bool:

@@ -63,6 +63,27 @@ def test_a_target_of_fp8_gets_what_is_stored(tmp_path: Path) -> None:
     assert torch.equal(state["b.weight"].float() * state["b.weight_scale_inv"], dequantised["b.weight"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_a_target_of_another_fp8_dtype_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Neither the stored elements nor the values would be right there."""
+    model(tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"b.weight": torch.zeros(128, 128, dtype=dtype)}, storage_reader=open_reader(tmp_path))
+    assert isinstance(error := unwrap(caught.value), ReadError)
+    assert f"'b.weight' is stored as float8_e4m3fn, whose scales do not fit a target of {dtype}" in str(error)
+
+
+def test_the_progress_is_that_of_the_whole_load(tmp_path: Path) -> None:
+    """Though quantised weights are read after all others."""
+    model(tmp_path)
+    seen: list[tuple[int, int]] = []
+    dcp.load(targets(), storage_reader=open_reader(tmp_path, on_progress=lambda *numbers: seen.append(numbers)))
+    total = 600 + sum(rows * columns for rows, columns in SHAPES.values())
+    assert {of_call for _, of_call in seen} == {total}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert (seen[0], seen[-1]) == ((0, total), (total, total))
+
+
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """The error names the weight, both shapes, and where the size of a block is said."""
     model(tmp_path, 64)
