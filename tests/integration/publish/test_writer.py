@@ -162,6 +162,21 @@ def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCap
     assert "cannot be published: the writer was closed before that" in caplog.text
 
 
+def test_a_file_that_readers_prefer_to_an_index_is_not_replaced(tmp_path: Path) -> None:
+    """While it is being published, the next save would replace it: another path is needed, and nothing changes."""
+    with SafetensorsStorageWriter(tmp_path / "model") as writer:
+        dcp.save(state(0), storage_writer=writer)
+    before = weights_of(tmp_path / "model")
+    options: dict[str, Any] = {"overwrite": True, "publish": Publish(tmp_path / "published")}
+    with SafetensorsStorageWriter(tmp_path / "model", **options) as writer:
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(1), storage_writer=writer)
+        assert writer.wait_published() is None
+    assert str(unwrap(caught.value)).startswith(f"{tmp_path / 'model'} holds model.safetensors, which a save would")
+    assert weights_of(tmp_path / "model") == before
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+
+
 def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
     """The next save says so, or whoever waits: here another job has taken the directory over."""
     published = tmp_path / "published"
