@@ -102,11 +102,12 @@ class VersionsOfWriter:
         with suppress(WriteError):  # it has been logged
             self.wait(deadline)
         with self._changed:
-            self._waiting, self._is_closed = None, True
+            self._waiting, self._published, self._is_closed = None, None, True
         self._client.end_process(deadline)
         with suppress(WriteError):
             self.wait(Deadline(_END_SECONDS))
         self._client.end_process(Deadline(0))  # if the thread has started one since
+        self._release()
 
     def _work(self) -> None:
         while True:
@@ -128,7 +129,7 @@ class VersionsOfWriter:
                 logger.error("%s", error)
             with self._changed:
                 self._running = None
-                self._published = model if error is None else None
+                self._published = model if error is None and not self._is_closed else None
                 self._version, self._error = version, error or self._error
             self._release()
 

@@ -24,6 +24,7 @@ from dcp_tensorizer import (
     publish,
     unwrap,
 )
+from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
@@ -145,6 +146,33 @@ def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch:
         f"published: no space left"
     )
     assert weights_of(tmp_path / "published" / "weight_v000001") == weights_of(tmp_path / "model-2")
+
+
+def test_a_closed_writer_leaves_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if one waits to be published when time is up, and the one before it has just been."""
+    begun, goes_on = threading.Event(), threading.Event()
+    publish_one, end_process = WriterClient.publish, WriterClient.end_process
+
+    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        done = publish_one(self, request, *arguments)
+        begun.set()
+        assert goes_on.wait(WAIT)
+        return done
+
+    def ended(self: WriterClient, deadline: Deadline) -> None:
+        goes_on.set()
+        end_process(self, deadline)
+
+    monkeypatch.setattr(WriterClient, "publish", held)
+    monkeypatch.setattr(WriterClient, "end_process", ended)
+    model, options = tmp_path / "model", {"max_shard_bytes": 20_000, "overwrite": True}
+    writer = SafetensorsStorageWriter(model, publish=Publish(tmp_path / "published"), **options)  # type: ignore[arg-type]
+    dcp.save(state(0), storage_writer=writer)
+    assert begun.wait(WAIT)
+    dcp.save(state(1), storage_writer=writer)
+    writer.close(0)
+    assert len(list(model.glob("*.safetensors"))) == 4
+    assert not [path for path in model.iterdir() if path.suffix not in (".safetensors", ".json")]
 
 
 def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
