@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +12,6 @@ import msgspec
 from .._format.names import is_record_file_name, metadata_file_name, record_file_name
 from .._format.safetensors import file_names, index_of
 from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
-from .._runtime.forks import free_in_child
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
@@ -50,8 +49,7 @@ class ModelDestination(Destination):
         self._begun: tuple[SharedFile, ...] = ()
         self._completed: tuple[str, ...] = ()
         self._save_id = ""
-        self._held: list[Callable[[], None]] | None = None
-        self._holding = free_in_child(threading.Lock())
+        self._held: deque[Callable[[], None]] | None = None
 
     def _check_free(self, storage: Storage) -> None:
         if self.metadata_rank is not None:
@@ -221,21 +219,31 @@ class ModelDestination(Destination):
 
         It may be called on any thread.
         """
-        self._held = []
+        self._held = deque()
 
         def release() -> None:
-            with self._holding:
-                held, self._held = self._held, None
-            for operation in held or ():
-                operation()
+            held, self._held = self._held, None
+            _run_all(held)
 
         return release
 
     def _after_held(self, operation: Callable[[], None]) -> None:
-        with self._holding:
-            if self._held is not None:
-                self._held.append(operation)
-                return
+        held = self._held
+        if held is None:
+            operation()
+            return
+        held.append(operation)
+        if self._held is None:  # another thread, or a signal's handler, has released it: a lock would not let that in
+            _run_all(held)
+
+
+def _run_all(operations: deque[Callable[[], None]] | None) -> None:
+    """Runs operations, each once, whoever else does."""
+    while operations:
+        try:
+            operation = operations.popleft()
+        except IndexError:
+            return
         operation()
 
 

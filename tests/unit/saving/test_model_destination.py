@@ -1,0 +1,39 @@
+"""The directory of a model that is published is cleaned up and released when nobody needs it any more."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dcp_tensorizer._saving.model_destination import ModelDestination
+from dcp_tensorizer._saving.model_layout import ModelOptions
+from dcp_tensorizer._storage.local import LocalStorage
+
+
+class _Interrupted(deque[Callable[[], None]]):
+    """A list that a signal interrupts as soon as something is in it."""
+
+    def append(self, operation: Callable[[], None]) -> None:
+        super().append(operation)
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_signal_may_release_a_directory_at_any_time(tmp_path: Path) -> None:
+    """As one that closes the writer, just when the save has put off its clean-up: no lock keeps it waiting."""
+    context: Any = None
+    destination = ModelDestination(context, LocalStorage(tmp_path), None, ModelOptions())
+    lock = destination.storage.lock_directory()
+    destination._lock = lock
+    release = destination.hold()
+    destination._held = _Interrupted()
+    before = signal.signal(signal.SIGUSR1, lambda *_: release())
+    try:
+        destination.end()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    again = LocalStorage(tmp_path).lock_directory()
+    assert again.is_exclusive
+    again.release()
