@@ -522,6 +522,8 @@ def copy_part(
 
     try:
         with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
+            if not is_wanted():  # an offer would end the copy of a newer state
+                raise NotCopied("its memory was needed")
             offer = ReplicaOffer(content.state.head, nbytes, len(record), keep)
             accepted = _checked(wire.ask(offer, Accepted | ReplicaRefused))
             assert isinstance(accepted, Accepted)

@@ -39,6 +39,7 @@ NOT_RUN = {
         "needs Lightning and several ranks",
         "needs Lightning and several ranks",
         "needs torchtitan and a GPU",
+        "needs torch_checkpointing",
         "an outline",
     ],
     "docs/guides/object-stores.md": [
@@ -48,6 +49,7 @@ NOT_RUN = {
         "needs a server",
     ],
     "docs/guides/tiers.md": ["needs a bucket"],
+    "docs/guides/trace.md": ["needs opentelemetry"],  # tests/frameworks runs what it shows
 }
 
 

@@ -31,6 +31,7 @@ from dcp_tensorizer._restart.replicas import (
     BLOCK,
     Accepted,
     Block,
+    Join,
     NotCopied,
     Ok,
     Record,
@@ -179,6 +180,22 @@ def test_a_copy_that_is_given_up_for_the_next(
     assert copied(source) == CopyStatus("b")
     with closing(found("test-partner")) as visit:
         assert [head.id for head in visit.found.heads] == ["b"]
+
+
+def test_a_copy_that_is_no_longer_wanted_is_not_offered() -> None:
+    """An offer ends the copy of another state of that rank, which may be the newer one."""
+    keeper = Keeper("run", 7, 60.0)
+    address = opened(keeper)
+    with closing(address.connect()) as offering, closing(address.connect()) as joined:
+        newer = ReplicaOffer(part("b").head, NBYTES, 1, "")
+        copy = offering.ask(newer, Accepted | ReplicaRefused)
+        with pytest.raises(NotCopied, match="its memory was needed"):
+            copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: False)
+        assert isinstance(copy, Accepted)
+        assert joined.ask(Join(copy.copy), Ok | ReplicaRefused) == Ok()
+        joined.send(Block(0, BLOCK, xxhash.xxh3_128_digest(bytes(BLOCK))))
+        joined.send_bytes(memoryview(bytearray(BLOCK)))
+        assert joined.ask(Sent(), Ok) == Ok()
 
 
 def test_a_copy_counts_only_beside_its_own_part(
