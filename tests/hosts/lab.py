@@ -226,6 +226,8 @@ class Host:
         self._outer.stderr.close()
         (init,) = psutil.Process(self._outer.pid).children()
         self.init = init.pid
+        with suppress(OSError):  # the kernel removes that of a host that has died, but in its own time
+            self._lab.ip("link", "delete", f"v{self.number}")
         self._lab.ip("link", "add", f"v{self.number}", "type", "veth", "peer", "name", "eth0", "netns", self.init)
         self._lab.ip("link", "set", f"v{self.number}", "master", "br0", "up")
         for words in (
