@@ -57,7 +57,7 @@ def test_any_damage_is_named(versions: Path, version: int) -> None:
     """With the version that it keeps from being put together; other chains are whole."""
     path = sorted((versions / f"weight_v00000{version}").glob("*.safetensors"))[-1]
     content = bytearray(path.read_bytes())
-    content[-9] ^= 16
+    content[-9:] = bytes(byte ^ 255 for byte in content[-9:])  # a single bit may be one that zstd does not use
     path.write_bytes(content)
     (damage,) = verify_versions(versions).damages
     assert damage.startswith(f"version {3 if version < 4 else 6}: ")
