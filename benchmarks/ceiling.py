@@ -1,4 +1,4 @@
-"""What the engine does where no disk is in the way: `python -m benchmarks.ceiling` (about 6 minutes).
+"""What the engine does where no disk is in the way: `python -m benchmarks.ceiling` (about 9 minutes).
 
 Saves go to a storage that drops them, and loads come from the page cache and from tmpfs, so that a figure is not the
 disk's. Each is beside what limits it, measured in the same process: a copy, CRC-32, XXH3 and bare reads.
@@ -124,7 +124,7 @@ def render(content: Content) -> str:
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "quick": QUICK,
-    "rounds": {"type": int, "default": 5, "help": "how many turns"},
+    "rounds": {"type": int, "default": 3, "help": "how many turns"},
 }
 
 if __name__ == "__main__":
