@@ -81,7 +81,7 @@ class DeltaDecoder:
     No more of it is in memory than is asked for, whatever the delta claims.
     """
 
-    def __init__(self, frame: Iterable[bytes], nbytes: int) -> None:
+    def __init__(self, frame: Iterable[bytes | memoryview], nbytes: int) -> None:
         self._input = iter(frame)
         self._left = nbytes
         self._module = zstd()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._format.delta import PIECE, digest_of, zstd
+from .._format.delta import digest_of, zstd
 from .._format.safetensors_header import INDEX, SINGLE
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
@@ -30,6 +30,7 @@ from .chain import Chain, copied, read_delta
 from .model import (
     StoredBytes,
     WeightFile,
+    read_blocks,
     read_model,
     read_small,
     read_weight_file,
@@ -42,7 +43,6 @@ _SGLANG = ".weight_sync"
 _LOCK_SECONDS = 600.0
 _VERSIONED = re.compile(r"(.+)-v\d{6,15}\.safetensors(\.[0-9a-f]{32}\.tmp)?")
 _TEMPORARY = re.compile(rf"(.+\.[0-9a-f]{{32}}\.publish|{re.escape(INDEX)}\.[0-9a-f]{{32}})\.tmp")
-_READ_BYTES = 8 * PIECE
 _Progress = Callable[[int, int], object]
 
 
@@ -261,10 +261,9 @@ class _Directory:
             )
 
     def _sha256(self, name: str) -> str:
-        hashed, nbytes = hashlib.sha256(), self._storage.head(name) or 0
-        with self._storage.reading(name) as reader:
-            for start in range(0, nbytes, _READ_BYTES):
-                hashed.update(reader.read_range(start, min(_READ_BYTES, nbytes - start)))
+        hashed = hashlib.sha256()
+        for block in read_blocks(self._storage, name):
+            hashed.update(block)
         return hashed.hexdigest()
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
@@ -351,12 +350,8 @@ class _Directory:
             hashed, nbytes = hashlib.sha256(), storage.head(name)
             if nbytes != record.nbytes:
                 raise ChecksumMismatch(f"{storage.path}/{name} no longer has its {record.nbytes:,} bytes")
-            with (
-                written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write,
-                storage.reading(name) as reader,
-            ):
-                for start in range(0, nbytes, _READ_BYTES):
-                    block = reader.read_range(start, min(_READ_BYTES, nbytes - start))
+            with written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write:
+                for block in read_blocks(storage, name):
                     hashed.update(block)
                     write(memoryview(block))
                 if hashed.hexdigest() != record.sha256:

@@ -15,13 +15,12 @@ import numpy as np
 import xxhash
 
 from .._format.delta import PIECE, DeltaDecoder, largest_delta, pieces_of
-from .._storage.base import RangeReader, Storage
-from ..errors import ChecksumMismatch, MetadataError, ReadError
-from .model import StoredBytes, WeightFile, read_weight_file
+from .._storage.base import Storage
+from ..errors import ChecksumMismatch, MetadataError
+from .model import READ_BYTES, StoredBytes, TensorReader, WeightFile, read_weight_file, reading_tensors
 from .versions import FileRecord, Manifest, Published
 
 _Read = Callable[[int, np.ndarray], object]
-_BLOCK = 8 * PIECE  # that is read at once: an object store takes as long for less
 _DIGITS = frozenset("0123456789abcdef")
 _DIGEST_DIGITS = 32
 
@@ -42,13 +41,15 @@ class Delta:
     storage: Storage
     changes: Mapping[str, _Change]
 
-    def frame(self, reader: RangeReader, change: _Change, tensor: StoredBytes) -> Iterator[bytes]:
+    def frame(self, reader: TensorReader, change: _Change, tensor: StoredBytes) -> Iterator[memoryview]:
         """Reads a tensor's delta in pieces."""
         stored = change.stored
         if stored.nbytes > largest_delta(tensor.nbytes):
             raise ValueError(f"its delta has {stored.nbytes:,} bytes, more than any of {tensor.nbytes:,} bytes")
         for start in range(0, stored.nbytes, PIECE):
-            yield reader.read_range(stored.offset + start, min(PIECE, stored.nbytes - start))
+            piece = np.empty(min(PIECE, stored.nbytes - start), dtype=np.uint8)
+            reader.read_into(piece, stored, start)
+            yield piece.data
 
 
 def read_delta(published: Published, manifest: Manifest) -> Delta:
@@ -90,20 +91,13 @@ class Chain:
         """The names of all tensors that are changed."""
         return {key for delta in self._deltas for key in delta.changes}
 
-    def pieces(self, path: str, reader: RangeReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
+    def pieces(self, reader: TensorReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
         """Reads a tensor of the version before from a file, and yields it changed.
 
         Raises `ChecksumMismatch` if the result is not what was published: the file is of another version, or it or a
         delta is damaged.
         """
-
-        def read(start: int, block: np.ndarray) -> None:
-            try:
-                reader.read_into([block.data], tensor.offset + start)
-            except (OSError, EOFError) as error:
-                raise ReadError(f"cannot read {tensor.key!r} in {path}: {error}") from error
-
-        return self.changed(tensor, read)
+        return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
 
     def changed(self, tensor: StoredBytes, read: _Read) -> Iterator[np.ndarray]:
         """As `pieces`, of bytes that a function puts into an array, from a start on."""
@@ -111,12 +105,12 @@ class Chain:
         with ExitStack() as readers:
             decoders = []
             for delta, change in changing:
-                reader = readers.enter_context(delta.storage.reading(change.file))
+                reader = readers.enter_context(reading_tensors(delta.storage, change.file))
                 decoders.append(DeltaDecoder(delta.frame(reader, change, tensor), tensor.nbytes))
             hashed = xxhash.xxh3_128()
             try:
-                for start in range(0, tensor.nbytes, _BLOCK):
-                    block = np.empty(min(_BLOCK, tensor.nbytes - start), dtype=np.uint8)
+                for start in range(0, tensor.nbytes, READ_BYTES):
+                    block = np.empty(min(READ_BYTES, tensor.nbytes - start), dtype=np.uint8)
                     read(start, block)
                     for piece in pieces_of(block.data):
                         for decoder in decoders:
@@ -149,9 +143,9 @@ def copied(
         write(piece)
 
     take(memoryview(file.header))
-    with storage.reading(file.name) as reader:
+    with reading_tensors(storage, file.name) as reader:
         for tensor in file.tensors:
-            for piece in chain.pieces(f"{storage.path}/{file.name}", reader, tensor):
+            for piece in chain.pieces(reader, tensor):
                 take(piece.data)
     if (file.nbytes, hashed.hexdigest()) != (record.nbytes, record.sha256):
         at = "" if chain.version is None else f" at version {chain.version}"

@@ -13,12 +13,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from .._format.delta import PIECE
 from .._format.encoder import FileParts
 from .._format.names import is_ours
 from .._format.safetensors_header import INDEX, LENGTH, MAX_HEADER, SINGLE, encode_header, read_header, read_index
 from .._runtime.threads import in_threads
-from .._storage.base import Storage
-from ..errors import MetadataError, NotCommitted, WriteError
+from .._storage.base import RangeReader, Storage
+from ..errors import MetadataError, NotCommitted, ReadError, WriteError
+
+READ_BYTES = 8 * PIECE
+"""What is read at once: an object store takes as long for less."""
 
 _ENDING = ".safetensors"
 _MAX_NAME = 255
@@ -158,6 +162,44 @@ def read_weight_file(storage: Storage, name: str) -> WeightFile:
     return WeightFile(name, header.content, tuple(tensors), header.notes)
 
 
+def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:
+    """Reads a file from front to back; of one that does not exist, nothing. Raises `ReadError`."""
+    nbytes = storage.head(name) or 0
+    if nbytes:
+        with storage.reading(name) as reader:
+            for start in range(0, nbytes, READ_BYTES):
+                yield reader.read_range(start, min(READ_BYTES, nbytes - start))
+
+
+class TensorReader:
+    """Reads the tensors of an open file. Its errors name file and tensor, also where several files are open."""
+
+    def __init__(self, storage: Storage, name: str, reader: RangeReader) -> None:
+        self._storage, self._name, self._reader = storage, name, reader
+        self.path = f"{storage.path}/{name}"
+
+    def read_into(self, block: np.ndarray, tensor: StoredBytes, start: int) -> None:
+        """Reads bytes of a tensor, from ``start`` on, into an array of ``uint8``; raises `ReadError`."""
+        try:
+            self._reader.read_into([block.data], tensor.offset + start)
+        except (OSError, EOFError) as error:
+            message = f"cannot read {tensor.key!r} in {self.path}: {error}"
+            raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
+
+
+@contextmanager
+def reading_tensors(storage: Storage, name: str) -> Iterator[TensorReader]:
+    """Opens a file for a block, to read its tensors; raises `ReadError`."""
+    try:
+        reader = storage.open(name)
+    except OSError as error:
+        raise ReadError(storage.scrub(f"cannot open {storage.path}/{name}: {error}")) from storage.cause(error)
+    try:
+        yield TensorReader(storage, name, reader)
+    finally:
+        reader.close()
+
+
 @contextmanager
 def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
     """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
@@ -167,7 +209,8 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
     try:
         sink = storage.create(name, nbytes, sync=True)
     except OSError as error:
-        raise WriteError(storage.scrub(f"cannot create {storage.path}/{name}: {error}")) from error
+        message = f"cannot create {storage.path}/{name}: {error}"
+        raise WriteError(storage.scrub(message)) from storage.cause(error)
     parts = FileParts(nbytes, sink, filling=2, writing=sink.concurrency)
     offset = 0
 
@@ -185,7 +228,8 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
         parts.abandon(error)
         sink.abort()
         if isinstance(error, OSError):
-            raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
+            message = f"cannot write {storage.path}/{name}: {error}"
+            raise WriteError(storage.scrub(message)) from storage.cause(error)
         raise
 
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from .._format.delta import PIECE, zstd
+from .._format.delta import zstd
 from .._format.safetensors_header import INDEX
 from .._runtime.validation import check_count
 from .._storage.base import Storage
 from .._storage.open import open_storage
 from ..errors import CheckpointError, NotCommitted, WriteError
 from .chain import Chain, copied, read_delta
-from .model import read_small, read_weight_file
+from .model import read_blocks, read_small, read_weight_file
 from .publisher import remove_old
 from .versions import FileRecord, Manifest, Published, decode_manifest
 
 _Path = str | os.PathLike[str]
 _Options = Mapping[str, Any] | None
 _Progress = Callable[[int, int], object]
-_READ_BYTES = 8 * PIECE
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,8 @@ def collect_versions(
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise WriteError(published.storage.scrub(f"cannot remove versions in {published.path}: {error}")) from error
+        message = f"cannot remove versions in {published.path}: {error}"
+        raise WriteError(published.storage.scrub(message)) from published.storage.cause(error)
 
 
 class _Verification:
@@ -190,19 +190,12 @@ class _Verification:
         """Compares files as they are."""
         for name, record in files.items():
             hashed = hashlib.sha256()
-            for block in self._blocks(storage, name):
+            for block in read_blocks(storage, name):
+                self._count(len(block))
                 hashed.update(block)
             if hashed.hexdigest() != record.sha256:
                 raise CheckpointError(f"{storage.path}/{name} is not what was published")
             self._files += 1
-
-    def _blocks(self, storage: Storage, name: str) -> Iterator[bytes]:
-        nbytes = storage.head(name) or 0
-        with storage.reading(name) as reader:
-            for start in range(0, nbytes, _READ_BYTES):
-                block = reader.read_range(start, min(_READ_BYTES, nbytes - start))
-                self._count(len(block))
-                yield block
 
     def _count(self, nbytes: int) -> None:
         self._done += nbytes

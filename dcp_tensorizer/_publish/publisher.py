@@ -19,18 +19,22 @@ from .._format.safetensors_header import INDEX
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count, check_path
-from .._storage.base import RangeReader, Refused, Storage
+from .._storage.base import Refused, Storage
 from .._storage.claim import Claim, Ownership
 from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, WriteError
 from .chain import Chain, read_delta
 from .model import (
+    READ_BYTES,
     Model,
     StoredBytes,
+    TensorReader,
     WeightFile,
     header_of,
+    read_blocks,
     read_model,
     read_weight_file,
+    reading_tensors,
     written_file,
 )
 from .versions import FileRecord, Manifest, Published, encode_manifest, now
@@ -39,7 +43,6 @@ MAX_DELTAS = 20
 """How many deltas follow a whole version, unless the publisher says otherwise: a reader that begins reads all."""
 
 _FILE_BYTES = 256 << 20  # of deltas in memory, and then in one file
-_READ_BYTES = 8 * PIECE
 _Progress = Callable[[int, int], object]
 
 
@@ -180,7 +183,8 @@ class Publication:
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise WriteError(folder.storage.scrub(f"cannot publish in {folder.path}: {error}")) from error
+            message = f"cannot publish in {folder.path}: {error}"
+            raise WriteError(folder.storage.scrub(message)) from folder.storage.cause(error)
         assert publisher.ownership.own is not None
         return replace(version, removed=removed), publisher.ownership.own
 
@@ -303,24 +307,18 @@ class _Publisher:
 
     def _record(self, name: str) -> FileRecord:
         hashed, nbytes = hashlib.sha256(), 0
-        for piece in self._pieces(self._source, name):
-            hashed.update(piece)
-            nbytes += piece.nbytes
+        for block in read_blocks(self._source, name):
+            hashed.update(block)
+            nbytes += len(block)
         return FileRecord(nbytes, hashed.hexdigest())
-
-    def _pieces(self, storage: Storage, name: str) -> Iterator[memoryview]:
-        nbytes = storage.head(name) or 0
-        with storage.reading(name) as reader:
-            for start in range(0, nbytes, _READ_BYTES):
-                yield memoryview(reader.read_range(start, min(_READ_BYTES, nbytes - start)))
 
     # --- a whole version ----------------------------------------------------------------------------------------------
 
     def _write_whole(self, others: dict[str, FileRecord]) -> Manifest:
         for name, record in others.items():
             with written_file(self._target, name, record.nbytes) as write:
-                for piece in self._pieces(self._source, name):
-                    write(piece)
+                for block in read_blocks(self._source, name):
+                    write(memoryview(block))
         files: dict[str, FileRecord] = {}
         digests: dict[str, str] = {}
 
@@ -337,7 +335,10 @@ class _Publisher:
 
     def _copied(self, file: WeightFile) -> tuple[FileRecord, dict[str, str]]:
         hashed, digests = hashlib.sha256(file.header), {}
-        with written_file(self._target, file.name, file.nbytes) as write, self._source.reading(file.name) as reader:
+        with (
+            written_file(self._target, file.name, file.nbytes) as write,
+            reading_tensors(self._source, file.name) as reader,
+        ):
             write(memoryview(file.header))
             for tensor in file.tensors:
                 of_tensor = xxhash.xxh3_128()
@@ -348,10 +349,10 @@ class _Publisher:
                 digests[tensor.key] = of_tensor.hexdigest()
         return FileRecord(file.nbytes, hashed.hexdigest()), digests
 
-    def _blocks(self, reader: RangeReader, tensor: StoredBytes, nbytes: int = _READ_BYTES) -> Iterator[np.ndarray]:
+    def _blocks(self, reader: TensorReader, tensor: StoredBytes, nbytes: int = READ_BYTES) -> Iterator[np.ndarray]:
         for start in range(0, tensor.nbytes, nbytes):
             block = np.empty(min(nbytes, tensor.nbytes - start), dtype=np.uint8)
-            reader.read_into([block.data], tensor.offset + start)
+            reader.read_into(block, tensor, start)
             self._progress(block.nbytes)
             yield block
 
@@ -395,21 +396,18 @@ class _Publisher:
         frames: dict[str, tuple[bytes, str]] = {}
         written = held = 0
         places = {tensor.key: tensor for tensor in file.tensors}
-        path = f"{storage.path}/{file.name}"
-        with self._source.reading(new.name) as reader, storage.reading(file.name) as old_reader:
+        with reading_tensors(self._source, new.name) as reader, reading_tensors(storage, file.name) as old_reader:
             for tensor in new.tensors:
                 encoder, of_old = DeltaEncoder(), xxhash.xxh3_128()
                 pieces = self._blocks(reader, tensor, PIECE)
-                for piece, piece_before in zip(
-                    pieces, changes.pieces(path, old_reader, places[tensor.key]), strict=True
-                ):
+                for piece, piece_before in zip(pieces, changes.pieces(old_reader, places[tensor.key]), strict=True):
                     hashed.update(piece.data)
                     of_old.update(piece_before.data)
                     encoder.update(piece, piece_before)
                 if of_old.hexdigest() != (base.chain.digest(tensor.key) or base.manifest.tensors.get(tensor.key)):
                     raise ChecksumMismatch(
-                        f"{tensor.key!r} in {path} is not what was published before: the file is damaged, or of "
-                        f"another version"
+                        f"{tensor.key!r} in {old_reader.path} is not what was published before: the file is damaged, "
+                        f"or of another version"
                     )
                 if (encoded := encoder.finish()) is not None:
                     frames[tensor.key] = encoded

@@ -486,11 +486,11 @@ class Storage(abc.ABC):
         try:
             reader = self.open(name)
         except OSError as error:
-            raise ReadError(self.scrub(f"cannot open {path}: {error}")) from error
+            raise ReadError(self.scrub(f"cannot open {path}: {error}")) from self.cause(error)
         try:
             yield reader
         except (OSError, EOFError) as error:
-            raise ReadError(self.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from error
+            raise ReadError(self.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from self.cause(error)
         finally:
             reader.close()
 

@@ -127,7 +127,8 @@ def _open(location: _Location, encryption: DecryptionParams | None) -> Checkpoin
     except CheckpointError:
         raise
     except Exception as error:  # unforeseen by the reader: a huge number, endless nesting, a lack of memory
-        raise ConversionError(f"{location.path} cannot be read: {type(error).__name__}: {error}") from error
+        message = f"{location.path} cannot be read: {type(error).__name__}: {error}"
+        raise ConversionError(location.storage.scrub(message)) from location.storage.cause(error)
 
 
 def _read_foreign(location: _Location) -> CheckpointView:

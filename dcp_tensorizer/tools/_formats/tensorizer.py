@@ -58,7 +58,8 @@ def read(storage: Storage, name: str) -> CheckpointView:
         except OSError:
             raise
         except Exception as error:  # any error, if the file is damaged
-            raise ConversionError(f"{path} cannot be read by tensorizer: {type(error).__name__}: {error}") from error
+            message = f"{path} cannot be read by tensorizer: {type(error).__name__}: {error}"
+            raise ConversionError(storage.scrub(message)) from storage.cause(error)
     return CheckpointView(path, "tensorizer", tensors)
 
 
@@ -125,7 +126,8 @@ class _VerifiedReads:
             hashes = {one.type: int.from_bytes(one.hash, "little") for one in header.hashes}
         except Exception as error:  # any error, if the header is damaged
             path = f"{self._storage.path}/{self._file}"
-            raise ChecksumMismatch(f"{path}: the header of {self._tensor.key!r} is damaged") from error
+            message = f"{path}: the header of {self._tensor.key!r} is damaged"
+            raise ChecksumMismatch(message) from self._storage.cause(error)
         self._expected = hashes.get(HashType.CRC32)
         self._crc32 = header.compute_crc32()
         self._next = 0
@@ -205,7 +207,8 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], op
         sink = storage.create(name, layout.nbytes, sync=True)
         encode(layout, lambda source: _elements(by_name[source.name]), sink, tensors_at_once(tensors))
     except OSError as error:
-        raise WriteError(storage.scrub(f"cannot write {storage.path}/{name}: {error}")) from error
+        message = f"cannot write {storage.path}/{name}: {error}"
+        raise WriteError(storage.scrub(message)) from storage.cause(error)
 
 
 def _elements(tensor: StoredTensor) -> memoryview:

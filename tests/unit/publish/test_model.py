@@ -1,0 +1,54 @@
+"""Files of models are read and written so that errors name them, and show no credentials."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._publish.model import READ_BYTES, StoredBytes, read_blocks, reading_tensors, written_file
+from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.local_io import LocalSink
+
+
+class SecretStorage(LocalStorage):
+    """A directory whose errors have a password in them."""
+
+    def scrub(self, text: str) -> str:
+        return text.replace("hunter22", "***")
+
+    def create(self, name: str, nbytes: int, *, sync: bool) -> LocalSink:
+        raise OSError("no room for hunter22")
+
+
+def test_a_file_is_read_in_blocks(tmp_path: Path) -> None:
+    """All of it, in order; of a file that is not there, nothing."""
+    content = np.random.default_rng(0).bytes(READ_BYTES + 5)
+    (tmp_path / "a").write_bytes(content)
+    blocks = list(read_blocks(LocalStorage(tmp_path), "a"))
+    assert [len(block) for block in blocks] == [READ_BYTES, 5]
+    assert b"".join(blocks) == content
+    assert list(read_blocks(LocalStorage(tmp_path), "b")) == []
+
+
+def test_an_error_names_the_file_that_it_is_of(tmp_path: Path) -> None:
+    """Also where another one was opened later."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(8))
+    storage, block = LocalStorage(tmp_path), np.empty(8, dtype=np.uint8)
+    wrong = pytest.raises(ReadError, match=f"cannot read 'w' in {tmp_path}/a: ")
+    with reading_tensors(storage, "a") as first, reading_tensors(storage, "b"), wrong:
+        first.read_into(block, StoredBytes("w", 4, 8, "U8", (8,)), 0)
+    with pytest.raises(ReadError, match=f"cannot open {tmp_path}/c: "), reading_tensors(storage, "c"):
+        pass
+
+
+def test_no_traceback_shows_credentials(tmp_path: Path) -> None:
+    """The error that has them is not the cause of the one that is raised."""
+    with pytest.raises(WriteError) as caught, written_file(SecretStorage(tmp_path), "a", 5):
+        pass
+    assert str(caught.value) == f"cannot create {tmp_path}/a: no room for ***"
+    assert "hunter22" not in "".join(traceback.format_exception(caught.value))
