@@ -20,23 +20,28 @@ class Parts:
     With ``{}`` in the names there are parts for each index of the whole tensor's first dimension, which they do not
     have; ``{}`` stands for the index. Several names cut the tensor along ``dim``.
 
+    Megatron's fused projection has the heads of one group after the other, each group with its queries, its key and its
+    value. With ``groups``, each part is taken from all groups: with 32 heads of queries in 8 groups,
+    ``Parts("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight", sizes=(4, 1, 1), groups=8)``.
+
     Args:
         names: Patterns with the same number of ``*`` each, as the other side has. All have ``{}``, or none.
         dim: The dimension along which several names cut, as the parts count it.
         sizes: How the sizes of the parts along it are to each other. By default they are equal.
+        groups: How often the parts follow one another along it.
 
     Raises:
         TypeError: a name is no string, or a number is none.
         ValueError: the names do not belong together, or a number is not allowed.
     """
 
-    __slots__ = ("dim", "names", "sizes")
+    __slots__ = ("dim", "groups", "names", "sizes")
 
-    def __init__(self, *names: str, dim: int = 0, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, *names: str, dim: int = 0, sizes: Sequence[int] = (), groups: int = 1) -> None:
         if not names or not all(isinstance(name, str) for name in names):
             raise TypeError(f"Parts takes names, all strings, and got {names!r}")
-        if type(dim) is not int or not all(type(size) is int for size in sizes):
-            raise TypeError(f"dim and sizes of Parts are ints, and are {dim!r} and {sizes!r}")
+        if not all(type(number) is int for number in (dim, groups, *sizes)):
+            raise TypeError(f"dim, sizes and groups of Parts are ints, and are {dim!r}, {sizes!r} and {groups!r}")
         kinds = {(name.count("*"), name.count("{}")) for name in names}
         if len(kinds) > 1 or kinds.pop()[1] > 1:
             raise ValueError(f"all names of Parts have as many * and at most one {{}}, all or none: {names!r}")
@@ -45,8 +50,13 @@ class Parts:
         self.names: tuple[str, ...] = names
         self.dim = dim
         self.sizes = tuple(sizes) or (1,) * len(names)
-        if dim < 0 or len(self.sizes) != len(names) or min(self.sizes) < 1:
-            raise ValueError(f"Parts has dim={dim}, and {len(names)} names with the sizes {self.sizes}")
+        self.groups = groups
+        if dim < 0 or groups < 1 or len(self.sizes) != len(names) or min(self.sizes) < 1:
+            raise ValueError(
+                f"Parts has dim={dim}, groups={groups}, and {len(names)} names with the sizes {self.sizes}"
+            )
+        if len(names) == 1 and groups > 1:
+            raise ValueError(f"groups={groups} needs several names, and there is one: {names[0]!r}")
 
     @staticmethod
     def _is_numbered(names: Sequence[str]) -> bool:
@@ -59,7 +69,8 @@ class Parts:
 
     def __repr__(self) -> str:
         """As it was made."""
-        return f"Parts({', '.join(map(repr, self.names))}, dim={self.dim}, sizes={self.sizes})"
+        numbers = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
+        return f"Parts({', '.join(map(repr, self.names))}, {numbers})"
 
     def __eq__(self, other: object) -> bool:
         """Equal arguments make equal parts."""
@@ -70,7 +81,7 @@ class Parts:
         return hash(self._arguments())
 
     def _arguments(self) -> tuple[object, ...]:
-        return self.names, self.dim, self.sizes
+        return self.names, self.dim, self.sizes, self.groups
 
 
 Rules: TypeAlias = Mapping[Any, "str | Parts"]

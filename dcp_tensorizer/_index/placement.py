@@ -75,9 +75,9 @@ def place(renaming: Renaming, shapes: Mapping[str, Shape]) -> dict[str, Placed]:
         if match is None or match.rule.is_plain:
             _add(placed, key if match is None else match.new_name(), shape, Box(key, whole, whole, True))
         elif isinstance(match.rule.new_side, Parts):
-            for number, there, of_part in _cuts(match.rule.new_side, shape, key):
-                here = Region((0,) * len(of_part), of_part)
-                _add(placed, match.new_name(*number), of_part, Box(key, there, here))
+            for part in _cuts(match.rule.new_side, shape, key):
+                boxes = [Box(key, in_whole, in_part) for in_whole, in_part in part.regions]
+                _add(placed, match.new_name(*part.number), part.shape, *boxes)
         else:
             name = match.new_name()
             if rules.setdefault(name, match).rule is not match.rule or (name in placed and name not in joined):
@@ -91,31 +91,47 @@ def place(renaming: Renaming, shapes: Mapping[str, Shape]) -> dict[str, Placed]:
     return placed
 
 
-def _add(placed: dict[str, Placed], name: str, shape: Shape, box: Box) -> None:
+def _add(placed: dict[str, Placed], name: str, shape: Shape, *boxes: Box) -> None:
     if name in placed:
-        raise _taken(placed[name], box.source, name)
-    placed[name] = Placed(shape, [box])
+        raise _taken(placed[name], boxes[0].source, name)
+    placed[name] = Placed(shape, list(boxes))
 
 
 def _taken(placed: Placed, key: str, name: str) -> ValueError:
     return ValueError(f"{placed.boxes[0].source!r} and {key!r} would both be {name!r}: mend rename=")
 
 
-def _cuts(parts: Parts, shape: Shape, key: str) -> Iterator[tuple[PartNumber, Region, Shape]]:
-    """Cuts a tensor; yields each part's number, its region in the tensor, and its own shape."""
+class _Part(NamedTuple):
+    """A part of a tensor."""
+
+    number: PartNumber
+    shape: Shape
+    regions: list[tuple[Region, Region]]  # each in the tensor, and in the part
+
+
+def _cuts(parts: Parts, shape: Shape, key: str) -> Iterator[_Part]:
+    """Cuts a tensor."""
     outer, inner = (shape[:1], shape[1:]) if parts.is_numbered else ((), shape)
-    total, several = sum(parts.sizes), len(parts.sizes) > 1
-    if (parts.is_numbered and not any(outer)) or (several and (len(inner) <= parts.dim or inner[parts.dim] % total)):
+    dim, several, in_group = parts.dim, len(parts.sizes) > 1, sum(parts.sizes)
+    units = in_group * parts.groups
+    if (parts.is_numbered and not any(outer)) or (several and (len(inner) <= dim or inner[dim] % units)):
         raise ValueError(f"{key!r} has the shape {shape}, which cannot be cut into {parts!r}")
     for index in range(*outer) if outer else (0,):
+        lead, one = ((index,), (1,)) if outer else ((), ())
         first = 0
         for number, size in enumerate(parts.sizes):
-            start, of_part = [0] * len(inner), list(inner)
-            if several:
-                start[parts.dim], of_part[parts.dim] = first, inner[parts.dim] // total * size
-                first += of_part[parts.dim]
-            lead, one = ((index,), (1,)) if outer else ((), ())
-            yield PartNumber(number, index), Region((*lead, *start), (*one, *of_part)), tuple(of_part)
+            start, of_part, region = [0] * len(inner), list(inner), list(inner)
+            regions = []
+            for group in range(parts.groups):
+                there = list(start)
+                if several:
+                    unit = inner[dim] // units
+                    of_part[dim], region[dim] = unit * size * parts.groups, unit * size
+                    start[dim], there[dim] = unit * size * group, unit * (in_group * group + first)
+                in_whole = Region((*lead, *there), (*one, *region))
+                regions.append((in_whole, Region(tuple(start), tuple(region))))
+            yield _Part(PartNumber(number, index), tuple(of_part), regions)
+            first += size
 
 
 def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mapping[str, Shape]) -> Placed:
@@ -135,14 +151,14 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
         shape[parts.dim] = sum(shapes[keys[PartNumber(a, 0)]][parts.dim] for a in range(len(parts.names)))
     whole = (count, *shape) if parts.is_numbered else tuple(shape)
     placed = Placed(whole)
-    for number, here, of_part in _cuts(parts, whole, name):
-        key = keys[number]
-        if shapes[key] != of_part:
+    for part in _cuts(parts, whole, name):
+        key = keys[part.number]
+        if shapes[key] != part.shape:
             raise ValueError(
-                f"{key!r} has the shape {shapes[key]}, and as a part of {name!r} of shape {whole} it needs {of_part}: "
-                f"mend rename="
+                f"{key!r} has the shape {shapes[key]}, and as a part of {name!r} of shape {whole} it needs "
+                f"{part.shape}: mend rename="
             )
-        placed.boxes.append(Box(key, Region((0,) * len(of_part), of_part), here))
+        placed.boxes += [Box(key, in_part, in_whole) for in_whole, in_part in part.regions]
     return placed
 
 

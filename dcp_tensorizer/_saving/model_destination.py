@@ -43,7 +43,8 @@ class ModelDestination(Destination):
         self.model = model
         self.index: bytes | None = None
         self._index: bytes | None = None
-        self._single = ADAPTER if model.is_adapter else SINGLE
+        self._is_adapter = model.is_adapter
+        self._single = ADAPTER if self._is_adapter else SINGLE
         self._has_single = False
         self._is_fresh = True
         self._begun: tuple[SharedFile, ...] = ()
@@ -58,7 +59,7 @@ class ModelDestination(Destination):
             return
         if storage.head(metadata_file_name()) is not None:
             raise WriteError(f"{storage.path} holds a checkpoint: save the model to another path")
-        self._index = None if self.model.is_adapter else storage.read(INDEX)
+        self._index = None if self._is_adapter else storage.read(INDEX)
         self._has_single = storage.head(self._single) is not None
         others = [] if self._index is not None or self._has_single else _weights_in(storage)
         self._is_fresh = self._index is None and not self._has_single and not others
@@ -73,8 +74,10 @@ class ModelDestination(Destination):
 
     def _begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
         storage, count = self.storage, len(plan.files)
-        if self.model.is_adapter and count > 1:
-            raise WriteError(f"{storage.path}: an adapter is one file, and this one has {count}: set max_shard_bytes=")
+        if self._is_adapter and count > 1:
+            raise WriteError(
+                f"{storage.path}: PEFT loads an adapter of one file, and this one has {count}: raise max_shard_bytes="
+            )
         if self._has_single and (count > 1 or self._index is not None):
             raise WriteError(
                 f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
@@ -87,7 +90,7 @@ class ModelDestination(Destination):
                 f"{storage.path} holds {self._single}, which a save would replace while it is still being published: "
                 f"save to another path, whose models get an index then"
             )
-        is_alone = self._is_fresh or self._has_single or self.model.is_adapter
+        is_alone = self._is_fresh or self._has_single or self._is_adapter
         is_lone = count == 1 and self._index is None and is_alone and not has_readers
         names = [self._single] if is_lone else file_names(count, "" if self._is_fresh else save_id)
         granules = [storage.granule_of(layout.nbytes) for layout in plan.files]

@@ -87,6 +87,7 @@ RENAME = {
     "*.w13": Parts("hf.*.{}.gate", "hf.*.{}.up", dim=1),
     "*.w2": Parts("hf.*.{}.down"),
     "*.qkv": Parts("hf.*.q", "hf.*.k", "hf.*.v", sizes=(4, 1, 1)),
+    "*.fused": Parts("hf.*.queries", "hf.*.key", "hf.*.value", sizes=(4, 1, 1), groups=5),
     Parts("*.in.{}.w"): "hf.*.stacked",
     Parts("*.a", "*.b", dim=1): "hf.*.ab",
     "embed": "hf.tokens",
@@ -98,6 +99,7 @@ def save_in_parts(rank, folder):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (rank.world_size,))
     shapes = {"0.w13": (5, 34, 40), "1.w13": (5, 34, 40), "0.w2": (5, 40, 17), "0.qkv": (66, 40), "embed": (50, 40)}
+    shapes["0.fused"] = (5 * (4 + 1 + 1) * 3, 40)  # groups x (queries, a key and a value) x rows of a head
     shapes |= {f"0.in.{n}.w": (31, 20) for n in range(3)} | {"0.a": (33, 20), "0.b": (33, 20)}
     full = {key: torch.randn(shape) for key, shape in shapes.items()}
     dims = {"1.w13": 2, "0.w2": 1, "0.b": 1}
@@ -120,6 +122,9 @@ def in_files(saved):
         halves = saved[f"{layer}.w13"][n].chunk(2, dim=1)
         full |= {f"hf.{layer}.{n}.{name}": half.contiguous() for name, half in zip(("gate", "up"), halves, strict=True)}
     full |= zip((f"hf.0.{name}" for name in "qkv"), saved["0.qkv"].split([44, 11, 11]), strict=True)
+    of_groups = saved["0.fused"].view(5, 6 * 3, 40).split([4 * 3, 3, 3], dim=1)  # as Megatron converts its own
+    parts = zip(("queries", "key", "value"), of_groups, strict=True)
+    full |= {f"hf.0.{name}": part.reshape(-1, 40) for name, part in parts}
     full["hf.0.stacked"] = torch.stack([saved[f"0.in.{n}.w"] for n in range(3)])
     return full | {"hf.0.ab": torch.cat([saved["0.a"], saved["0.b"]], dim=1), "hf.tokens": saved["embed"]}
 

@@ -201,7 +201,9 @@ def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None
     save(tmp_path / "to", {key: torch.zeros(2, 4)}, overwrite=True, **options)
     assert load_file(tmp_path / "to" / "adapter_model.safetensors").popitem()[1].tolist() == [[0.0] * 4] * 2
     two = adapter | {"more.lora_A.default.weight": torch.ones(2, 4)}
-    assert "an adapter is one file, and this one has 2" in refused(tmp_path / "2", two, max_shard_bytes=40, **options)
+    assert "PEFT loads an adapter of one file, and this one has 2" in refused(
+        tmp_path / "2", two, max_shard_bytes=40, **options
+    )
     with pytest.raises(ValueError, match="publish= takes whole models"):
         SafetensorsStorageWriter(tmp_path / "to", files=[tmp_path], publish=Publish(tmp_path / "published"))
 

@@ -53,6 +53,8 @@ def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
         (lambda: Parts("q", "k", sizes=(1,)), ValueError, "2 names with the sizes"),
         (lambda: Parts("q", "k", sizes=(1, 0)), ValueError, "2 names with the sizes"),
         (lambda: Parts("q", "k", dim=-1), ValueError, "dim=-1"),
+        (lambda: Parts("q", "k", groups=0), ValueError, "groups=0"),
+        (lambda: Parts("q.{}", groups=2), ValueError, "groups=2 needs several names"),
         (lambda: Parts("q", "k", dim=0.5), TypeError, "are ints"),  # type: ignore[arg-type]
         (lambda: Renaming({Parts("q", "k"): Parts("a", "b")}), ValueError, "both are parts"),
         (lambda: Renaming({"a": 7}), TypeError, "strings or Parts"),  # type: ignore[dict-item]

@@ -15,7 +15,9 @@ RULES: dict[Any, Any] = {
     "*.experts.w2": Parts("*.mlp.{}.down"),
     "*.experts.w13": Parts("*.mlp.{}.gate", "*.mlp.{}.up", dim=1),
     "*.qkv": Parts("*.q", "*.k", "*.v", sizes=(4, 1, 1)),
+    "*.fused": Parts("*.queries", "*.key", "*.value", sizes=(2, 1, 1), groups=3),
     Parts("*.in.{}.w"): "*.stacked",
+    Parts("*.c", "*.d", dim=1, groups=2): "*.cd",
     Parts("*.a", "*.b"): "*.ab",
     "embed": "tokens",
 }
@@ -23,6 +25,9 @@ SHAPES = {
     "0.experts.w2": (3, 4, 5),
     "0.experts.w13": (3, 4, 6),
     "0.qkv": (12, 7),
+    "0.fused": (24, 5),
+    "0.c": (3, 4),
+    "0.d": (3, 4),
     "0.in.0.w": (2, 3),
     "0.in.1.w": (2, 3),
     "0.b": (2, 2),
@@ -69,6 +74,14 @@ def test_tensors_are_cut_and_put_together_and_come_back() -> None:
         "0.v": qkv[10:],
         "0.ab": np.concatenate([arrays["0.a"], arrays["0.b"]]),
     }
+    # As Megatron has it: each group has its two heads of queries, its key and its value; a head has two rows.
+    of_groups = arrays["0.fused"].reshape(3, 8, 5)
+    wanted |= {
+        "0.queries": of_groups[:, :4].reshape(12, 5),
+        "0.key": of_groups[:, 4:6].reshape(6, 5),
+        "0.value": of_groups[:, 6:].reshape(6, 5),
+        "0.cd": np.stack([arrays["0.c"].reshape(3, 2, 2), arrays["0.d"].reshape(3, 2, 2)], axis=2).reshape(3, 8),
+    }
     wanted |= {"0.stacked": np.stack([arrays["0.in.0.w"], arrays["0.in.1.w"]]), "tokens": arrays["embed"]}
     wanted |= {key: arrays[key] for key in ("scalar", "none")}
     assert set(there) == set(wanted)
@@ -110,6 +123,8 @@ def test_a_region_is_carried_element_by_element(side: Renaming) -> None:
         ({Parts("a", "b"): "c"}, {"c": (2,), "a": (1,), "b": (1,)}, "'c' and 'a' would both be 'c'"),
         ({"x": Parts("e.{}")}, {"x": ()}, r"'x' has the shape \(\), which cannot be cut"),
         ({"x": Parts("a", "b")}, {"x": (3,)}, r"'x' has the shape \(3,\), which cannot be cut"),
+        ({"x": Parts("a", "b", groups=3)}, {"x": (4,)}, r"'x' has the shape \(4,\), which cannot be cut"),
+        ({Parts("a", "b", groups=2): "x"}, {"a": (3,), "b": (3,)}, r"'x' has the shape \(6,\), which cannot be cut"),
         ({"x": Parts("a", "b", dim=1)}, {"x": (4,)}, r"'x' has the shape \(4,\), which cannot be cut"),
         ({Parts("e.{}"): "x"}, {"e.0": (1,), "e.2": (1,)}, "part 1 of 'e.{}' is missing"),
         ({Parts("a", "b"): "x"}, {"a": (1,)}, "part 0 of 'b' is missing"),
