@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_tensorizer._managing.goodput import GoodputClock
-from dcp_tensorizer._managing.policy import SaveInterval, Schedule
+from dcp_tensorizer._managing.policy import SaveInterval, SavePolicy
 
 from . import charts
 from .harness import RESULTS, Content, run, table
@@ -69,11 +69,11 @@ class _Job:
         time = _Time()
         clock = GoodputClock(time)
         clock.resume(self._record)
-        schedule = Schedule(None, self._interval, clock=clock)
+        policy = SavePolicy(None, self._interval, clock=clock)
         stalled = kept = 0.0
-        while (begins := time.now + schedule.interval) + self._durable <= seconds:
+        while (begins := time.now + policy.interval) + self._durable <= seconds:
             time.now = begins
-            schedule.mark(0)
+            policy.begin(0, is_due=True)
             self._record = _Record(clock.lived, clock.restarts, is_end=False)
             time.now = begins + self._stall
             clock.stalled(begins, saves=True)
@@ -170,7 +170,7 @@ def render(content: Content) -> str:
 
 _WHAT = (
     'how much time a job loses with `CheckpointManager(save_interval="auto")`: waiting for saves, and steps done again '
-    "after a failure. A simulation with random failures at a constant rate, and the manager's own schedule."
+    "after a failure. A simulation with random failures at a constant rate, and the manager's own policy."
 )
 
 

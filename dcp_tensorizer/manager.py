@@ -19,7 +19,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ._managing.agreement import Agreement, Together, make_groups
-from ._managing.arguments import (
+from ._managing.goodput import GoodputClock, GoodputReport
+from ._managing.job import Job
+from ._managing.lineage import logger
+from ._managing.options import (
+    JobOptions,
     check_export,
     check_growth,
     check_metrics,
@@ -30,15 +34,12 @@ from ._managing.arguments import (
     options_of_reader,
     split_limits,
 )
-from ._managing.goodput import GoodputClock, GoodputReport
-from ._managing.job import Job
-from ._managing.lineage import logger
-from ._managing.policy import Action, SaveInterval, SavePolicy, Schedule, StopSignals
+from ._managing.policy import Action, SaveInterval, SavePolicy, StopSignals
 from ._managing.restore import Selection, StatePart
 from ._managing.retention import Retention
 from ._managing.step_folder import StepNames
 from ._runtime.forks import Home
-from ._runtime.threads import NEVER, Deadline
+from ._runtime.threads import Deadline
 from ._runtime.validation import check_path, check_timeout
 from ._saving.partners import DEFAULT_RATE, check_copies
 from ._storage.open import absolute_path
@@ -147,8 +148,7 @@ class CheckpointManager:
         options: dict[str, Any] = dict(writer_options)
         names = StepNames(name)
         self._clock = GoodputClock()
-        in_memory = None if survive_every is None else Schedule(survive_every, None, clock=self._clock)
-        policy = SavePolicy(Schedule(save_every, save_interval, clock=self._clock), in_memory)
+        policy = SavePolicy(save_every, save_interval, survive_every, clock=self._clock)
         self._retention = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
@@ -161,18 +161,8 @@ class CheckpointManager:
             opener = nearest(folder, options.get("storage_options"), limits.timeout, options.get("local"))
             self._open_folder = functools.partial(opener, absolute_path(folder))
             self._folder = self._open_folder()
-            readers = options_of_reader(options, limits, reader_options)
-            group, agreements = make_groups(process_group)
-            together = None if group is None else Together(group)
-            if together is not None:
-                together.accompany_saves(self._writer, limits.timeout)
-            self._job = Job(
-                self._folder,
-                names,
-                self._writer,
-                Agreement(agreements),
-                together=together,
-                policy=policy,
+            job_options = JobOptions(
+                names=names,
                 retention=self._retention,
                 must_change=must_change,
                 max_failures=max_failures,
@@ -180,9 +170,12 @@ class CheckpointManager:
                 buffers=buffers,
                 copies=copying,
                 export=export,
-                clock=self._clock,
-                reader_options=readers,
+                reader_options=options_of_reader(options, limits, reader_options),
             )
+            of_saves, of_agreements = make_groups(process_group)
+            agreement, together = Agreement(of_agreements), Together(of_saves)
+            together.accompany_saves(self._writer, limits.timeout)
+            self._job = Job(self._folder, self._writer, agreement, together, job_options, policy, self._clock)
         except BaseException:
             self._writer.close()
             raise
@@ -325,10 +318,7 @@ class CheckpointManager:
         """
         if self._is_copy:
             return
-        self._job.write_held()
-        self._job.saves.wait()
-        self._job.saves.wait_published(NEVER)
-        self._job.saves.tell()
+        self._job.wait()
 
     @property
     def stopping(self) -> bool:
@@ -378,14 +368,7 @@ class CheckpointManager:
                 logger.warning("%s: step %d is in memory alone", self._folder.path, self._job.saves.held_step)
         finally:
             self._signals.restore()
-            self._job.saves.wait_exported(deadline)
-            self._writer.close(deadline.left)
-            self._job.saves.wait(deadline)
-            self._job.saves.wait_published(deadline)
-            self._job.saves.end_exports()
-            if self._job.saves.failures.count or self._job.saves.is_busy or self._job.saves.held_step is not None:
-                self._job.survival.leave(deadline)  # the newest step exists only in memory
-            self._job.survival.end(deadline, has_saved=self._job.saves.has_saved)
+            self._job.close(deadline)
         logger.info("%s: %s", self._folder.path, self.report())
         self._job.retaining.wait(deadline)
         self._is_over = True  # last, so that after an interruption it can be closed again

@@ -157,11 +157,6 @@ _SHOWN = 8
 _CLOSED = "pair closure"  # gloo's words for a group in which a collective has timed out before
 
 
-def is_of_ranks(error: BaseException) -> bool:
-    """Returns whether an error is that of a collective: a rank has not come, or has ended."""
-    return isinstance(error, RuntimeError) and re.search(rf"gloo/|{_CLOSED}", str(error)) is not None
-
-
 class RollCall:
     """Finds out for which ranks a group has waited in vain.
 
@@ -179,7 +174,7 @@ class RollCall:
         """Notes that this rank has come to the operation with this number."""
         self._store.set(str(self._rank), str(number))
 
-    def explain(self, number: int, error: RuntimeError, what: str) -> str:
+    def explain(self, number: int, error: BaseException, what: str) -> str:
         """Says for which ranks a failed collective has waited, and how long.
 
         ``what`` completes "waited for the others to".
@@ -240,66 +235,75 @@ class Together:
     DCP gathers the ranks' results when each has them. A rank that has written its part within seconds waits there for a
     rank that takes minutes, and cannot tell it from a dead one. So a rank that is at work reports now and then, in a
     small collective of the same group, in which the ready ranks wait. Only when all are ready do they go on to DCP's
-    collective. Nothing else uses ``group`` meanwhile.
+    collective. Nothing else uses ``group`` meanwhile. Without a group there is only this rank, which waits for nobody.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._calls = RollCall(group, "together")
+        self._calls = None if group is None else RollCall(group, "together")
         self._number = 0
         self._failure: str | None = None
 
     def accompany_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
         """Keeps a writer's saves together. Only the coordinator's commit may take ``commit_seconds``."""
+        if (calls := self._calls) is None:
+            return
         begin, write = writer.storage_meta, writer.write_data
-        longer = max(self._calls.timeout, timedelta(seconds=commit_seconds + _TO_SAY_SO))
+        longer = max(calls.timeout, timedelta(seconds=commit_seconds + _TO_SAY_SO))
 
         def storage_meta() -> Any:
-            self._begin()
+            self._begin(calls)
             return begin()
 
         def write_data(*arguments: Any) -> Any:
-            with self._until_all_have("written", longer):
+            with self._until_all_have("written", calls, longer):
                 return write(*arguments)
 
         vars(writer).update(storage_meta=storage_meta, write_data=write_data)
 
     def accompany_load(self, reader: StorageReader) -> None:
         """Keeps the next load by this reader together."""
+        if (calls := self._calls) is None:
+            return
         read = reader.read_data
 
         def read_data(*arguments: Any) -> Any:
-            with self._until_all_have("read"):
+            with self._until_all_have("read", calls):
                 done = read(*arguments)
                 done.wait()
                 return done
 
-        self._begin()
+        self._begin(calls)
         vars(reader).update(read_data=read_data)
 
-    def error_of(self, error: RuntimeError, what: str) -> WriteError:
-        """The error of a save or a load in which a collective has failed."""
+    def error_of(self, error: BaseException, what: str) -> WriteError | None:
+        """The error of a save or a load in which a collective has failed; None if ``error`` is of something else."""
+        is_of_ranks = isinstance(error, RuntimeError) and re.search(rf"gloo/|{_CLOSED}", str(error)) is not None
+        if self._calls is None or not is_of_ranks:
+            return None
         failure, self._failure = self._failure, None
         failure = failure or self._calls.explain(self._number, error, "take part in it")
         gone = WriteError(f"{what}: {failure}")
         gone.__cause__ = error
         return gone
 
-    def _begin(self) -> None:
+    def _begin(self, calls: RollCall) -> None:
         """Notes that this rank has begun a save or a load, which all ranks plan together."""
-        set_group_timeout(self.group, self._calls.timeout)  # the last commit has set another
+        assert self.group is not None
+        set_group_timeout(self.group, calls.timeout)  # the last commit has set another
         self._number += 1
-        self._calls.here(self._number)
+        calls.here(self._number)
 
     @contextmanager
-    def _until_all_have(self, done: str, then: timedelta | None = None) -> Iterator[None]:
+    def _until_all_have(self, done: str, calls: RollCall, then: timedelta | None = None) -> Iterator[None]:
         """Waits at the end of the block until all ranks have come there, or have failed inside.
 
         ``done`` names the work inside, and ``then`` is the timeout of what follows, if it differs. Raises `WriteError`
         if a rank shows no sign of life.
         """
         is_done, self._failure = threading.Event(), None
-        signs = threading.Thread(target=self._give_signs, args=[is_done, done], name="signs-of-life", daemon=True)
+        arguments = (is_done, done, calls)
+        signs = threading.Thread(target=self._give_signs, args=arguments, name="signs-of-life", daemon=True)
         try:
             signs.start()
             is_beside = True
@@ -312,23 +316,24 @@ class Together:
             if is_beside:
                 signs.join()
             else:
-                self._give_signs(is_done, done)
+                self._give_signs(*arguments)
             if self._failure is not None:
                 raise WriteError(self._failure)
             if then is not None:
+                assert self.group is not None
                 set_group_timeout(self.group, then)
 
-    def _give_signs(self, is_done: threading.Event, done: str) -> None:
-        every = self._calls.patience.total_seconds()
+    def _give_signs(self, is_done: threading.Event, done: str, calls: RollCall) -> None:
+        every = calls.patience.total_seconds()
         while True:
             self._number += 1
             is_done.wait(every)
-            self._calls.here(self._number)
+            calls.here(self._number)
             ready = torch.tensor(int(is_done.is_set()), device="cpu")
             try:
                 dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self.group)
             except RuntimeError as error:
-                self._failure = self._calls.explain(self._number, error, f"say whether they have {done} their part")
+                self._failure = calls.explain(self._number, error, f"say whether they have {done} their part")
                 logger.error("%s", self._failure)
                 return
             if ready.item():

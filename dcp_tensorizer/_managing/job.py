@@ -1,37 +1,39 @@
-"""A job and the checkpoints of its folder: where the job stands, what it saves, and what it resumes from."""
+"""A job and the checkpoints of its folder: where the job stands, what it saves, and what it resumes from.
+
+Job ── SavePolicy, decide    is a step due? what do all ranks do about it?      policy
+    ── Place                 the checkpoints that the job goes on from          lineage
+    ── Saves ── Exports      one save at a time; models of the same state       saves, exports
+    ── Retaining             after a commit: `latest`, deletions                retention
+    ── Survival              states in memory, and copies of them elsewhere     restart, copies
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from typing import Any
 
 from .._format.names import metadata_file_name
 from .._index.schema import SaveRecord
-from .._runtime.forks import free_in_child
-from .._runtime.threads import Deadline, in_background
-from .._saving.flushing import Flushing
-from .._saving.partners import ONE_COPY, CopyOptions
+from .._runtime.threads import NEVER, Deadline
 from .._storage.base import Storage
 from .._storage.claim import Ownership, claim_file_name
 from .._tiers.tiered_storage import NearestStorage
-from ..errors import CheckpointError, ReadError, WriteError, listed
-from ..export import Export
+from ..errors import CheckpointError, ReadError, WriteError
 from ..writer import TensorizerStorageWriter
 from .agreement import Agreement, Together
 from .exports import Exports
 from .goodput import GoodputClock
 from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
+from .options import JobOptions
 from .policy import Action, Decision, SavePolicy, Vote, decide
 from .restart import Problem, Survival
 from .restore import Selection, load_first
-from .retention import Retention, retain
+from .retention import Retaining
 from .saves import NewStep, Saves
-from .step_folder import LATEST, Step, StepNames, leave, read_steps
+from .step_folder import Step, leave, read_steps
 from .unflushed import settle
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -42,19 +44,12 @@ class Job:
 
     Args:
         folder: Of the checkpoints.
-        names: Of their directories.
         writer: Writes all of them.
         agreement: Of all ranks.
-        together: Keeps the ranks' saves and loads together; None without ranks.
+        together: Keeps the ranks' saves and loads together.
+        options: Of the job.
         policy: When a save is due.
-        retention: Which checkpoints stay.
-        must_change: Patterns of the keys of which some must differ from the save before.
-        max_failures: So many saves may fail in a row; None for any number.
-        survive: How long states are kept in memory when this process is gone; 0: not at all.
-        buffers: How many staging buffers there may be then.
-        copies: On how many hosts states are kept, and how they come there.
-        clock: Takes the times of saves.
-        reader_options: For readers.
+        clock: Measures the times of saves.
         is_alone: This process loads by itself, whatever ranks there are, and saves nothing.
 
     Attributes:
@@ -67,61 +62,40 @@ class Job:
     def __init__(
         self,
         folder: Storage,
-        names: StepNames,
         writer: TensorizerStorageWriter,
         agreement: Agreement,
-        *,
+        together: Together,
+        options: JobOptions,
         policy: SavePolicy,
         clock: GoodputClock,
-        reader_options: Mapping[str, Any],
-        together: Together | None = None,
-        retention: Retention | None = None,
-        must_change: Sequence[str] = (),
-        max_failures: int | None = None,
-        survive: float = 0.0,
-        buffers: int = 2,
-        copies: CopyOptions = ONE_COPY,
-        export: Export | None = None,
+        *,
         is_alone: bool = False,
     ) -> None:
         remote = folder.remote if isinstance(folder, NearestStorage) else folder
         self.place: Place | None = None
         self._folder = folder
-        self._names = names
+        self._names = options.names
         self._writer = writer
         self._agreement = agreement
+        self._together = together
+        self._options = options
         self._policy = policy
         self._clock = clock
-        self._reader_options = reader_options
         self._is_alone = is_alone
         self._flushing = None if is_alone else writer.saver.flushing
-        self._owner = Ownership(remote, claim_file_name(names.shown))  # a restore claims nothing
+        self._owner = Ownership(remote, claim_file_name(options.names.shown))  # a restore claims nothing
         self._has_claimed = False
         if not is_alone:
             writer.saver.owner = self._owner
-        self.survival = Survival(writer.saver, folder, names.template, agreement, survive, buffers, copies)
-        self.retaining = Retaining(
-            remote,
-            names,
-            retention if agreement.is_first else None,
-            self._owner,
-            self._flushing,
-            lambda: self.place,
-        )
-        exports = None
-        if export is not None:
-            group = None if together is None else together.group
-            exports = Exports(export, writer, group, self._owner, keeps_states=survive > 0)
+        self.survival = Survival(writer.saver, folder, agreement, options)
+        rules = options.retention if agreement.is_first else None
+        self.retaining = Retaining(remote, options.names, rules, self._owner, self._flushing, lambda: self.place)
+        self._exports = None
+        if options.export is not None:
+            keeps_states = options.survive > 0
+            self._exports = Exports(options.export, writer, together.group, self._owner, keeps_states=keeps_states)
         self.saves = Saves(
-            writer,
-            agreement,
-            together=together,
-            clock=clock,
-            must_change=must_change,
-            max_failures=max_failures,
-            after=self.retaining.after,
-            omits_replicas=not survive,
-            exports=exports,
+            writer, agreement, together, options, clock, after=self.retaining.after, exports=self._exports
         )
 
     def alone(self, folder: Storage) -> Job:
@@ -129,15 +103,9 @@ class Job:
 
         ``folder`` is the same folder, over connections of the child's own.
         """
+        options = dataclasses.replace(self._options, survive=0.0, export=None)
         job = Job(
-            folder,
-            self._names,
-            self._writer,
-            Agreement(None),
-            policy=self._policy,
-            clock=self._clock,
-            reader_options=self._reader_options,
-            is_alone=True,
+            folder, self._writer, Agreement(None), Together(None), options, self._policy, self._clock, is_alone=True
         )
         job.place = self.place
         return job
@@ -247,7 +215,7 @@ class Job:
         self.survival.begin()
         self.survival.forget()
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
-        kept = None if step is not None else self.survival.restore(state, selection, self._reader_options, found)
+        kept = None if step is not None else self.survival.restore(state, selection, found)
         if isinstance(kept, SaveRecord):
             place: Place | None = _place_of(kept, found)
         else:
@@ -265,6 +233,24 @@ class Job:
         if self.place is not None and self.saves.held_step is not None:
             self._advance()
             self.saves.write_held()
+
+    def wait(self) -> None:
+        """Waits for all that is under way. Raises the error of the last save if no call has raised it yet."""
+        self.write_held()
+        self.saves.wait()
+        self.saves.wait_published(NEVER)
+        self.saves.tell()
+
+    def close(self, deadline: Deadline) -> None:
+        """Waits for all that is under way, up to the deadline, and ends everything."""
+        self.saves.wait_exported(deadline)
+        self._writer.close(deadline.left)
+        self.saves.wait(deadline)
+        self.saves.wait_published(deadline)
+        self.saves.end_exports()
+        if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
+            self.survival.leave(deadline)  # the newest step exists only in memory
+        self.survival.end(deadline, has_saved=self.saves.has_saved)
 
     def members(self) -> list[Step]:
         """The checkpoints of the job's branch; raises what `read_members` raises."""
@@ -309,8 +295,8 @@ class Job:
         if self._agreement.is_first:
             self.place.warn_of_others(self._folder.path)
         self._policy.stand_at(step)
-        if self.saves.exports is not None:
-            self.saves.exports.stand_at(step)
+        if self._exports is not None:
+            self._exports.stand_at(step)
 
     def _act(
         self, decision: Decision, step: int, state: Mapping[str, Any], metrics: dict[str, float]
@@ -353,8 +339,8 @@ class Job:
             steps,
             state,
             selection,
-            None if self._is_alone else self.saves.together,
-            self._reader_options,
+            self._together,
+            self._options.reader_options,
             is_alone=self._is_alone,
         )
         if number is not None or (problem is not None and problem.is_damage):
@@ -388,132 +374,3 @@ def _superseded(path: str) -> str:
 def _place_of(record: SaveRecord, found: RestoreChoice) -> Place:
     """The place of a job that has loaded a state from memory."""
     return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps, record.step)
-
-
-# --- the file ``latest``, which names the directory of the newest checkpoint ------------------------------------------
-#
-# It is plain text for people and scripts. Restores read it as well: a listing of the folder may come from a cache, so
-# the checkpoint that it names is found even if the listing does not show it yet.
-
-
-class Latest:
-    """Moves the file in a folder, on the rank that does so."""
-
-    def __init__(self, folder: Storage) -> None:
-        self._folder = folder
-        self._saved_at = 0
-        self._has_failed = False
-
-    def move(self, saved: Step) -> None:
-        """Moves it to a checkpoint, unless it names one that was saved later. A failure is logged once."""
-        if saved.saved_at <= self._saved_at:
-            return  # a later one has arrived before it
-        self._saved_at = saved.saved_at
-        try:
-            self._folder.put(LATEST, f"{saved.name}\n".encode(), sync=False)
-        except CheckpointError as error:  # such as a directory of that name, or a link to one
-            if not self._has_failed:
-                logger.warning("no file says which checkpoint is the newest: %s", str(error))
-            self._has_failed = True
-
-
-# --- after each commit: `latest` is moved, and old checkpoints are deleted --------------------------------------------
-
-
-class Retaining:
-    """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the rank that does so.
-
-    With a local folder, ``folder`` is the remote one, and only checkpoints that are there count. ``rules`` is None on a
-    rank that changes nothing.
-    """
-
-    def __init__(
-        self,
-        folder: Storage,
-        names: StepNames,
-        rules: Retention | None,
-        owner: Ownership,
-        flushing: Flushing | None,
-        place: Callable[[], Place | None],
-    ) -> None:
-        self._folder = folder
-        self._names = names
-        self._rules = rules
-        self._owner = owner
-        self._flushing = flushing
-        self._place = place
-        self._lock = free_in_child(threading.Lock())
-        self._running: list[Future[None]] = []
-        self._deleted: set[int] = set()
-        self._has_warned = False
-        self._latest = Latest(self._folder)
-
-    def after(self, saved: Step) -> None:
-        """Called with a committed checkpoint, on a thread of its own."""
-        if self._rules is None:
-            return
-        self._look_for_metric(saved)
-        self._deleted.discard(saved.number)
-        arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
-        if arrival is None:
-            self._settle(saved)
-        else:
-            retaining = weakref.ref(self)  # the future keeps its callbacks, which would keep the job's memory
-
-            def tell(done: Future[float]) -> None:
-                if (alive := retaining()) is not None:
-                    alive._after_arrival(done, saved)
-
-            arrival.add_done_callback(tell)
-
-    def wait(self, deadline: Deadline) -> None:
-        """Waits for the work that was begun."""
-        wait_for(self._running, deadline.left)
-
-    def _look_for_metric(self, saved: Step) -> None:
-        """Warns once about a checkpoint without the metric of ``keep_best``."""
-        metric = None if self._rules is None else self._rules.metric
-        if metric is None or metric in saved.metrics or self._has_warned:
-            return
-        self._has_warned = True
-        given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
-        logger.warning(
-            "%s: step %d was saved without the metric %r, which keep_best needs%s: pass metrics={%r: ...} to save. "
-            "While no checkpoint has it, none is deleted",
-            self._folder.path,
-            saved.number,
-            metric,
-            given,
-            metric,
-        )
-
-    def _after_arrival(self, done: Future[float], saved: Step) -> None:
-        if done.exception() is None:
-            self._begin(lambda: self._settle(saved))
-        else:  # another run may have claimed the folder, which the next save reports
-            self._begin(self._owner.claim)
-
-    def _begin(self, what: Callable[[], None]) -> None:
-        running = [other for other in self._running if not other.done()]
-        self._running = [*running, in_background(what, name="checkpoint-manager")]
-
-    def _settle(self, saved: Step) -> None:
-        assert self._rules is not None
-        with self._lock:
-            place = self._place()
-            if saved.number in self._deleted:
-                return  # a later step has arrived first, and this one was deleted with it
-            if place is not None and place.branch != saved.branch:
-                return  # the job has left that branch, and the step that it went back to must stay
-            try:
-                self._owner.check()
-            except CheckpointError as error:
-                logger.warning("old checkpoints are not deleted: %s", str(error))
-                return
-            self._latest.move(saved)
-            if self._rules.keeps_all:
-                return
-            for step in retain(self._folder, self._names, saved, self._rules, self._owner.check):
-                self._deleted.add(step.number)
-                if place is not None:
-                    place.numbers.discard(step.number)

@@ -11,8 +11,19 @@ from .._index.schema import SaveRecord
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
 from .goodput import GoodputClock
-from .retention import clean_up
-from .step_folder import TRUNK, Branch, Step, StepNames, belongs, current_branch, leave, members, others, read_steps
+from .step_folder import (
+    TRUNK,
+    Branch,
+    Step,
+    StepNames,
+    belongs,
+    clean_up,
+    current_branch,
+    leave,
+    members,
+    others,
+    read_steps,
+)
 
 logger = logging.getLogger("dcp_tensorizer")
 

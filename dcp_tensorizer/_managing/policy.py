@@ -112,23 +112,32 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
 # --- when a save is due -----------------------------------------------------------------------------------------------
 
 
-class Schedule:
-    """A save is due when a multiple of ``every`` steps has been reached since the last one, or ``interval`` is over.
+class SavePolicy:
+    """Decides when a step is due to be saved, and when it is due to be held only in memory.
 
-    The interval is in seconds; or ``"auto"``, or its smallest and its largest value: then it is computed from the cost
-    of saves and failures. Without either, every step is due. Raises `TypeError` or `ValueError` for bad values.
+    A save is due when a multiple of ``every`` steps has been reached since the last one, or ``interval`` is over. The
+    interval is in seconds; or ``"auto"``, or its smallest and its largest value: then it is computed from the cost of
+    saves and failures. Without either, every step is due. A step is due in memory when a multiple of
+    ``every_in_memory`` has been reached since the last one that was saved or held; None: never.
+
+    Raises `TypeError` or `ValueError` for bad values.
     """
 
-    def __init__(self, every: int | None, interval: SaveInterval | None, *, clock: GoodputClock) -> None:
+    def __init__(
+        self,
+        every: int | None,
+        interval: SaveInterval | None,
+        every_in_memory: int | None = None,
+        *,
+        clock: GoodputClock,
+    ) -> None:
         check_count("save_every", every, optional=True)
+        check_count("survive_every", every_in_memory, optional=True)
         self._every = every
+        self._every_in_memory = every_in_memory
         self._clock = clock
         self._bounds = None if interval is None else _bounds(interval)
-        self.mark(0)
-
-    def mark(self, step: int) -> None:
-        """Notes that a save of this step has begun, or that it was restored: the next one is due relative to it."""
-        self._step, self._moment = step, self._clock.now()
+        self.stand_at(0)
 
     @property
     def interval(self) -> float:
@@ -144,8 +153,23 @@ class Schedule:
         """Returns whether this step is to be saved."""
         if self._every is None and self._bounds is None:
             return True
-        by_steps = self._every is not None and step // self._every > self._step // self._every
-        return by_steps or self._clock.now() - self._moment >= self.interval
+        by_steps = self._every is not None and step // self._every > self._saved // self._every
+        return by_steps or self._clock.now() - self._saved_at >= self.interval
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Returns whether this step is to be held in memory, even if it is not to be saved."""
+        every = self._every_in_memory
+        return every is not None and step // every > self._held // every
+
+    def begin(self, step: int, *, is_due: bool) -> None:
+        """Notes that a step is being saved or held; ``is_due``: a save of it was due."""
+        self._held = step
+        if is_due:
+            self._saved, self._saved_at = step, self._clock.now()
+
+    def stand_at(self, step: int) -> None:
+        """Notes that the job goes on from a step, not from its last save: the next one is due relative to it."""
+        self.begin(step, is_due=True)
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
@@ -164,33 +188,6 @@ def _bounds(interval: SaveInterval) -> tuple[float, float]:
     if shortest > longest:
         raise ValueError(f"save_interval={interval!r} must have the least seconds first, and the most second")
     return shortest, longest
-
-
-class SavePolicy:
-    """Decides when a step is due to be saved, and when to be held in memory (``in_memory``; None: never)."""
-
-    def __init__(self, saves: Schedule, in_memory: Schedule | None = None) -> None:
-        self._saves = saves
-        self._in_memory = in_memory
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether this step is to be saved."""
-        return self._saves.is_due(step)
-
-    def is_due_in_memory(self, step: int) -> bool:
-        """Returns whether this step is to be held in memory."""
-        return self._in_memory is not None and self._in_memory.is_due(step)
-
-    def begin(self, step: int, *, is_due: bool) -> None:
-        """Notes that a step is being saved or held; ``is_due``: a save of it was due."""
-        if is_due:
-            self._saves.mark(step)
-        if self._in_memory is not None:
-            self._in_memory.mark(step)
-
-    def stand_at(self, step: int) -> None:
-        """Notes that the job goes on from a step, not from its last save: the next one is due relative to it."""
-        self.begin(step, is_due=True)
 
 
 # --- signals that ask a job to stop -----------------------------------------------------------------------------------

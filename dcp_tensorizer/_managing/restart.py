@@ -34,7 +34,6 @@ from .._restart.runtime_directory import identity, job_name
 from .._restart.wire import Address
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.keeping import described, lack_of_room
-from .._saving.partners import ONE_COPY, CopyOptions
 from .._saving.saver import Saver
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
@@ -45,6 +44,7 @@ from ..planner import SavePlanner
 from .agreement import Agreement
 from .copies import CopyVote, PeerCopies
 from .lineage import RestoreChoice
+from .options import JobOptions
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
 from .step_folder import Step
 
@@ -68,16 +68,13 @@ class _Stage(enum.Enum):
 
 
 class Survival:
-    """Keeps states of a rank in memory, and finds those of runs before. Does nothing if ``seconds`` is 0.
+    """Keeps states of a rank in memory, and finds those of runs before. Does nothing without ``survive``.
 
     Args:
         saver: Stages what is kept.
         folder: Of the job.
-        template: Of the names of its checkpoints.
         agreement: Of all ranks.
-        seconds: How long states are kept when this process is gone.
-        buffers: How many staging buffers there may be.
-        copies: On how many hosts each state is, and how it comes there.
+        options: Of the job.
 
     Attributes:
         run: The run of the job, the same on all ranks; empty if nothing is kept.
@@ -90,22 +87,21 @@ class Survival:
         self,
         saver: Saver,
         folder: Storage,
-        template: str,
         agreement: Agreement,
-        seconds: float,
-        buffers: int,
-        copies: CopyOptions = ONE_COPY,
+        options: JobOptions,
     ) -> None:
+        seconds = options.survive
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
         # The writer process copies from devices, and cannot do so while it writes.
-        self.holds = bool(seconds) and buffers > 2 and saver.options.staging != "device"
+        self.holds = bool(seconds) and options.buffers > 2 and saver.options.staging != "device"
         self._saver = saver
         self._folder = folder
-        self._template = template
+        self._template = options.names.template
         self._agreement = agreement
         self._seconds = seconds
-        self._buffers = buffers
-        self.copies = PeerCopies(agreement, copies)
+        self._reader_options = options.reader_options
+        self._buffers = options.buffers
+        self.copies = PeerCopies(agreement, options.copies)
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None
@@ -240,11 +236,12 @@ class Survival:
         return keep
 
     def restore(
-        self, state: dict[str, Any], selection: Selection, options: Mapping[str, Any], choice: RestoreChoice
+        self, state: dict[str, Any], selection: Selection, choice: RestoreChoice
     ) -> SaveRecord | Problem | None:
         """Loads a state that an earlier run has kept: see `load_kept`."""
         if self._stage is _Stage.OFF:
             return None
+        options = self._reader_options
         return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice)
 
     def discard(self) -> None:

@@ -38,7 +38,7 @@ from ..errors import (
     unwrap,
 )
 from ..planner import LoadPlanner
-from .agreement import Together, is_of_ranks
+from .agreement import Together
 from .optimizer_state import OptimizerTarget, address_of
 from .step_folder import Step
 
@@ -101,16 +101,15 @@ def load_first(
     steps: Sequence[Step],
     state: dict[str, Any],
     selection: Selection,
-    together: Together | None,
+    together: Together,
     options: Mapping[str, Any],
     *,
     is_alone: bool = False,
 ) -> int | None:
     """Loads the first checkpoint that is not damaged; returns its index, or None if there are none.
 
-    ``together`` is None if there is only this rank; with ``is_alone`` this process loads by itself anyway. Raises
-    `CheckpointError`, the same on all ranks, if a whole checkpoint cannot be loaded, if the last one is damaged, or if
-    a rank is gone.
+    With ``is_alone`` this process loads by itself, whatever ranks there are. Raises `CheckpointError`, the same on all
+    ranks, if a whole checkpoint cannot be loaded, if the last one is damaged, or if a rank is gone.
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
@@ -136,7 +135,7 @@ def _load(
     storage: Storage,
     state: dict[str, Any],
     planner: SelectivePlanner,
-    together: Together | None,
+    together: Together,
     options: Mapping[str, Any],
     *,
     is_alone: bool,
@@ -144,21 +143,20 @@ def _load(
     """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
     with _shared_lock(storage):
         reader = open_reader(folder.location, **options)
-        if together is not None:
-            together.accompany_load(reader)
+        together.accompany_load(reader)
         try:
             dcp_load(
                 state,
                 checkpoint_id=storage.location,
                 storage_reader=reader,
                 planner=planner,
-                process_group=None if together is None else together.group,
+                process_group=together.group,
                 no_dist=is_alone,
             )
         except RuntimeError as error:
-            if together is None or not is_of_ranks(error):
+            if (gone := together.error_of(error, f"{storage.path} was not loaded")) is None:
                 raise
-            raise together.error_of(error, f"{storage.path} was not loaded") from error
+            raise gone from error
         except CheckpointException as error:
             failure = error_of_load(storage.path, error)
             raise failure from failure.__cause__

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from .._format.names import is_ours, metadata_file_name
+from .._format.names import is_ours
 from .._loading.validate import read_head
+from .._runtime.forks import free_in_child
+from .._runtime.threads import Deadline, in_background
 from .._runtime.validation import check_choice, check_count, check_timeout, check_type
-from .._saving.commit import dead_files, remove, remove_files, withdraw
+from .._saving.commit import remove_files, withdraw
+from .._saving.flushing import Flushing
 from .._storage.base import Storage
-from ..errors import CheckpointError, NotCommitted, ReadError, describe
-from .step_folder import Step, StepNames, members, read_steps
+from .._storage.claim import Ownership
+from ..errors import CheckpointError, NotCommitted, ReadError, describe, listed
+from .lineage import Place
+from .step_folder import LATEST, Step, StepNames, members, read_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +43,10 @@ class Retention:
         delete_other_files: Also delete checkpoints with files that no save wrote, and these files.
     """
 
-    latest: int | None
-    every: int | None
-    metric: str | None
-    mode: Literal["min", "max"]
+    latest: int | None = None
+    every: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
     delete_after: float = 0.0
     delete_other_files: bool = False
 
@@ -182,36 +191,120 @@ def _remove_tree(storage: Storage) -> None:
     remove_files(storage, [file.name for file in files])
 
 
-def clean_up(folder: Storage, names: StepNames) -> list[str]:
-    """Removes the files of dead saves in directories of steps, if that is proven; see `commit.dead_files`.
+# --- after each commit: the file `LATEST` names the newest checkpoint, and old ones are deleted -----------------------
 
-    Returns the directories that had some.
+
+class Retaining:
+    """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the rank that does so.
+
+    With a local folder, ``folder`` is the remote one, and only checkpoints that are there count. ``rules`` is None on a
+    rank that changes nothing.
     """
-    cleaned: list[str] = []
-    if not folder.locks_are_visible:
-        return cleaned
-    try:
-        _, found = folder.listing()
-        for name in found:
-            if names.step_in(name) is not None and _clean_up_step(folder.child(name)):
-                cleaned.append(name)
-    except NotCommitted:
-        pass  # no directory, such as before the first save
-    except (CheckpointError, OSError) as error:
-        logger.info("%s: what dead saves have left is not removed: %s", folder.path, describe(error))
-    return cleaned
 
+    def __init__(
+        self,
+        folder: Storage,
+        names: StepNames,
+        rules: Retention | None,
+        owner: Ownership,
+        flushing: Flushing | None,
+        place: Callable[[], Place | None],
+    ) -> None:
+        self._folder = folder
+        self._names = names
+        self._rules = rules
+        self._owner = owner
+        self._flushing = flushing
+        self._place = place
+        self._lock = free_in_child(threading.Lock())
+        self._running: list[Future[None]] = []
+        self._deleted: set[int] = set()
+        self._has_warned = False
+        self._latest_at = 0  # when the checkpoint that `LATEST` names was saved
+        self._has_failed = False
 
-def _clean_up_step(storage: Storage) -> bool:
-    if storage.head(metadata_file_name()) is not None:
-        return False  # the next save there cleans up
-    lock = storage.lock_directory()
-    try:
-        if not lock.is_exclusive:
-            return False
-        dead = dead_files(storage, [file.name for file in storage.listing()[0]])
-        remove(storage, dead)
-        storage.remove_directory()
-        return bool(dead)
-    finally:
-        lock.release()
+    def after(self, saved: Step) -> None:
+        """Called with a committed checkpoint, on a thread of its own."""
+        if self._rules is None:
+            return
+        self._look_for_metric(saved)
+        self._deleted.discard(saved.number)
+        arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
+        if arrival is None:
+            self._settle(saved)
+        else:
+            retaining = weakref.ref(self)  # the future keeps its callbacks, which would keep the job's memory
+
+            def tell(done: Future[float]) -> None:
+                if (alive := retaining()) is not None:
+                    alive._after_arrival(done, saved)
+
+            arrival.add_done_callback(tell)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Waits for the work that was begun."""
+        wait_for(self._running, deadline.left)
+
+    def _look_for_metric(self, saved: Step) -> None:
+        """Warns once about a checkpoint without the metric of ``keep_best``."""
+        metric = None if self._rules is None else self._rules.metric
+        if metric is None or metric in saved.metrics or self._has_warned:
+            return
+        self._has_warned = True
+        given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
+        logger.warning(
+            "%s: step %d was saved without the metric %r, which keep_best needs%s: pass metrics={%r: ...} to save. "
+            "While no checkpoint has it, none is deleted",
+            self._folder.path,
+            saved.number,
+            metric,
+            given,
+            metric,
+        )
+
+    def _after_arrival(self, done: Future[float], saved: Step) -> None:
+        if done.exception() is None:
+            self._begin(lambda: self._settle(saved))
+        else:  # another run may have claimed the folder, which the next save reports
+            self._begin(self._owner.claim)
+
+    def _begin(self, what: Callable[[], None]) -> None:
+        running = [other for other in self._running if not other.done()]
+        self._running = [*running, in_background(what, name="checkpoint-manager")]
+
+    def _settle(self, saved: Step) -> None:
+        assert self._rules is not None
+        with self._lock:
+            place = self._place()
+            if saved.number in self._deleted:
+                return  # a later step has arrived first, and this one was deleted with it
+            if place is not None and place.branch != saved.branch:
+                return  # the job has left that branch, and the step that it went back to must stay
+            try:
+                self._owner.check()
+            except CheckpointError as error:
+                logger.warning("old checkpoints are not deleted: %s", str(error))
+                return
+            self._move_latest(saved)
+            if self._rules.keeps_all:
+                return
+            for step in retain(self._folder, self._names, saved, self._rules, self._owner.check):
+                self._deleted.add(step.number)
+                if place is not None:
+                    place.numbers.discard(step.number)
+
+    def _move_latest(self, saved: Step) -> None:
+        """Moves the file to a checkpoint, unless it names one that was saved later. A failure is logged once.
+
+        It is plain text for people and scripts. Restores read it as well: a listing of the folder may come from a
+        cache, so the checkpoint that it names is found even if the listing does not show it yet.
+        """
+        if saved.saved_at <= self._latest_at:
+            return  # a later one has arrived before it
+        self._latest_at = saved.saved_at
+        try:
+            self._folder.put(LATEST, f"{saved.name}\n".encode(), sync=False)
+        except CheckpointError as error:  # such as a directory of that name, or a link to one
+            if not self._has_failed:
+                logger.warning("no file says which checkpoint is the newest: %s", str(error))
+            self._has_failed = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -27,9 +27,10 @@ from .._storage.base import Storage
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
-from .agreement import Agreement, Together, is_of_ranks
+from .agreement import Agreement, Together
 from .exports import Exports, ties_in
 from .goodput import GoodputClock
+from .options import JobOptions
 from .restart import OnStaged
 from .restore import StatePart
 from .step_folder import Step
@@ -81,12 +82,11 @@ class Saves:
     Args:
         writer: Writes all of them.
         agreement: Of all ranks.
-        together: Keeps the ranks together, on a group only for saves; None without ranks.
+        together: Keeps the ranks together, on a group only for saves.
+        options: Of the job.
         clock: Measures their times.
-        must_change: Patterns of keys, some of which must differ from the save before.
-        max_failures: How many saves may fail in a row; None for any number.
         after: Called with each committed checkpoint, on a thread of its own.
-        omits_replicas: Tensors that other ranks write need not be staged.
+        exports: Exports some of them; None: none.
 
     Attributes:
         failures: The failures in a row.
@@ -98,27 +98,26 @@ class Saves:
         self,
         writer: TensorizerStorageWriter,
         agreement: Agreement,
-        *,
-        together: Together | None,
+        together: Together,
+        options: JobOptions,
         clock: GoodputClock,
-        must_change: Sequence[str],
-        max_failures: int | None,
+        *,
         after: Callable[[Step], None],
-        omits_replicas: bool,
-        exports: Exports | None = None,
+        exports: Exports | None,
     ) -> None:
         self.failures = FailuresInARow()
         self.error: BaseException | None = None
         self.part = StatePart()
         self._writer = writer
         self._planner = SavePlanner()
-        self._replicas = Replicas(self._planner, agreement) if omits_replicas else None
-        self.together = together
+        # A state that is kept in memory must be whole: it may be all that is left of it.
+        self._replicas = None if options.survive else Replicas(self._planner, agreement)
+        self._together = together
         self._clock = clock
-        self._max_failures = max_failures
-        writer.saver.freshness.must_change = tuple(must_change)
+        self._max_failures = options.max_failures
+        writer.saver.freshness.must_change = options.must_change
         self._after = after
-        self.exports = exports
+        self._exports = exports
         self._is_warm = False
         self._last: _StepSave | None = None
         self._held: _Held | None = None
@@ -168,7 +167,7 @@ class Saves:
             storage_writer=self._writer,
             async_stager=DescribedStager(self._writer, description),
             planner=self._planner,
-            process_group=None if self.together is None else self.together.group,
+            process_group=self._together.group,
         )
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         self._last = save
@@ -179,30 +178,30 @@ class Saves:
         self, collected: Mapping[str, Any], on_staged: OnStaged | None, ties: Mapping[str, str] | None
     ) -> OnStaged | None:
         """Waits for the last export, and keeps the state that is staged next for another one."""
-        if self.exports is None:
+        if self._exports is None:
             return on_staged
         self._wait_exported()
-        return self.exports.keeping(ties_in(collected) if ties is None else ties, on_staged)
+        return self._exports.keeping(ties_in(collected) if ties is None else ties, on_staged)
 
     def _wait_exported(self) -> None:
-        if self.exports is not None:
+        if self._exports is not None:
             self.wait_exported(NEVER)
-            self.exports.let_go()
+            self._exports.let_go()
 
     def wait_exported(self, deadline: Deadline) -> None:
         """Waits for the export of the last save."""
-        if self.exports is not None:
+        if self._exports is not None:
             self.wait(deadline)
 
     def wait_published(self, deadline: Deadline) -> None:
         """Waits until the last export is published."""
-        if self.exports is not None:
-            self.error = self.exports.wait_published(deadline) or self.error
+        if self._exports is not None:
+            self.error = self._exports.wait_published(deadline) or self.error
 
     def end_exports(self) -> None:
         """Ends what belongs to exports, when the last one is over."""
-        if self.exports is not None:
-            self.exports.close()
+        if self._exports is not None:
+            self._exports.close()
 
     def hold(self, new: NewStep, state: Mapping[str, Any], on_staged: OnStaged, *, is_due: bool) -> None:
         """Stages a state that is only written if `write_held` is called; takes the arguments of `start`."""
@@ -215,7 +214,7 @@ class Saves:
         self._wait_exported()
         is_due = is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
         collected, error = _collected(state, self.part)
-        ties = {} if self.exports is None else ties_in(collected)
+        ties = {} if self._exports is None else ties_in(collected)
         if error is not None:  # other ranks hold the step; if it is written, the save must fail on all of them
             self._held = _Held(new, None, _refusal(error), is_due)
             raise error
@@ -278,9 +277,9 @@ class Saves:
 
     def export_last(self) -> None:
         """Exports the last save of the job, if that is wanted, on all ranks."""
-        if self.exports is not None and self._last is not None:
+        if self._exports is not None and self._last is not None:
             self.wait()
-            self.error = self.exports.run_last(self._last.saved) or self.error
+            self.error = self._exports.run_last(self._last.saved) or self.error
 
     def wait(self, deadline: Deadline = NEVER) -> None:
         """Waits for the last save and the work after it.
@@ -304,10 +303,7 @@ class Saves:
             meta: StorageMeta | None = done.result().storage_meta
         except BaseException as error:
             cause = unwrap(error)
-            if self.together is not None and is_of_ranks(cause):
-                assert isinstance(cause, RuntimeError)
-                cause = self.together.error_of(cause, f"{save.new.storage.path} was not saved")
-            self._fail(save, cause)
+            self._fail(save, self._together.error_of(cause, f"{save.new.storage.path} was not saved") or cause)
             if is_uncommitted(error):
                 with suppress(Hung):  # a disk does not answer: its thread is left alone
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)
@@ -328,8 +324,8 @@ class Saves:
                 before.over.result()
             with suppress(Exception):  # it has logged it
                 self._after(save.saved)
-            if self.exports is not None and self.exports.is_due(save.new.record.step):
-                self.error = self.exports.run(save.saved)
+            if self._exports is not None and self._exports.is_due(save.new.record.step):
+                self.error = self._exports.run(save.saved)
         finally:
             self._following.is_here = False
             save.over.set_result(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import re
 import string
 import uuid
@@ -14,8 +15,9 @@ from .._format.names import is_data_file_name, metadata_file_name
 from .._index.schema import Head
 from .._loading.validate import kind_of_file, read_head
 from .._runtime.threads import in_threads
+from .._saving.commit import dead_files, remove
 from .._storage.base import Storage
-from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, describe
 
 # --- branches: a job that goes back to an earlier checkpoint begins one -----------------------------------------------
 #
@@ -239,3 +241,43 @@ class StepNames:
         """The step whose directory has a name; None for other names."""
         match = self._pattern.fullmatch(name)
         return None if match is None else int(match[1])
+
+
+# --- what dead saves have left ----------------------------------------------------------------------------------------
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+def clean_up(folder: Storage, names: StepNames) -> list[str]:
+    """Removes the files of dead saves in directories of steps, if that is proven; see `commit.dead_files`.
+
+    Returns the directories that had some.
+    """
+    cleaned: list[str] = []
+    if not folder.locks_are_visible:
+        return cleaned
+    try:
+        _, found = folder.listing()
+        for name in found:
+            if names.step_in(name) is not None and _clean_up_step(folder.child(name)):
+                cleaned.append(name)
+    except NotCommitted:
+        pass  # no directory, such as before the first save
+    except (CheckpointError, OSError) as error:
+        logger.info("%s: what dead saves have left is not removed: %s", folder.path, describe(error))
+    return cleaned
+
+
+def _clean_up_step(storage: Storage) -> bool:
+    if storage.head(metadata_file_name()) is not None:
+        return False  # the next save there cleans up
+    lock = storage.lock_directory()
+    try:
+        if not lock.is_exclusive:
+            return False
+        dead = dead_files(storage, [file.name for file in storage.listing()[0]])
+        remove(storage, dead)
+        storage.remove_directory()
+        return bool(dead)
+    finally:
+        lock.release()

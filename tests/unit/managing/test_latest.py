@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 
 from dcp_tensorizer import CheckpointManager
-from dcp_tensorizer._managing.job import Latest
-from dcp_tensorizer._managing.step_folder import Step, StepNames, read_steps
+from dcp_tensorizer._managing.step_folder import StepNames, read_steps
 from dcp_tensorizer._storage.base import FileInfo
 from dcp_tensorizer._storage.local import LocalStorage
 
@@ -66,24 +64,3 @@ def test_one_that_cannot_be_read_is_ignored(saved: Path, tmp_path: Path) -> None
     (tmp_path / "step-4" / ".metadata").write_bytes(b"damaged")
     (tmp_path / "latest").write_text("step-4\n")
     assert numbers(Stale(tmp_path)) == [2]
-
-
-def test_it_moves_forward(tmp_path: Path) -> None:
-    """What was saved before does not take its place, whatever its number; what was saved later does."""
-    latest = Latest(LocalStorage(tmp_path))
-    for number, saved_at, named in ((7, 100, "step-7"), (9, 50, "step-7"), (3, 200, "step-3")):
-        latest.move(Step(number, f"step-{number}", saved_at=saved_at))
-        assert (tmp_path / "latest").read_text() == f"{named}\n"
-
-
-def test_a_directory_of_that_name_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is somebody's: the log says once that there is no such file, and nothing else changes."""
-    (tmp_path / "latest").mkdir()
-    latest = Latest(LocalStorage(tmp_path))
-    for number in (1, 2):
-        latest.move(Step(number, f"step-{number}", saved_at=number))
-    warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
-    assert len(warned) == 1
-    assert warned[0].startswith("no file says which checkpoint is the newest: ")
-    assert (tmp_path / "latest").is_dir()
-    assert read_steps(LocalStorage(tmp_path), NAMES) == []

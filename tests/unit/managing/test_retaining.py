@@ -13,9 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
-from dcp_tensorizer._managing.job import Retaining
 from dcp_tensorizer._managing.lineage import Place
-from dcp_tensorizer._managing.retention import Retention
+from dcp_tensorizer._managing.retention import Retaining, Retention
 from dcp_tensorizer._managing.step_folder import Step, StepNames, leave, read_steps
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._storage.claim import Ownership
@@ -87,3 +86,30 @@ def test_a_step_that_was_deleted_before_its_arrival_is_told(tmp_path: Path, capl
         retaining.wait(Deadline(WAIT))
     assert [step.number for step in read_steps(folder, NAMES)] == [200]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def moving(folder: Path) -> Retaining:
+    """Of a job that keeps everything: only the file ``latest`` changes."""
+    storage = LocalStorage(folder)
+    return Retaining(storage, NAMES, Retention(), owner_of(storage), None, lambda: None)
+
+
+def test_latest_moves_forward(tmp_path: Path) -> None:
+    """What was saved before does not take its place, whatever its number; what was saved later does."""
+    retaining = moving(tmp_path)
+    for number, saved_at, named in ((7, 100, "step-7"), (9, 50, "step-7"), (3, 200, "step-3")):
+        retaining.after(Step(number, f"step-{number}", saved_at=saved_at))
+        assert (tmp_path / "latest").read_text() == f"{named}\n"
+
+
+def test_a_directory_named_latest_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is somebody's: the log says once that there is no such file, and nothing else changes."""
+    (tmp_path / "latest").mkdir()
+    retaining = moving(tmp_path)
+    for number in (1, 2):
+        retaining.after(Step(number, f"step-{number}", saved_at=number))
+    warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert warned[0].startswith("no file says which checkpoint is the newest: ")
+    assert (tmp_path / "latest").is_dir()
+    assert read_steps(LocalStorage(tmp_path), NAMES) == []

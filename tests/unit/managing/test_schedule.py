@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.goodput import ASSUMED, GoodputClock
-from dcp_tensorizer._managing.policy import SaveInterval, SavePolicy, Schedule
+from dcp_tensorizer._managing.policy import SaveInterval, SavePolicy
 
 
 class Time:
@@ -22,43 +22,43 @@ class Time:
         return self.now
 
 
-def schedule_of(every: int | None, interval: SaveInterval | None, time: Time | None = None) -> Schedule:
-    return Schedule(every, interval, clock=GoodputClock(time or Time()))
+def policy_of(every: int | None, interval: SaveInterval | None, time: Time | None = None) -> SavePolicy:
+    return SavePolicy(every, interval, clock=GoodputClock(time or Time()))
 
 
 @given(every=st.integers(1, 9), calls=st.lists(st.integers(1, 5), max_size=40))
 def test_each_multiple_is_saved_once(every: int, calls: list[int]) -> None:
     """However far apart the calls are, one is due whenever a multiple has been reached or passed since the last."""
-    schedule, step, last = schedule_of(every, None), 0, 0
+    policy, step, last = policy_of(every, None), 0, 0
     for stride in calls:
         step += stride
         is_due = any(number % every == 0 for number in range(last + 1, step + 1))
-        assert schedule.is_due(step) == is_due
+        assert policy.is_due(step) == is_due
         if is_due:
-            schedule.mark(step)
+            policy.begin(step, is_due=True)
             last = step
 
 
 def test_seconds_are_counted_from_the_last_save() -> None:
     """A save is due when the interval is over, and then not again before the next one is."""
     clock = Time()
-    schedule = schedule_of(None, 10.0, clock)
+    policy = policy_of(None, 10.0, clock)
     due = []
     for clock.now in (9.0, 10.0, 11.0, 19.9, 20.0):
-        due.append(schedule.is_due(1))
+        due.append(policy.is_due(1))
         if due[-1]:
-            schedule.mark(1)
+            policy.begin(1, is_due=True)
     assert due == [False, True, False, False, True]
 
 
 def test_either_is_enough() -> None:
     """With both intervals, steps or seconds make a save due; with neither, everything does."""
     clock = Time()
-    schedule = schedule_of(5, 10.0, clock)
-    assert [schedule.is_due(step) for step in (4, 5)] == [False, True]
+    policy = policy_of(5, 10.0, clock)
+    assert [policy.is_due(step) for step in (4, 5)] == [False, True]
     clock.now = 10.0
-    assert schedule.is_due(4)
-    assert schedule_of(None, None).is_due(0)
+    assert policy.is_due(4)
+    assert policy_of(None, None).is_due(0)
 
 
 def saved(time: Time, clock: GoodputClock, stall: float, durable: float) -> None:
@@ -75,13 +75,13 @@ def test_an_interval_that_sets_itself_follows_costs_and_failures() -> None:
     """It is Young's: longer with dear saves, shorter with more failures; at first every step is due."""
     time = Time()
     clock = GoodputClock(time)
-    schedule = Schedule(None, "auto", clock=clock)
-    assert schedule.is_due(1)
+    policy = SavePolicy(None, "auto", clock=clock)
+    assert policy.is_due(1)
     saved(time, clock, stall=0.5, durable=4.0)
-    schedule.mark(1)
-    assert schedule.interval == pytest.approx((2 * 0.5 * ASSUMED) ** 0.5)
+    policy.begin(1, is_due=True)
+    assert policy.interval == pytest.approx((2 * 0.5 * ASSUMED) ** 0.5)
     time.now = 3 * ASSUMED  # it has not failed meanwhile
-    assert schedule.interval == pytest.approx((2 * 0.5 * 4 * ASSUMED) ** 0.5)
+    assert policy.interval == pytest.approx((2 * 0.5 * 4 * ASSUMED) ** 0.5)
     clock.resume(SaveRecord(1, None, (), {}, lived=3 * ASSUMED, restarts=2))
     assert clock.report().mean_time_between_failures == pytest.approx(ASSUMED)
     clock.resume(SaveRecord(1, None, (), {}, lived=3 * ASSUMED, restarts=2, is_end=True))
@@ -92,9 +92,9 @@ def test_a_save_is_never_due_before_the_last_is_durable() -> None:
     """Training would wait for it."""
     time = Time()
     clock = GoodputClock(time)
-    schedule = Schedule(None, "auto", clock=clock)
+    policy = SavePolicy(None, "auto", clock=clock)
     saved(time, clock, stall=0.001, durable=90.0)
-    assert schedule.interval == 90.0
+    assert policy.interval == 90.0
 
 
 @pytest.mark.parametrize(("bounds", "interval"), [((60, 3600), 60.0), ((0, 5), 5.0), ([7.0, 7.0], 7.0)])
@@ -103,7 +103,7 @@ def test_an_interval_has_bounds(bounds: SaveInterval, interval: float) -> None:
     time = Time()
     clock = GoodputClock(time)
     saved(time, clock, stall=0.1, durable=1.0)
-    assert Schedule(None, bounds, clock=clock).interval == interval
+    assert SavePolicy(None, bounds, clock=clock).interval == interval
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_an_interval_has_bounds(bounds: SaveInterval, interval: float) -> None:
 def test_an_interval_that_makes_no_sense_is_refused(interval: Any, message: str) -> None:
     """The error names the argument and its value."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        schedule_of(None, interval)
+        policy_of(None, interval)
 
 
 def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:
     """A step that is held was of memory alone: the save is still due. A restored step is both."""
-    policy = SavePolicy(schedule_of(10, None), schedule_of(3, None))
+    policy = SavePolicy(10, None, 3, clock=GoodputClock(Time()))
     assert (policy.is_due(10), policy.is_due_in_memory(10)) == (True, True)
     policy.begin(10, is_due=False)
     assert (policy.is_due(11), policy.is_due_in_memory(11)) == (True, False)
@@ -134,8 +134,8 @@ def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:
     assert [(policy.is_due(step), policy.is_due_in_memory(step)) for step in (29, 30)] == [(False, False), (True, True)]
 
 
-def test_without_a_schedule_for_memory_nothing_is_held_by_it() -> None:
+def test_no_step_is_due_in_memory_by_default() -> None:
     """Whatever step it is."""
-    policy = SavePolicy(schedule_of(None, None))
+    policy = policy_of(None, None)
     policy.stand_at(7)
     assert (policy.is_due(8), policy.is_due_in_memory(8)) == (True, False)

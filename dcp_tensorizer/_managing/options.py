@@ -1,10 +1,11 @@
-"""Checks of the manager's arguments."""
+"""The options of a manager, and the checks of its arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -13,9 +14,39 @@ import torch
 from .._format.encryption import decryption_key
 from .._runtime.validation import check_count, check_type, did_you_mean
 from .._saving.options import check_survival as check_survival_of_writer
+from .._saving.partners import ONE_COPY, CopyOptions
 from .._writer_process.write_options import SaveLimits
 from ..export import Export
 from ..writer import TensorizerStorageWriter
+from .retention import Retention
+from .step_folder import StepNames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """The checked options of a job, apart from those of its writer and from when it saves (`SavePolicy`).
+
+    Attributes:
+        names: The names of the checkpoints' directories.
+        retention: Which checkpoints stay.
+        must_change: Patterns of keys. Some of them must differ from the save before.
+        max_failures: How many saves may fail in a row; None for any number.
+        survive: Seconds for which states are kept in memory when this process is gone; 0: none is kept.
+        buffers: How many staging buffers there may be then.
+        copies: On how many hosts states are kept, and how they come there.
+        export: What is also saved as a model; None: nothing.
+        reader_options: For the readers of restores.
+    """
+
+    names: StepNames
+    retention: Retention = field(default_factory=Retention)
+    must_change: tuple[str, ...] = ()
+    max_failures: int | None = None
+    survive: float = 0.0
+    buffers: int = 2
+    copies: CopyOptions = ONE_COPY
+    export: Export | None = None
+    reader_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_step(step: object) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import SaveLimits
-from dcp_tensorizer._managing.arguments import (
+from dcp_tensorizer._managing.options import (
     check_metrics,
     check_patterns,
     check_state,
