@@ -49,6 +49,7 @@ _MAX_CONNECTIONS = 256
 _WAIT_SECONDS = 20.0  # the other end gives up after 60
 _DROP_SECONDS = 10.0  # and twice as long to connect: less than the trainer waits for its keeper
 _MAX_LENGTHS = 4096
+_ASK_SECONDS = 0.02  # between two questions for a part that is not there yet
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
 _Id = Annotated[str, Meta(max_length=64)]
@@ -374,7 +375,7 @@ class ReplicaServer:
                 wire.send(Wait())
                 continue
             if content is None:
-                wire.send(ReplicaRefused("it is not kept any more"))
+                wire.send(ReplicaRefused("it is not kept"))
                 return
             record = encoded(content)
             wire.send(Following(len(record)))
@@ -405,7 +406,7 @@ class _PartReader:
             self._fd = self._parts.buffer(wanted.id, wanted.rank)
             self._open = wanted.id, wanted.rank
         if self._fd is None:
-            wire.send(ReplicaRefused("it is not kept any more"))
+            wire.send(ReplicaRefused("it is not kept"))
             return
         offset = wanted.offset
         if offset + sum(wanted.lengths) > os.fstat(self._fd).st_size:
@@ -569,16 +570,16 @@ class RemotePart(RangeReader):
         self._lock = free_in_child(threading.Lock())
         self.nbytes = 0
 
-    def record(self) -> KeptContent:
-        """The part; raises `ReadError` if it is not there any more."""
+    def record(self, seconds: float = 0.0) -> KeptContent:
+        """The part; raises `ReadError` if it is not there, and does not come within some seconds."""
+        deadline = time.monotonic() + seconds
         try:
             wire = self._taken() or self._address.connect()
             try:
-                wire.send(TakeRecord(self._id, self._rank))
-                while isinstance(answer := wire.receive(Following | ReplicaRefused | Wait), Wait):
-                    pass
-                if isinstance(answer, ReplicaRefused):
-                    raise OSError(answer.why)
+                while isinstance(answer := self._record_by(wire), ReplicaRefused):
+                    if time.monotonic() >= deadline:
+                        raise OSError(f"{answer.why} (timed out after {seconds:g} s)" if seconds else answer.why)
+                    time.sleep(_ASK_SECONDS)
                 if answer.nbytes > _MAX_RECORD:
                     raise WireError("a record that is too large")
                 content = memoryview(bytearray(answer.nbytes))
@@ -594,6 +595,14 @@ class RemotePart(RangeReader):
             raise ReadError(f"the keeper at {self._address!r} gave another state")
         self.nbytes = part.state.nbytes
         return part
+
+    def _record_by(self, wire: Wire) -> Following | ReplicaRefused:
+        """Asks for the record, and returns the answer when there is one."""
+        wire.send(TakeRecord(self._id, self._rank))
+        while isinstance(answer := wire.receive(Following | ReplicaRefused | Wait), Wait):
+            pass
+        assert isinstance(answer, Following | ReplicaRefused)
+        return answer
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         for start in range(0, len(buffers), _MAX_LENGTHS):

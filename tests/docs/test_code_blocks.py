@@ -40,6 +40,7 @@ NOT_RUN = {
         "needs Lightning and several ranks",
         "needs torchtitan and a GPU",
         "needs torch_checkpointing",
+        "needs torchft and several replicas",
         "an outline",
     ],
     "docs/guides/object-stores.md": [

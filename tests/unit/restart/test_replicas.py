@@ -135,7 +135,7 @@ def test_a_state_is_copied_and_read_from_afar(
     with pytest.raises(OSError, match="not so many bytes"):
         remote.read_into(pieces, 2 * BLOCK)
     remote.let_go()
-    with pytest.raises(ReadError, match="not kept any more"):
+    with pytest.raises(ReadError, match="it is not kept"):
         RemotePart(address, "a", 1).record()
 
 
