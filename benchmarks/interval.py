@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.goodput import GoodputClock
 from dcp_tensorizer._managing.policy import SaveInterval, SavePolicy
 
@@ -25,13 +26,6 @@ _FAILURES_EACH = (10 * _MINUTE, 30 * _MINUTE, 2 * _HOUR, 8 * _HOUR, _DAY, 3 * _D
 _COSTS = {"a quick disk": (0.2, 5.0), "a slow disk": (1.0, 30.0), "a blocking disk": (20.0, 20.0)}
 _TO_LEARN, _COUNTED = 10, 40  # failures
 _GRID = 1.06  # from one constant interval that is tried to the next
-
-
-@dataclass
-class _Record:
-    lived: float = 0.0
-    restarts: int = 0
-    is_end: bool = True
 
 
 @dataclass
@@ -57,7 +51,7 @@ class _Job:
         self._stall = stall
         self._durable = durable
         self._failures = failures
-        self._record = _Record()
+        self._record = SaveRecord(0, None, (), {}, is_end=True)
 
     def lose(self, failures: int) -> tuple[float, float]:
         """The seconds that are lost until so many failures have come, and all seconds until then."""
@@ -74,7 +68,7 @@ class _Job:
         while (begins := time.now + policy.interval) + self._durable <= seconds:
             time.now = begins
             policy.begin(0, is_due=True)
-            self._record = _Record(clock.lived, clock.restarts, is_end=False)
+            self._record = SaveRecord(0, None, (), {}, lived=clock.lived, restarts=clock.restarts)
             time.now = begins + self._stall
             clock.stalled(begins, saves=True)
             time.now = begins + self._durable

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
-from .step_folder import Step
 
 # The time to a failure that is assumed of a job that has not failed yet, in seconds. It is short, so that a new job
 # saves often. Each hour without a failure shows that it is longer.
@@ -94,10 +93,11 @@ class GoodputClock:
         self._stall = self._saving = self._restore = self._durable = 0.0
         self._saves = self._failures = 0
 
-    def resume(self, record: SaveRecord | Step) -> None:
-        """Notes that the job goes on from a checkpoint now."""
+    def resume(self, record: SaveRecord | None) -> None:
+        """Notes that the job goes on now from a checkpoint with this record; None: it was saved without a manager."""
         self._resumed = self.now()
-        self._lived, self._restarts = record.lived, record.restarts + (not record.is_end)
+        self._lived = 0.0 if record is None else record.lived
+        self._restarts = 1 if record is None else record.restarts + (not record.is_end)
 
     @property
     def lived(self) -> float:

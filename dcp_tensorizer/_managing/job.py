@@ -218,14 +218,15 @@ class Job:
         kept = None if step is not None else self.survival.restore(state, selection, found)
         if isinstance(kept, SaveRecord):
             place: Place | None = _place_of(kept, found)
+            record: SaveRecord | None = kept
         else:
             place = self._restore_from_storage(state, selection, found, kept)
+            record = None if place is None or place.tip is None else place.tip.record
         if place is None:
             return None
         self.place = place
         self._stand_at(place.step)
-        if (restored := kept if isinstance(kept, SaveRecord) else place.tip) is not None:
-            self._clock.resume(restored)
+        self._clock.resume(record)
         return place.step
 
     def write_held(self) -> None:
@@ -353,12 +354,12 @@ class Job:
         if number is None:
             return None
         step = steps[number]
-        if self._agreement.is_first and step.recorded not in (None, step.number):
+        if self._agreement.is_first and step.record is not None and step.record.step != step.number:
             logger.warning(
                 "%s/%s says that it is of step %d: it was renamed, or is a copy. It is restored as step %d",
                 self._folder.path,
                 step.name,
-                step.recorded,
+                step.record.step,
                 step.number,
             )
         return found.place(number)

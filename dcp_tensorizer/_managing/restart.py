@@ -567,4 +567,5 @@ def _has_saved(head: KeptHead, tip: Step) -> bool:
     """Returns whether a checkpoint is of the run that kept a state, and newer than that state's parent."""
     assert head.record is not None
     is_newer = head.parent_step is None or tip.number > head.parent_step
-    return tip.job == head.job and tip.branch == head.record.branch and is_newer
+    is_same_run = tip.record is not None and tip.record.job == head.job
+    return is_same_run and tip.branch == head.record.branch and is_newer

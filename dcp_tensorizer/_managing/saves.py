@@ -310,9 +310,7 @@ class Saves:
         else:
             save_id = "" if meta is None else meta.save_id or ""
             record = save.new.record
-            save.saved = Step(
-                record.step, save.new.name, save_id, time.time_ns(), record.branch, record.metrics, record.job
-            )
+            save.saved = Step(record.step, save.new.name, save_id, time.time_ns(), record)
             self.error = None
             self.failures.committed(save.new.storage.path)
             self._clock.saved(save.began)

@@ -9,10 +9,10 @@ import re
 import string
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .._format.names import is_data_file_name, metadata_file_name
-from .._index.schema import Head
+from .._index.schema import Head, SaveRecord
 from .._loading.validate import kind_of_file, read_head
 from .._runtime.threads import in_threads
 from .._saving.commit import dead_files, remove
@@ -76,26 +76,27 @@ class Step:
         name: The name of its directory.
         save_id: The id of its save; empty if unknown.
         saved_at: In nanoseconds since the epoch; 0 if unknown.
-        branch: Its branch.
-        metrics: The recorded metrics.
-        job: The run of the job that saved it; empty if unknown.
+        record: The manager's record in its index; None if it was saved without a manager, or cannot be read. Its step
+            is another one if the directory was renamed or copied.
         problem: Why it cannot be read as one of this package; empty if it can.
-        recorded: The step in its index, which differs if the directory was renamed or copied; None if there is none.
-        lived, restarts, is_end: As in a `SaveRecord`.
     """
 
     number: int
     name: str
     save_id: str = ""
     saved_at: int = 0
-    branch: Branch = TRUNK
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    job: str = ""
+    record: SaveRecord | None = None
     problem: str = ""
-    recorded: int | None = None
-    lived: float = 0.0
-    restarts: int = 0
-    is_end: bool = False
+
+    @property
+    def branch(self) -> Branch:
+        """Its branch."""
+        return TRUNK if self.record is None else self.record.branch or TRUNK
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The recorded metrics."""
+        return {} if self.record is None else self.record.metrics
 
 
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
@@ -148,22 +149,8 @@ def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:
 
 def step_of(number: int, name: str, head: Head) -> Step:
     """A checkpoint whose head has been read. The directory's name decides on its number."""
-    record, save_id = head.record, head.save_id if isinstance(head.save_id, str) else ""
-    if record is None:
-        return Step(number, name, save_id, head.saved_at)
-    return Step(
-        number,
-        name,
-        save_id,
-        head.saved_at,
-        record.branch or TRUNK,
-        record.metrics,
-        record.job,
-        recorded=record.step,
-        lived=record.lived,
-        restarts=record.restarts,
-        is_end=record.is_end,
-    )
+    save_id = head.save_id if isinstance(head.save_id, str) else ""
+    return Step(number, name, save_id, head.saved_at, head.record)
 
 
 def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:

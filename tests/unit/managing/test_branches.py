@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.step_folder import TRUNK, Branch, Step, belongs, current_branch, leave, members
 
 
 def saved_as(number: int, branch: Branch = TRUNK, saved_at: int = 0) -> Step:
-    return Step(number, f"step-{number}", saved_at=saved_at, branch=branch)
+    return Step(number, f"step-{number}", saved_at=saved_at, record=SaveRecord(number, None, branch, {}))
 
 
 def test_a_branch_has_what_led_to_it() -> None:

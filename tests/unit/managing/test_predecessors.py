@@ -32,7 +32,7 @@ def head(step: int, parent: str | None, parent_step: int | None) -> KeptHead:
 
 
 def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, int], ...] = BRANCH) -> Step:
-    return Step(step, f"step-{step}", save_id, 0, branch, job=job)
+    return Step(step, f"step-{step}", save_id, 0, SaveRecord(step, None, branch, {}, job))
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.retention import Retention
 from dcp_tensorizer._managing.step_folder import Step
 
 
 def measured(number: int, metrics: Mapping[str, float]) -> Step:
-    return Step(number, f"step-{number}", metrics=metrics)
+    return Step(number, f"step-{number}", record=SaveRecord(number, None, (), metrics))
 
 
 def steps_of(losses: Mapping[int, float | None]) -> list[Step]:
