@@ -32,8 +32,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """The exports of one rank. A staged state is kept until the next one is staged, so that it can still be exported.
 
-    ``owner`` tells whether this run still owns the folder of the saves; ``keeps_states``: somebody else keeps the
-    staged states.
+    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: somebody else keeps the
+    staged states. ``writer`` writes the models.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Exports:
         self._group = group
         self._keeps_states = keeps_states
         options = writer.saver.options
-        self._writer = SafetensorsStorageWriter(
+        self.writer = SafetensorsStorageWriter(
             dtype=export.dtype,
             rename=export.rename,
             max_shard_bytes=export.max_shard_bytes,
@@ -62,7 +62,7 @@ class Exports:
             storage_options=export.storage_options,
             limits=options.limits,
         )
-        self._writer.saver.owner = owner
+        self.writer.saver.owner = owner
         self._planner = SavePlanner()
         self._staged: StagedStateDict | None = None
         self._exported = 0
@@ -103,14 +103,14 @@ class Exports:
             return None
         self._exported = saved.number
         path = self._export.path_of(saved.number)
-        saver = self._writer.saver
+        saver = self.writer.saver
         assert isinstance(saver, ModelSaver)
         saver.source = staged.staged_save
         try:
             save(
                 self._chosen(staged),
                 checkpoint_id=path,
-                storage_writer=self._writer,
+                storage_writer=self.writer,
                 planner=self._planner,
                 process_group=self._group,
             )
@@ -140,7 +140,7 @@ class Exports:
     def wait_published(self, deadline: Deadline) -> Exception | None:
         """Waits until the last export is published, if that is wanted; returns why it could not be."""
         try:
-            self._writer.wait_published(deadline.left)
+            self.writer.wait_published(deadline.left)
         except WriteError as error:
             return error
         return None
@@ -148,7 +148,7 @@ class Exports:
     def close(self) -> None:
         """Lets go of the last state, and closes the writer of exports."""
         self.let_go()
-        self._writer.close(0.0)
+        self.writer.close(0.0)
 
     def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
         """The values that are exported, by their keys in the flattened state dict."""

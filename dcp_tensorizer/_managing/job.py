@@ -55,6 +55,7 @@ class Job:
     Attributes:
         place: Where the job stands; None before its first save or restore.
         saves: Runs the saves.
+        exports: Exports some of them; None: none.
         survival: What is kept in memory.
         retaining: What comes after a commit.
     """
@@ -90,12 +91,12 @@ class Job:
         self.survival = Survival(writer.saver, folder, agreement, options)
         rules = options.retention if agreement.is_first else None
         self.retaining = Retaining(remote, options.names, rules, self._owner, self._flushing, lambda: self.place)
-        self._exports = None
+        self.exports = None
         if options.export is not None:
             keeps_states = options.survive > 0
-            self._exports = Exports(options.export, writer, together.group, self._owner, keeps_states=keeps_states)
+            self.exports = Exports(options.export, writer, together.group, self._owner, keeps_states=keeps_states)
         self.saves = Saves(
-            writer, agreement, together, options, clock, after=self.retaining.after, exports=self._exports
+            writer, agreement, together, options, clock, after=self.retaining.after, exports=self.exports
         )
 
     def alone(self, folder: Storage) -> Job:
@@ -296,8 +297,8 @@ class Job:
         if self._agreement.is_first:
             self.place.warn_of_others(self._folder.path)
         self._policy.stand_at(step)
-        if self._exports is not None:
-            self._exports.stand_at(step)
+        if self.exports is not None:
+            self.exports.stand_at(step)
 
     def _act(
         self, decision: Decision, step: int, state: Mapping[str, Any], metrics: dict[str, float]

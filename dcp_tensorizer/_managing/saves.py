@@ -89,6 +89,7 @@ class Saves:
         exports: Exports some of them; None: none.
 
     Attributes:
+        planner: Plans all of them.
         failures: The failures in a row.
         error: Of the last save, if it has failed and no call has raised it yet.
         part: The part of states that is saved from now on.
@@ -109,9 +110,9 @@ class Saves:
         self.error: BaseException | None = None
         self.part = StatePart()
         self._writer = writer
-        self._planner = SavePlanner()
+        self.planner = SavePlanner()
         # A state that is kept in memory must be whole: it may be all that is left of it.
-        self._replicas = None if options.survive else Replicas(self._planner, agreement)
+        self._replicas = None if options.survive else Replicas(self.planner, agreement)
         self._together = together
         self._clock = clock
         self._max_failures = options.max_failures
@@ -166,7 +167,7 @@ class Saves:
             checkpoint_id=new.storage.location,
             storage_writer=self._writer,
             async_stager=DescribedStager(self._writer, description),
-            planner=self._planner,
+            planner=self.planner,
             process_group=self._together.group,
         )
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response

@@ -17,6 +17,7 @@ from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._storage import local
 
 from .. import warm
+from ..managers import job_of
 from ..preempted_job import Preempted, losses
 from ..support import directories_in, quietly
 from .ranks import run_ranks
@@ -192,7 +193,7 @@ def _save_replicas(rank, folder):
         save(5)
         manager.wait()
         # One of the ranks has to write it.
-        manager._job.saves._planner.written_elsewhere = frozenset({"model.layer1"})
+        job_of(manager).saves.planner.written_elsewhere = frozenset({"model.layer1"})
         with pytest.raises(WriteError) as caught:
             manager.save(6, state, wait=True)
         save(7)
@@ -226,7 +227,7 @@ def _goes_back(rank, folder):
             manager.save(step, {"w": torch.full((4,), step)}, wait=True)
         with pytest.raises(ValueError, match="the ranks save different steps, from 1 to 3"):
             manager.save(1 if rank.index else 3, {"w": torch.zeros(4)})
-        return manager.steps(), manager._job.place.branch
+        return manager.steps(), job_of(manager).place.branch
 
 
 def test_ranks_that_go_back_by_themselves(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from dcp_tensorizer import CheckpointManager, WriteError
 
+from ..managers import wait_kept
 from ..support import keepers_below, quietly
 from .kept_state import SECONDS, sharded_state, values_at, values_of
 from .ranks import eventually, kill_self, run_ranks
@@ -20,7 +21,7 @@ def _saves_and_dies(rank, folder, last, **options):
     manager.save(1, sharded_state(rank, 1), wait=True)
     for step in range(2, last + 1):
         manager.save(step, sharded_state(rank, step))
-    manager._job.survival.settle()
+    wait_kept(manager)
     torch.distributed.barrier()
     kill_self()
 
@@ -95,7 +96,7 @@ def _saves_and_waits(rank, folder):
     for step in (1, 2, 3):
         manager.save(step, sharded_state(rank, step), wait=True)
     manager.save(4, sharded_state(rank, 4))
-    manager._job.survival.settle()
+    wait_kept(manager)
     torch.distributed.barrier()
     kill_self()
 

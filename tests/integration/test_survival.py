@@ -38,6 +38,7 @@ from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.protocol import WriteDone
 
+from ..managers import wait_kept
 from ..support import keepers_below
 from ..waiting import WAIT, Gate
 
@@ -206,7 +207,7 @@ def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
     if by == "manager":
         saved: Any = manager_of(tmp_path / "run", survive_every=None)
         saved.save(1, mixed_state(), wait=True)
-        saved._job.survival.settle()  # the keeper may be told of it when it has been written
+        wait_kept(saved)  # the keeper may be told of it when it has been written
     else:
         key = EncryptionParams.random() if by == "encrypting writer" else None
         saved = TensorizerStorageWriter(tmp_path / "run", survive=WAIT, encryption=key)

@@ -29,6 +29,7 @@ from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
 
+from ...managers import job_of
 from ...models import weights_of, write_model
 from ...waiting import WAIT
 
@@ -133,9 +134,9 @@ def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch:
     export = Export(tmp_path / "model-{}", every=1, publish=Publish(tmp_path / "published"))
     with CheckpointManager(tmp_path / "run", save_every=1, export=export) as manager:
         manager.save(1, {"model": state(1)})
-        saves = manager._job.saves
-        saves.wait()
-        versions = saves.exports._writer.saver.versions  # type: ignore[union-attr]
+        job = job_of(manager)
+        job.saves.wait()
+        versions = job.exports.writer.saver.versions  # type: ignore[union-attr]
         with versions._changed:  # type: ignore[union-attr]
             assert versions._changed.wait_for(lambda: not versions.is_busy, WAIT)  # type: ignore[union-attr]
         manager.save(2, {"model": state(2)})

@@ -12,6 +12,7 @@ from dcp_tensorizer._storage.claim import Ownership, read_claim
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.flush import Flusher
 
+from ...managers import job_of
 from ...support import directories_in
 from ...waiting import WAIT
 from .support import Run, state_of
@@ -67,7 +68,7 @@ def test_an_older_run_is_told_by_its_flush(tmp_path: Path) -> None:
         older.save(2, state_of(20), wait=True)
         with pytest.raises(WriteError, match="now belongs to another run, which does not save to"):
             older.wait_remote(60)
-        older._job.retaining.wait(Deadline(WAIT))
+        job_of(older).retaining.wait(Deadline(WAIT))
         with pytest.raises(WriteError, match="as run 2; this is run 1"):
             older.save(3, state_of(30))
         newer.save(3, state_of(3), wait=True)
