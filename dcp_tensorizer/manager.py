@@ -216,14 +216,14 @@ class CheckpointManager:
 
         It returns when the state is copied, and the save goes on in the background. If the save before is still
         running, it waits for that (with ``survive``, see ``buffers``). A step that is being saved, or is saved already,
-        is not saved again. When the job is to stop, it waits for the save.
+        is not saved again. When the job is to stop, it waits for the save, and not until that is published.
 
         Args:
             step: The step of training, the same on every rank.
             state: A state dict, as for ``dcp.async_save``.
             force: Save even if none is due; one rank is enough.
             metrics: Numbers that are recorded with the checkpoint; those of rank 0.
-            wait: Return when it is committed, and old checkpoints are deleted.
+            wait: Return when it is committed, and old checkpoints are deleted: see `wait`.
             exclude: Patterns of keys to leave out.
             trainable_only: Leave out the frozen parameters of modules in the state.
 
@@ -246,7 +246,7 @@ class CheckpointManager:
         decision, future = self._job.step(step, state, recorded, stop=self._signals.seen, force=force, must_write=wait)
         self._stopping = decision.vote.stop
         if decision.action is not Action.NOTHING and (wait or self._stopping):
-            self.wait()
+            self._wait(until_published=not self._stopping)
         self._clock.stalled(since, saves=decision.action is Action.SAVE)
         return future
 
@@ -314,11 +314,15 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits for the save under way; then rank 0 deletes old checkpoints. Raises what `close` raises.
 
-        A step that is only in memory is saved first. A forked child does not wait.
+        A step that is only in memory is saved first. It also waits until the last export is published. A forked child
+        does not wait.
         """
+        self._wait(until_published=True)
+
+    def _wait(self, *, until_published: bool) -> None:
         if self._is_copy:
             return
-        self._job.wait()
+        self._job.wait(until_published=until_published)
 
     @property
     def stopping(self) -> bool:
@@ -351,7 +355,8 @@ class CheckpointManager:
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
-            CheckpointError: the last save has failed, and no call has raised that yet.
+            CheckpointError: the last save has failed, or its export, or what was to be published of it, and no call has
+                raised that yet. Every rank raises it; with a timeout, only rank 0 raises that of publishing.
         """
         if self._is_over or self._is_copy:
             return
@@ -359,8 +364,9 @@ class CheckpointManager:
             check_timeout(timeout, least=0)
         self._closed = True
         deadline = Deadline(timeout)
+        is_with_all = timeout is None and not self._job.survival.has_left
         try:
-            if timeout is None and not self._job.survival.has_left:
+            if is_with_all:
                 self._job.write_held()
                 if not self._stopping and not self._has_failed:
                     self._job.saves.export_last()
@@ -368,7 +374,7 @@ class CheckpointManager:
                 logger.warning("%s: step %d is in memory alone", self._folder.path, self._job.saves.held_step)
         finally:
             self._signals.restore()
-            self._job.close(deadline)
+            self._job.close(deadline, is_with_all=is_with_all)
         logger.info("%s: %s", self._folder.path, self.report())
         self._job.retaining.wait(deadline)
         self._is_over = True  # last, so that after an interruption it can be closed again

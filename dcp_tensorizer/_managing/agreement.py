@@ -276,6 +276,16 @@ class Together:
         self._begin(calls)
         vars(reader).update(read_data=read_data)
 
+    @contextmanager
+    def accompany(self, done: str) -> Iterator[None]:
+        """Keeps work between saves together, of which one rank may have more than the others: see `_until_all_have`."""
+        if (calls := self._calls) is None:
+            yield
+            return
+        self._begin(calls)
+        with self._until_all_have(done, calls):
+            yield
+
     def error_of(self, error: BaseException, what: str) -> WriteError | None:
         """The error of a save or a load in which a collective has failed; None if ``error`` is of something else."""
         is_of_ranks = isinstance(error, RuntimeError) and re.search(rf"gloo/|{_CLOSED}", str(error)) is not None
@@ -288,7 +298,7 @@ class Together:
         return gone
 
     def _begin(self, calls: RollCall) -> None:
-        """Notes that this rank has begun a save or a load, which all ranks plan together."""
+        """Notes that this rank has begun a save, a load or other work that all ranks do together."""
         assert self.group is not None
         set_group_timeout(self.group, calls.timeout)  # the last commit has set another
         self._number += 1

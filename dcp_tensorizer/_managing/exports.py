@@ -137,6 +137,11 @@ class Exports:
             return None
         return self.run(saved)
 
+    @property
+    def publishes(self) -> bool:
+        """Returns whether exports are published."""
+        return self._export.publish is not None
+
     def wait_published(self, deadline: Deadline) -> Exception | None:
         """Waits until the last export is published, if that is wanted; returns why it could not be."""
         try:

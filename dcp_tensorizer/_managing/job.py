@@ -236,19 +236,20 @@ class Job:
             self._advance()
             self.saves.write_held()
 
-    def wait(self) -> None:
+    def wait(self, *, until_published: bool) -> None:
         """Waits for all that is under way. Raises the error of the last save if no call has raised it yet."""
         self.write_held()
         self.saves.wait()
-        self.saves.wait_published(NEVER)
+        if until_published:
+            self.saves.wait_published(NEVER)
         self.saves.tell()
 
-    def close(self, deadline: Deadline) -> None:
-        """Waits for all that is under way, up to the deadline, and ends everything."""
+    def close(self, deadline: Deadline, *, is_with_all: bool) -> None:
+        """Waits for all that is under way, up to the deadline, and ends everything; ``is_with_all``: on all ranks."""
         self.saves.wait_exported(deadline)
         self._writer.close(deadline.left)
         self.saves.wait(deadline)
-        self.saves.wait_published(deadline)
+        self.saves.wait_published(deadline, on_all_ranks=is_with_all)
         self.saves.end_exports()
         if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
             self.survival.leave(deadline)  # the newest step exists only in memory

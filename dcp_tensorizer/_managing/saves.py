@@ -111,6 +111,7 @@ class Saves:
         self.part = StatePart()
         self._writer = writer
         self.planner = SavePlanner()
+        self._agreement = agreement
         # A state that is kept in memory must be whole: it may be all that is left of it.
         self._replicas = None if options.survive else Replicas(self.planner, agreement)
         self._together = together
@@ -194,10 +195,24 @@ class Saves:
         if self._exports is not None:
             self.wait(deadline)
 
-    def wait_published(self, deadline: Deadline) -> None:
-        """Waits until the last export is published."""
-        if self._exports is not None:
-            self.error = self._exports.wait_published(deadline) or self.error
+    def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
+        """Waits until the last export is published, which one rank does for all; notes an error on each rank.
+
+        With ``on_all_ranks`` every rank must call it. Otherwise only the rank that publishes learns of an error.
+        """
+        exports = self._exports
+        if exports is None or not exports.publishes or self._is_in_callback:
+            return
+        if not on_all_ranks:
+            self.error = exports.wait_published(deadline) or self.error
+            return
+        try:
+            with self._together.accompany("published the model"):
+                own = exports.wait_published(deadline)
+            errors = self._agreement.gathered(own)
+        except WriteError as error:  # a rank is gone
+            errors = [error]
+        self.error = next((error for error in errors if error is not None), self.error)
 
     def end_exports(self) -> None:
         """Ends what belongs to exports, when the last one is over."""
@@ -288,9 +303,13 @@ class Saves:
         A callback of a save's future only waits for the save, because the work after it follows the callbacks.
         """
         if self._last is not None:
-            in_callback = getattr(self._following, "is_here", False)
-            waited_for: Future[Any] = self._last.future if in_callback else self._last.over
+            waited_for: Future[Any] = self._last.future if self._is_in_callback else self._last.over
             wait_for([waited_for], deadline.left)
+
+    @property
+    def _is_in_callback(self) -> bool:
+        """Returns whether a callback of a save's future asks."""
+        return getattr(self._following, "is_here", False)
 
     def tell(self) -> None:
         """Raises the error of the last save, if no call has raised it yet."""

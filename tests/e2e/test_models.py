@@ -19,6 +19,7 @@ from dcp_tensorizer import (
     CheckpointManager,
     Export,
     Parts,
+    Publish,
     SafetensorsStorageWriter,
     SavePlanner,
     TensorizerStorageReader,
@@ -310,3 +311,28 @@ def test_a_manager_exports_what_it_saves(tmp_path):
     dcp.load(state, storage_reader=TensorizerStorageReader(tmp_path / "run" / "step-6"), no_dist=True)
     assert state["shared"].tolist() == [1.0] * 5
     assert not (tmp_path / "none").exists()
+
+
+def publish_in_vain(rank, folder):
+    """Exports two steps, of which neither can be published; returns what `wait` and `close` have raised."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    weight = distribute_tensor(torch.randn(8, 4), init_device_mesh("cpu", (rank.world_size,)), [Shard(0)])
+    export = Export(folder / "models" / "{}", every=1, publish=Publish(folder / "a file"))
+    manager = CheckpointManager(folder / "run", save_every=1, export=export)
+    manager.save(1, {"model": {"weight": weight}})
+    waited = attempt(manager.wait)
+    manager.save(2, {"model": {"weight": weight}})
+    return waited, attempt(manager.close)
+
+
+def test_all_ranks_learn_that_a_model_cannot_be_published(tmp_path):
+    """Though one of them publishes for all, none goes on as if it had been."""
+    (tmp_path / "a file").touch()
+    for failures in zip(*run_ranks(2, publish_in_vain, tmp_path), strict=True):
+        for failure in failures:
+            assert [type(error).__name__ for error in failure.causes.values()] == ["NotPublished"]
+        words = {str(error) for failure in failures for error in failure.causes.values()}
+        assert len(words) == 1
+        assert "a file" in words.pop()
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["1", "2"]
