@@ -31,6 +31,7 @@ from .._runtime.recent import Recent
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, Storage
 from ..errors import CheckpointError, WriteError
+from .uploads import marks_of_uploads
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
@@ -98,15 +99,19 @@ def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str]
     temporary = [name for name in names if is_temporary_file_name(name) and is_wanted(name)]
     data = [name for name in names if is_data_file_name(name) and name not in kept and is_wanted(name)]
     records = [name for name in names if is_record_file_name(name) and is_wanted(name)]
-    return [*_marked(storage, temporary, names), *data, *temporary, *records]
+    return [*files_of_models(storage, names, [*temporary, *records]), *data, *temporary, *records]
 
 
-def _marked(storage: Storage, temporary: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The files of models that also have a temporary name, and that are not part of a model.
+def files_of_models(storage: Storage, names: Sequence[str], of_saves: Sequence[str] | None = None) -> list[str]:
+    """The files of models that a save has marked as its own, and that are not part of a model.
 
-    A save that was killed has written them, and no index names them; or it was to remove them.
+    A save that was killed has written them, and no index names them; or it was to remove them. ``of_saves`` are the
+    temporary files and records of the saves: by default of all. ``names`` are all files of the directory.
     """
+    of_saves = names if of_saves is None else of_saves
+    temporary = filter(is_temporary_file_name, of_saves)
     pairs = [(name, of_save) for of_save in temporary if (name := name_of_temporary(of_save)).endswith(".safetensors")]
+    pairs += marks_of_uploads(storage, of_saves)
     there = set(names)
     found = {name for name, of_save in pairs if name in there and storage.is_marked(name, of_save)}
     if not found:

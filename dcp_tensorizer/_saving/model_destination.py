@@ -9,17 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from .._format.names import is_record_file_name, metadata_file_name, record_file_name
+from .._format.names import metadata_file_name
 from .._format.safetensors import file_names, index_of
 from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
-from ..errors import CheckpointError, NotCommitted, WriteError, describe
-from .commit import put_records, remove_records
+from ..errors import NotCommitted, WriteError, describe
+from .commit import files_of_models, put_records, remove_records
 from .context import SaveContext
 from .destination import Destination
 from .model_layout import ModelOptions, ModelPlan
+from .uploads import abort_uploads, put_uploads, remove_uploads
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """The suffixes of files that hold weights or list them."""
@@ -50,6 +51,8 @@ class ModelDestination(Destination):
         self._begun: tuple[SharedFile, ...] = ()
         self._completed: tuple[str, ...] = ()
         self._save_id = ""
+        self._left: set[str] = set()
+        self._dead: list[str] = []
         self._held: deque[Callable[[], None]] | None = None
 
     def _check_free(self, storage: Storage) -> None:
@@ -61,12 +64,22 @@ class ModelDestination(Destination):
             raise WriteError(f"{storage.path} holds a checkpoint: save the model to another path")
         self._index = None if self._is_adapter else storage.read(INDEX)
         self._has_single = storage.head(self._single) is not None
-        others = [] if self._index is not None or self._has_single else _weights_in(storage)
-        self._is_fresh = self._index is None and not self._has_single and not others
-        if not self._is_fresh and not self.model.overwrite:
+        names = _names_in(storage)
+        has_model = self._index is not None or self._has_single
+        weights = set() if has_model else {name for name in names if name.endswith(".safetensors")}
+        if storage.uploads_are_hidden:  # elsewhere they have been removed by now
+            self._left = weights.intersection(files_of_models(storage, names))
+        others = sorted(weights - self._left)
+        if (has_model or others) and not self.model.overwrite:
             what = f"{others[0]}, which no index lists" if others else "a model already"
             raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
-        drop_uploads(storage)
+        self._is_fresh = not has_model and not weights
+        dead = abort_uploads(storage, names)
+        if self._left:  # they stay until there is a model, and with them the records that prove whose they are
+            self._dead = dead
+        else:
+            with suppress(OSError):
+                remove_uploads(storage, *dead)
 
     def begin_files(self, plan: ModelPlan, save_id: str) -> list[SharedFilePart]:
         """Begins the files of a model, on the coordinator; raises `WriteError`, and then none of them is left."""
@@ -165,12 +178,12 @@ class ModelDestination(Destination):
             raise WriteError(storage.scrub(message)) from storage.cause(error)
         names, replaced = {file.name for file in self._begun}, set[str]()
         if not is_lone:
-            replaced = _named_files(self._index) - names
+            replaced = (_named_files(self._index) | self._left) - names
             storage.mark(self._save_id, *replaced)
             self.index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
                 self._check_commit()
-                storage.put(INDEX, self.index, sync=sync, replace=not self._is_fresh, save_id=self._save_id)
+                storage.put(INDEX, self.index, sync=sync, replace=self._index is not None, save_id=self._save_id)
             except Refused:
                 storage.unmark(self._save_id, *replaced)
                 raise
@@ -208,6 +221,8 @@ class ModelDestination(Destination):
             for name in names:
                 with suppress(Exception):
                     self.storage.remove(name)
+            with suppress(Exception):
+                remove_uploads(self.storage, *self._dead)
             self._forget(*names)
 
         names = tuple(names)
@@ -250,51 +265,10 @@ def _run_all(operations: deque[Callable[[], None]] | None) -> None:
         operation()
 
 
-# --- uploads, where no lock tells whether a save is under way ---------------------------------------------------------
-#
-# A record of a save there has the uploads that it has begun. The next save to the same place aborts them: if the one
-# that began them was still alive after all, it fails.
-
-_decode_uploads = msgspec.json.Decoder(dict[str, str]).decode
-
-
-def put_uploads(storage: Storage, save_id: str, files: Iterable[SharedFile]) -> None:
-    """Leaves a record of the uploads of a save; raises `WriteError`."""
-    if storage.uploads_are_hidden:
-        content = msgspec.json.encode({file.name: file.token for file in files})
-        storage.put(record_file_name(save_id), content, sync=True, replace=False)
-
-
-def remove_uploads(storage: Storage, save_id: str) -> None:
-    """Removes that record; raises `OSError`."""
-    if storage.uploads_are_hidden:
-        storage.remove(record_file_name(save_id))
-
-
-def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The uploads of saves with a record among the files of a directory: by record, the token of each by its name."""
-    found = {}
-    for name in filter(is_record_file_name, names):
-        with suppress(CheckpointError, msgspec.MsgspecError):
-            found[name] = _decode_uploads(storage.read(name) or b"{}")
-    return found
-
-
-def drop_uploads(storage: Storage) -> None:
-    """Aborts the uploads of saves that have died, where that is possible."""
-    if not storage.uploads_are_hidden:
-        return
-    with suppress(CheckpointError, OSError):
-        for record, uploads in recorded_uploads(storage, [file.name for file in storage.listing()[0]]).items():
-            for name, token in uploads.items():
-                storage.abort_shared(SharedFile(name, token, 0))
-            storage.remove(record)
-
-
-def _weights_in(storage: Storage) -> list[str]:
-    """The safetensors files in a directory."""
+def _names_in(storage: Storage) -> list[str]:
+    """The names of the files in a directory; none if it does not exist."""
     try:
-        return sorted(file.name for file in storage.listing()[0] if file.name.endswith(".safetensors"))
+        return [file.name for file in storage.listing()[0]]
     except NotCommitted:
         return []
 

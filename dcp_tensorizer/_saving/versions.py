@@ -13,7 +13,7 @@ from .._format.safetensors_header import SINGLE, files_named
 from .._publish.publisher import Publication, Publish, PublishedVersion
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext
-from .._runtime.threads import Deadline, in_background
+from .._runtime.threads import Deadline, Hung, in_background, in_time
 from .._storage.base import Storage
 from .._storage.claim import Claim
 from .._writer_process.protocol import PublishRequest
@@ -155,9 +155,15 @@ class VersionsOfWriter:
         return version
 
     def _is_there(self, model: SavedModel) -> bool:
-        """Returns whether the files of a model can be read."""
+        """Returns whether the files of a model can be read; raises `WriteError` if its storage hangs."""
         names = {SINGLE} if model.index is None else files_named(model.index)
-        return any(model.storage.head(name) is not None for name in sorted(names)[:1])
+        storage, timeout = model.storage, self._write.limits.timeout
+        try:
+            return in_time(lambda: any(storage.head(name) is not None for name in sorted(names)[:1]), timeout)
+        except Hung:
+            raise WriteError(
+                f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs"
+            ) from None
 
     def _release(self) -> None:
         """Lets files go that are no longer needed."""
@@ -167,8 +173,12 @@ class VersionsOfWriter:
             self._unreleased = [model for model in self._unreleased if model not in released]
             self._newest = {place: model for place, model in self._newest.items() if id(model) in needed}
         for model in released:
-            model.release()
             model.before = None  # so that no chain of all models grows
+            try:
+                model.release()
+            except Exception as error:
+                path = model.storage.path
+                logger.warning("%s: what the model there has replaced may be left: %s", path, describe(error))
 
 
 _END_SECONDS = 5.0  # for the thread to see that its process has ended

@@ -346,7 +346,10 @@ class Storage(abc.ABC):
         """
 
     def is_marked(self, name: str, temporary: str) -> bool:
-        """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file."""
+        """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file.
+
+        Where a file has one name, it says itself of which save it is: then whether ``temporary`` is of that save.
+        """
         return False
 
     def unmark(self, save_id: str, *names: str) -> None:  # noqa: B027

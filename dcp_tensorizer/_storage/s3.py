@@ -38,6 +38,7 @@ from .base import (
     Sink,
     Storage,
     rest_of,
+    temporary_file_name,
 )
 from .remote import RemoteStorage, is_transient, patience_of
 
@@ -102,7 +103,10 @@ class S3Client:
         import botocore.exceptions
 
         client = self._connected(None)
-        arguments = self._extra(client, operation) | arguments
+        extra = self._extra(client, operation)
+        if "Metadata" in arguments:
+            arguments["Metadata"] = extra.pop("Metadata", {}) | arguments["Metadata"]
+        arguments = extra | arguments
         repeats = 0
         try:
             try:
@@ -297,6 +301,7 @@ _MOST_PARTS = 10_000
 _PART_STEP = 64 << 10  # a part ends with a page, and with an element
 _CONCURRENCY = 8
 _NOT_IMPLEMENTED = 501
+_SAVE = "dcp-tensorizer-save"  # metadata of an object of a model: the id of the save that has uploaded it
 
 
 class S3Storage(RemoteStorage):
@@ -347,7 +352,7 @@ class S3Storage(RemoteStorage):
         def begin() -> dict[str, Any]:
             nonlocal beginnings
             beginnings += 1
-            answer: dict[str, Any] = self.call("create_multipart_upload", name)
+            answer: dict[str, Any] = self.call("create_multipart_upload", name, Metadata={_SAVE: save_id})
             return answer
 
         answer = self.patiently(begin)
@@ -363,6 +368,11 @@ class S3Storage(RemoteStorage):
         if not replace and self.head(file.name) is not None:
             raise FileExistsError(TAKEN)
         self.complete_upload(file.name, file.token, parts, file.nbytes)
+
+    def is_marked(self, name: str, temporary: str) -> bool:
+        with suppress(OSError, KeyError):
+            return temporary == temporary_file_name(name, self.call("head_object", name)["Metadata"][_SAVE])
+        return False
 
     def abort_shared(self, file: SharedFile) -> None:
         with suppress(FileNotFoundError):
@@ -518,6 +528,7 @@ class S3Reader(RangeReader):
     def __init__(self, storage: S3Storage, name: str) -> None:
         self._storage = storage
         self._name = name
+        self._first: dict[str, str] = {}  # fields of the first answer
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         stop = offset + sum(buffer.nbytes for buffer in buffers)
@@ -535,7 +546,7 @@ class S3Reader(RangeReader):
     def read(self, most: int | None) -> bytes:
         """The whole object, or its first bytes."""
         limits = {} if most is None else {"Range": f"bytes=0-{most - 1}"}
-        answer = self._storage.call("get_object", self._name, **limits)
+        answer = self._get(**limits)
         if "ContentLength" not in answer:  # some proxies send an answer as they get it
             return bytes(answer["Body"].read())
         content = memoryview(bytearray(answer["ContentLength"]))
@@ -543,10 +554,19 @@ class S3Reader(RangeReader):
         self.read_into([content[count:]], count)
         return bytes(content)
 
+    def _get(self, **limits: str) -> Any:
+        """The server's answer to a request for the object; raises `OSError` if that is another one than before."""
+        answer = self._storage.call("get_object", self._name, **limits)
+        tag = answer.get("ETag")
+        if tag is not None and self._first.setdefault("ETag", tag) != tag:
+            answer["Body"].close()
+            raise OSError("it was replaced while it was being read")
+        return answer
+
     def _receive(self, buffers: Sequence[memoryview], offset: int, stop: int) -> int:
         """Requests a range once; returns how many of its bytes arrived."""
         wanted = f"bytes={offset}-{stop - 1}"
-        answer = self._storage.call("get_object", self._name, Range=wanted)
+        answer = self._get(Range=wanted)
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
             answer["Body"].close()
             raise OSError("the server answers a request for a range with the whole object")

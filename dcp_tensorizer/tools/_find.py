@@ -24,7 +24,7 @@ from .._format.names import (
 )
 from .._index.container import is_index, looks_like_pickle
 from .._saving.commit import dead_files, leftovers
-from .._saving.model_destination import recorded_uploads
+from .._saving.uploads import recorded_uploads
 from .._storage.base import FileInfo, Storage
 from .._storage.local import LocalStorage
 from .._tiers import queue

@@ -376,7 +376,12 @@ _KILLED = """
 import os, signal, sys, torch, torch.distributed.checkpoint as dcp
 from dcp_tensorizer import SafetensorsStorageWriter
 from dcp_tensorizer._storage.s3 import S3Storage
-S3Storage.open_shared = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
+original = getattr(S3Storage, sys.argv[3])
+def killed(self, *arguments, **options):
+    if sys.argv[3] == "open_shared" or arguments[0] == "model.safetensors.index.json":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, *arguments, **options)
+setattr(S3Storage, sys.argv[3], killed)
 writer = SafetensorsStorageWriter(sys.argv[1], storage_options=eval(sys.argv[2]), max_shard_bytes=1_000_000)
 dcp.save({"a": torch.ones(250_000), "b": torch.ones(250_000)}, storage_writer=writer, no_dist=True)
 """
@@ -386,7 +391,7 @@ def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server) -> None:
     """Its record names them: the next save to the place aborts them, and so does gc, when they are old enough."""
     prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
-    command = [sys.executable, "-c", _KILLED, url, repr(options)]
+    command = [sys.executable, "-c", _KILLED, url, repr(options), "open_shared"]
     for end in ("save", "gc"):
         assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
         assert len(s3.uploads(prefix)) == 2
@@ -400,3 +405,30 @@ def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server) -> None:
         (removal,) = plan_collection(open_storage(url, options), None, 0.0)
         assert collect(removal).kept == ""
     assert (s3.uploads(prefix), s3.objects(prefix)) == ([], [])
+
+
+def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -> None:
+    """They say whose they are: the next save needs no overwrite=True, and removes them; so does gc. Others' stay."""
+    prefix = uuid.uuid4().hex
+    url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
+    files = [f"model/model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for end in ("save", "gc", "another's file"):
+        command = [sys.executable, "-c", _KILLED, url, repr(options), "put"]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+        record, *found = s3.objects(prefix)
+        assert (found, s3.uploads(prefix)) == (files, [])
+        if end == "save":
+            save(url, {"a": torch.ones(3)}, storage_options=options)
+            file, index = s3.objects(prefix)
+            assert index == "model/model.safetensors.index.json"
+            assert file not in (*files, record)
+        elif end == "gc":
+            (removal,) = plan_collection(open_storage(url, options), None, 0.0)
+            assert collect(removal).kept == ""
+            assert s3.objects(prefix) == []
+        else:
+            s3.client().put_object(Bucket=s3.bucket, Key=f"{prefix}/{files[0]}", Body=b"another's")
+            message = refused(url, {"a": torch.ones(3)}, storage_options=options)
+            assert f"holds {files[0].removeprefix('model/')}, which no index lists" in message
+        for key in s3.objects(prefix):
+            s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")

@@ -25,8 +25,11 @@ from dcp_tensorizer import (
     unwrap,
 )
 from dcp_tensorizer._runtime.threads import Deadline
+from dcp_tensorizer._saving.versions import SavedModel, VersionsOfWriter
 from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.protocol import PublishRequest
+from dcp_tensorizer._writer_process.write_options import SaveLimits, WriteOptions
 from dcp_tensorizer.tools import list_versions, verify_versions
 
 from ...managers import job_of
@@ -266,3 +269,53 @@ def test_a_manager_publishes_what_it_exports(tmp_path: Path) -> None:
     ]
     apply_delta(tmp_path / "copy", tmp_path / "published")
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model")
+
+
+def test_a_job_that_is_to_stop_waits_for_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last save is there when `save` returns, though nothing has been published yet."""
+    goes_on, original = threading.Event(), WriterClient.publish
+
+    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        assert goes_on.wait(WAIT)
+        return original(self, request, *arguments)
+
+    monkeypatch.setattr(WriterClient, "publish", held)
+    export = Export(tmp_path / "model-{}", every=1, publish=Publish(tmp_path / "published"))
+    with CheckpointManager(tmp_path / "run", save_every=1, export=export) as manager:
+        os.kill(os.getpid(), signal.SIGTERM)
+        manager.save(1, {"model": state(1)})
+        assert (manager.stopping, manager.latest()) == (True, 1)
+        assert not (tmp_path / "published").exists()
+        goes_on.set()
+    assert [info.version for info in list_versions(tmp_path / "published")] == [1]
+
+
+class _HungStorage(LocalStorage):
+    """A directory that no longer answers."""
+
+    def head(self, name: str) -> int | None:
+        threading.Event().wait()
+        return None
+
+
+def test_a_model_on_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does one whose directory cannot be released."""
+
+    def release() -> None:
+        raise OSError("cannot unlock")
+
+    for name in "ab":
+        write_model(tmp_path / name, {"w": torch.ones(3).numpy()})
+    versions = VersionsOfWriter(
+        Publish(tmp_path / "published"), WriteOptions(thread_count=1, limits=SaveLimits(timeout=30))
+    )
+    versions.add(SavedModel(_HungStorage(tmp_path / "a"), None, None, release))
+    version = versions.wait(Deadline(WAIT))
+    assert version is not None
+    assert (version.version, versions.is_busy) == (1, False)
+    assert "a: what the model there has replaced may be left: " in caplog.text
+    versions._write = WriteOptions(thread_count=1, limits=SaveLimits(timeout=0.01))
+    versions.add(SavedModel(LocalStorage(tmp_path / "b"), None, None, lambda: None))
+    with pytest.raises(WriteError, match=r"a has not answered for 0\.01 s: its disk or its server hangs"):
+        versions.wait(Deadline(WAIT))
+    versions.end(Deadline(WAIT))

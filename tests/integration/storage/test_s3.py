@@ -54,6 +54,17 @@ def test_requests_of_small_files(storage: S3Storage, proxy: S3Proxy) -> None:
     assert proxy.counts() == {"GetObject": 2, "HeadObject": 2, "DeleteObject": 3}
 
 
+def test_a_file_that_is_replaced_is_not_read_on(storage: S3Storage) -> None:
+    """Bytes of two versions are never taken for one file; a reader that is opened later reads the new one."""
+    put_file(storage, NAME, b"old" * 100)
+    reader = storage.open(NAME)
+    assert reader.read_range(0, 3) == b"old"
+    put_file(storage, NAME, b"new" * 100)
+    with pytest.raises(OSError, match="it was replaced while it was being read"):
+        reader.read_range(3, 3)
+    assert storage.read_range(NAME, 3, 3) == b"new"
+
+
 def test_a_range_is_one_request(storage: S3Storage, proxy: S3Proxy) -> None:
     """It may fill several buffers, and an empty range is no request."""
     put_file(storage, NAME, CONTENT)

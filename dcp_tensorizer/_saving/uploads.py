@@ -1,0 +1,57 @@
+"""Uploads of a model's files, where no lock tells whether a save is under way.
+
+A record of a save there has the uploads that it has begun. The next save to the same place aborts them: if the one that
+began them was still alive after all, it fails. Files that were complete by then say themselves of which save they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import msgspec
+
+from .._format.names import is_record_file_name, record_file_name, save_id_in
+from .._storage.base import SharedFile, Storage, temporary_file_name
+from ..errors import CheckpointError
+
+_decode = msgspec.json.Decoder(dict[str, str]).decode
+
+
+def put_uploads(storage: Storage, save_id: str, files: Iterable[SharedFile]) -> None:
+    """Leaves a record of the uploads of a save; raises `WriteError`."""
+    if storage.uploads_are_hidden:
+        content = msgspec.json.encode({file.name: file.token for file in files})
+        storage.put(record_file_name(save_id), content, sync=True, replace=False)
+
+
+def remove_uploads(storage: Storage, *save_ids: str) -> None:
+    """Removes such records; raises `OSError`."""
+    if storage.uploads_are_hidden:
+        storage.remove(*map(record_file_name, save_ids))
+
+
+def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The uploads of saves with a record among the files of a directory: by save, the token of each by its name."""
+    found = {}
+    for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
+        with suppress(CheckpointError, msgspec.MsgspecError):
+            found[save_id_in(name)] = _decode(storage.read(name) or b"{}")
+    return found
+
+
+def marks_of_uploads(storage: Storage, names: Iterable[str]) -> list[tuple[str, str]]:
+    """The files that saves with a record have uploaded, and the temporary names that mark them as theirs."""
+    recorded = recorded_uploads(storage, names)
+    return [(name, temporary_file_name(name, save)) for save, uploads in recorded.items() for name in uploads]
+
+
+def abort_uploads(storage: Storage, names: Iterable[str]) -> list[str]:
+    """Aborts the uploads of saves with a record among the files of a directory, where possible; returns these saves."""
+    recorded = recorded_uploads(storage, names)
+    with suppress(OSError):
+        for uploads in recorded.values():
+            for name, token in uploads.items():
+                storage.abort_shared(SharedFile(name, token, 0))
+        return list(recorded)
+    return []
