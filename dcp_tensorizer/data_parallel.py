@@ -21,8 +21,8 @@ class DataParallelState(Stateful):
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
-    So a job with another number of data-parallel ranks cannot load it by mistake, as some of the saved shares of the
-    data would then be read again, or never. `CheckpointManager.restore` says so before anything changes.
+    So a job with another number of data-parallel ranks cannot load it by mistake. Otherwise some shares of the data
+    would be read twice, or never. `CheckpointManager.restore` says so before anything changes.
 
     Args:
         value: Has ``state_dict`` and ``load_state_dict``.

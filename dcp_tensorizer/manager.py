@@ -96,16 +96,16 @@ class CheckpointManager:
             `stopping` is true. Handlers that were there are called too. A second signal, 5 seconds later or more, does
             what it would have done without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that is
-            started again there within that time goes on from them. It takes memory; 0: nothing is kept.
+            started again there within that time resumes from them. It takes memory; 0: nothing is kept.
         survive_every: With ``survive`` and 3 buffers: also keep each step in memory that is a multiple of this, whether
             or not a save is due.
         buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the save before it
             still runs is kept only in memory, and training does not wait. 2: training waits for that save.
         copies: On how many hosts each state is kept with ``survive``. 2: a keeper on another host has a copy of the
-            newest one, and a job that has lost a host goes on from that. What is copied is encrypted on its way.
+            newest state, from which a job that has lost a host resumes. What is copied is encrypted on its way.
         copy_rate: Bytes a second that each host sends for that, at most; None for no limit.
         failure_domain: A name for what fails together with this host, as a rack: its copies go to another one.
-        interface: The network interface for copies, by its name or its address. Without it, the one that reaches the
+        interface: The network interface for copies, by its name or its address. By default the one that reaches the
             coordinator.
         export: What is also saved as a model for inference, and when: see `Export`.
         process_group: The ranks of the job; by default all.

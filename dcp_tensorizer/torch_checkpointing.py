@@ -105,7 +105,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         self._loader: CheckpointLoader = _Loader(own, config, self._rank)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Waits inside until everything is copied, as an update of the state in place must."""
+        """Waits until everything is copied. Enter it around updates of the state in place."""
         return self._saver.writer.lock()
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:

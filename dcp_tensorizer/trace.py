@@ -70,7 +70,7 @@ class TraceFile:
 class OpenTelemetrySpans:
     """Passes the spans of each report to OpenTelemetry, as one trace for each save and load of a rank.
 
-    What is part of no other span, the wait before a save and its flush, is a trace of its own.
+    The wait before a save, and its flush, are part of no other span: each is a trace of its own.
 
     It needs ``opentelemetry-api`` (the extra ``otel``). Where they go is the program's choice, as for all of its spans.
     Names are ``checkpoint.save``, ``checkpoint.stage`` and so on. Attributes are ``checkpoint.path``,

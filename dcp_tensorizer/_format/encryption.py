@@ -243,7 +243,7 @@ FRAME_MAC_BYTES = 16
 
 
 class FrameCipherKind(enum.IntFlag):
-    """Ciphers of frames, the better one has the larger number."""
+    """Ciphers of frames. A better one has a larger number."""
 
     CHACHA = 1
     """ChaCha20 and Poly1305 of libsodium: 1.7 GB/s on a core that does 20 of the other."""

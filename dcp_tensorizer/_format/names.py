@@ -112,7 +112,7 @@ def is_temporary_file_name(name: str) -> bool:
 
 
 def name_of_temporary(name: str) -> str:
-    """The file's name that a temporary file is to get, or also has."""
+    """The final name of a temporary file, which it may also have already."""
     return name[: -len(".0123456789abcdef0123456789abcdef.tmp")]
 
 

@@ -77,7 +77,7 @@ class Parts:
         return isinstance(other, Parts) and self._arguments() == other._arguments()
 
     def __hash__(self) -> int:
-        """By its arguments: parts may be a key."""
+        """By its arguments, so that parts can be keys of a dict."""
         return hash(self._arguments())
 
     def _arguments(self) -> tuple[object, ...]:

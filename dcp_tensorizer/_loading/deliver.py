@@ -263,7 +263,8 @@ def read_tensors(
 def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     """The tensor to read elements into: the target itself, unless it wraps other tensors.
 
-    A wrapper may hold any elements in them, such as scaled ones. Its class copies plain elements into it, all at once.
+    A wrapper may hold other elements inside, such as scaled ones. Only its class can copy plain elements into it, and
+    does so at once.
     """
     if not pieces or not is_wrapper(tensor):
         return tensor

@@ -1,4 +1,5 @@
-"""Weights that are quantised by blocks, as Hugging Face has them: FP8, and in another tensor a scale for each block.
+"""Weights that are quantised by blocks, as Hugging Face stores them: FP8 elements, and another tensor with a scale for
+each block.
 
 A weight is read as it is stored, and multiplied on its way to a target of another dtype. A target of the same FP8 dtype
 gets the stored elements, and one of another FP8 dtype is refused.
@@ -62,7 +63,7 @@ def block_size(storage: Storage) -> tuple[int, int]:
 class DequantisingPlanner:
     """Gives memory of the stored dtype for quantised weights, and multiplies what was read into the planner's targets.
 
-    Weights come one after the other, so that there is memory of one of them only. ``weight_of`` says which weight an
+    Weights come one after the other, so that memory is needed for only one of them. ``weight_of`` says which weight an
     item is of; ``read`` reads targets, as `executor.fetch` does.
     """
 

@@ -139,7 +139,7 @@ class Exchange:
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
     def _log(self, common: Sequence[Want], wants: Mapping[bytes, Want], reason: str) -> None:
-        """Logs, on the first rank, what is exchanged, and why no more."""
+        """Logs, on the first rank, what is exchanged, and why the rest is not."""
         if self._group.rank:
             return
         shared, wanted = total_bytes(common), total_bytes(wants.values())

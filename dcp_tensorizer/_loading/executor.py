@@ -118,7 +118,7 @@ def _has_room_to_cache(nbytes: int) -> bool:
     """Returns whether the page cache has room for twice what this rank reads, and as much for each other rank of this
     machine.
 
-    Otherwise a load through it would drive out what others need, and find nothing of itself the next time.
+    Otherwise a load through it would evict what others need, and would not even find its own data the next time.
     """
     available = available_memory()
     return available is None or available >= 2 * (ranks_of_node() or 1) * nbytes
@@ -488,7 +488,7 @@ def _is_power_of_two(number: int) -> bool:
 def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:
     """Returns whether a thread that has read ``nbytes`` bytes has mostly waited for them.
 
-    All its time counts, because a single operation may take long for being interrupted.
+    All of its time counts, because a single operation may be long only because it was interrupted.
     """
     wall = now.wall_seconds - began.wall_seconds
     busy = now.cpu_seconds - began.cpu_seconds

@@ -120,7 +120,7 @@ class ModelReader(StorageReader):
         return False
 
     def _read_headers(self, files: list[WeightFile]) -> None:
-        """Notes the tensors of the files, and those that they are for the state dict; raises `MetadataError`."""
+        """Notes the tensors of the files, and which tensors of the state dict they make up; raises `MetadataError`."""
         path = self._storage.path
         for file in files:
             if SHARDING in file.notes:
@@ -184,7 +184,7 @@ class ModelReader(StorageReader):
 
 
 def _share(progress: Callable[[int, int], object], before: int, size: int, after: int) -> Callable[[int, int], object]:
-    """The progress of some of the bytes as that of all of them."""
+    """Turns the progress of a share of the bytes into that of all of them."""
 
     def tell(done: int, total: int) -> None:
         progress(before + (size if done >= total else min(done, size)), before + size + after)

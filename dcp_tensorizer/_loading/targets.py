@@ -116,7 +116,7 @@ def targets_of(
         check_length(path, key, piece.item, piece.shape)
         part = tensor if piece.part.size == size else part_of(tensor, piece.part, Region((0,) * len(size), size))
         target = ReadTarget.of(key, piece.item, piece.shape, piece.region, part)
-        # Other ranks read the same bytes of a replicated tensor, or of one of which they want other columns.
+        # Other ranks may read the same bytes: of a replicated tensor, or of a tensor of which they want other columns.
         target.shared = world_size > 1 and (size == whole_size or target.run is None)
         targets.append(target)
     return targets
@@ -209,8 +209,8 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 # --- a load plan whose items stay on their rank -----------------------------------------------------------------------
 #
-# DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but nearly none does.
-# So the items travel as one piece. It is decoded only if a planner accesses it, and comes back only then.
+# DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but hardly any does. So
+# the items travel as one piece. It is decoded only if a planner accesses it, and comes back only then.
 
 _at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
 """The plans that ranks of this process have made and still have."""

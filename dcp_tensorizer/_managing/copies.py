@@ -142,7 +142,7 @@ class PeerCopies:
             self._begun = state_id
 
     def forget(self, keeper: KeeperProcess | None) -> None:
-        """Forgets all copies: the job goes on from something else, or makes no more of them."""
+        """Forgets all copies: the job has restored something else, or makes no further copies."""
         self.confirmed = ""
         if self._begun and keeper is not None and keeper.is_ours:
             try:

@@ -168,7 +168,8 @@ def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, giv
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, and is {type(given).__name__}")
-    # What a job restores is not read again: the disk is quicker past the page cache, whose memory is for training data.
+    # A job reads its checkpoint once. So it is read past the page cache, which is quicker, and leaves that memory to
+    # training data.
     known = {"page_cache": False, "storage_options": writer_options.get("storage_options"), "timeout": limits.timeout}
     if writer_options.get("local") is not None:
         known["local"] = writer_options["local"]

@@ -158,8 +158,8 @@ class Survival:
     def advance(self, copy: CopyVote, *, has_failed: bool, ends: bool, is_busy: bool) -> None:
         """Forgets states that are not needed, after all ranks have told whether they keep the newest.
 
-        ``copy`` is what they know about copies on other hosts; ``has_failed``: a rank could not keep it; ``ends``: a
-        rank keeps no more; ``is_busy``: the last save still runs, on this rank.
+        ``copy`` says what ranks know about copies on other hosts. ``has_failed``: a rank could not keep the newest
+        state. ``ends``: a rank keeps no more states. ``is_busy``: on this rank, the last save still runs.
         """
         if self._stage is _Stage.OFF:
             return
@@ -180,8 +180,9 @@ class Survival:
     def _forget_for(self, newest: str, *, is_busy: bool) -> None:
         """Forgets what is not needed beside the newest state, which all ranks have.
 
-        The last one that was copied from all ranks stays until a newer one has been: where a host is lost, those that
-        are left need their own parts of it. One that is being copied stays as long as saves do not need its buffer.
+        The last state that was copied from all ranks stays until a newer one is copied: if a host is lost, the
+        remaining ranks need their own parts of it. A state that is being copied stays as long as saves do not need its
+        buffer.
         """
         saves, copied = self._saver.engine.saves, self.copies.ordered
         nbytes = self._kept[newest].nbytes if newest in self._kept else 0

@@ -80,8 +80,8 @@ class Selection:
         return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
 
     def value_beyond(self, key: str) -> tuple[float | None] | None:
-        """The value of the elements that a larger tensor has beyond what is stored, by the first pattern that matches
-        its key; None if it may not be larger.
+        """The value of a larger tensor's further elements, by the first pattern that matches its key; None if it may
+        not be larger than the stored one.
         """
         return next(((value,) for pattern, value in self.grow if fnmatch.fnmatchcase(key, pattern)), None)
 

@@ -77,9 +77,9 @@ def apply_delta(
 ) -> Applied:
     """Brings a copy of a model to a published version, whole or not at all.
 
-    A directory gets new files, whose SHA-256 is verified. Then its index is replaced, which is the moment of the
-    change, and then the old files are removed. An empty directory gets a whole version. Tensors are changed in place,
-    after it has been verified what each of them becomes.
+    A directory gets new files, whose SHA-256 is verified. Then its index is replaced: that is the moment of the change.
+    The old files are removed last. An empty directory gets a whole version. Tensors are changed in place, after the
+    result for each of them has been verified.
 
     Args:
         target: A local directory, or a mapping from names to tensors, such as a state dict. Its values may also be
@@ -139,7 +139,7 @@ class _Result(NamedTuple):
 
 
 class _FileSource(NamedTuple):
-    """A file that a new one is made of: where it is, and the record of what it becomes, by its name in the base."""
+    """The file that a new one is made from: its place, and the record of the new one, by its name in the base."""
 
     storage: Storage
     file: WeightFile
@@ -469,7 +469,7 @@ class _Tensors:
         return {tensor.key: tensor for file in files for tensor in file.tensors}
 
     def _start(self, base: Manifest, deltas: Sequence[Any], digests: Mapping[str, str]) -> int:
-        """Counts the deltas that the tensors have already, by their digests.
+        """Finds out, by digests, how many of the deltas the tensors have already.
 
         Raises `StateMismatch` if they are no version that leads to the wanted one.
         """

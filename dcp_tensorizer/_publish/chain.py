@@ -100,7 +100,7 @@ class Chain:
         return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
 
     def changed(self, tensor: StoredBytes, read: _Read) -> Iterator[np.ndarray]:
-        """As `pieces`, of bytes that a function puts into an array, from a start on."""
+        """Like `pieces`, for bytes that a function puts into an array from a given start on."""
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
         with ExitStack() as readers:
             decoders = []

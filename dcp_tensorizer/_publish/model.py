@@ -1,6 +1,6 @@
 """A model as Hugging Face lays it out: a directory of safetensors files, their index, and other small files.
 
-Headers are read here, and elements as bytes: nothing is made a tensor of, so that nothing here needs torch.
+Headers are decoded here, and elements stay bytes. No tensor is made, so nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def read_weight_file(storage: Storage, name: str) -> WeightFile:
 
 
 def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:
-    """Reads a file from front to back; of one that does not exist, nothing. Raises `ReadError`."""
+    """Reads a file from front to back; yields nothing if it does not exist. Raises `ReadError`."""
     nbytes = storage.head(name) or 0
     if nbytes:
         with storage.reading(name) as reader:

@@ -146,7 +146,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What is to be published, and how: see `publish`. It travels to the writer process."""
+    """A model to publish, with the options of `publish`. It travels to the writer process."""
 
     directory: str
     published: str
@@ -205,8 +205,8 @@ class _OlderCopy(NamedTuple):
 def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
     """Removes all versions but some of the newest and those that they build upon; returns the removed ones.
 
-    The highest ones go first: so a delta is never there without what it builds upon. Nobody need own the directory:
-    what a publisher adds meanwhile builds upon the newest version, which stays.
+    The highest ones go first, so that no delta is ever there without its base. The directory need not be claimed: a
+    version that a publisher adds meanwhile builds upon the newest one, which stays.
     """
     versions = [manifest.version for manifest in folder.manifests()]
     needed = folder.needed(versions[-keep_latest:])
@@ -277,7 +277,7 @@ class _Publisher:
         )
 
     def _drop(self) -> None:
-        """Removes the files of a version that is none, unless another publisher has begun in the meantime."""
+        """Removes the files of an incomplete version, unless another publisher has begun in the meantime."""
         with suppress(Exception):
             self.ownership.check()
             self._folder.clear(self._version)
@@ -466,7 +466,7 @@ class _Publisher:
         )
 
     def _in_threads(self, work: Callable[[Any], None], subjects: Sequence[Any]) -> None:
-        """Does something for every file: the libraries that hash and compress let other threads run meanwhile."""
+        """Calls a function for every file, in threads: the libraries that hash and compress release the interpreter."""
         with Workers(max(1, min(cores(), len(subjects))), thread_name_prefix="publish") as pool:
             list(pool.map(work, subjects))
 

@@ -11,7 +11,7 @@
         model.safetensors.index.json
 
 A version's manifest is its index. So programs that read models read a base, and SGLang's receiver finds in the indices
-what it looks for. What that receiver does not need is in one object of its own, ``metadata.dcp_tensorizer``.
+what it looks for. All else is in one object, ``metadata.dcp_tensorizer``.
 """
 
 from __future__ import annotations
@@ -303,6 +303,6 @@ def name_of(version: int) -> str:
 
 
 def version_of(name: str) -> int | None:
-    """The version that a directory's name names; None if it is no version's."""
+    """The version whose directory has this name; None if it is not a version's."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None

@@ -47,8 +47,8 @@ class KeptCheckpoint(Storage):
 
     Args:
         path: For messages.
-        states: Of the ranks, each with its buffer, here or on another host, which is closed here. Of what several of
-            them have, the last one's is loaded: that of the rank that loads.
+        states: Of the ranks, each with its buffer, here or on another host, which is closed here. If several of them
+            have an item, the last one's is loaded: the loading rank comes last.
 
     Attributes:
         is_whole: The states of all ranks are there.

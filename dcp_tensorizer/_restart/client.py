@@ -120,7 +120,7 @@ class KeeperProcess(ChildProcess):
         self._ask(Plain.DROP_COPIES)
 
     def copy_status(self) -> CopyStatus:
-        """What has become of the last copy; raises `WriteError`."""
+        """Returns the status of the last copy; raises `WriteError`."""
         answer = self._ask(Plain.LOOK_AT_COPY)
         assert isinstance(answer, CopyStatus)
         return answer

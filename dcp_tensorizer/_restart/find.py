@@ -92,7 +92,7 @@ class Predecessors:
         return bool(self._visits)
 
     def claim(self, run: str) -> str:
-        """Makes the keepers wait for a run of the job; returns why one does not, which is that another run is alive."""
+        """Reserves the keepers for a run of the job; returns why one refuses, because another run is alive."""
         deadline = time.monotonic() + _DEATH_SECONDS
         for visit in self._visits:
             while True:
@@ -111,7 +111,7 @@ class Predecessors:
         return ""
 
     def states(self, wanted: Callable[[KeptHead], bool] = lambda head: True) -> list[KeptParts]:
-        """The states that are wanted; those of saves only if the folder is the one that they went to."""
+        """The wanted states. A save's state is wanted only if the folder is still the one that it went to."""
         states: dict[str, dict[int, KeptHead]] = {}
         for head in (head for visit in self._visits for head in visit.found.heads):
             if wanted(head) and (not head.path or _is_there(head)):
@@ -125,7 +125,7 @@ class Predecessors:
 
     @property
     def heads(self) -> list[KeptHead]:
-        """Of all that these keepers have."""
+        """The heads of all that these keepers have."""
         return [head for visit in self._visits for head in visit.found.heads]
 
     def open(
@@ -407,7 +407,7 @@ def committed_id(storage: Storage) -> str | None:
 
 
 def _orphans(wanted: Callable[[KeptHead], bool]) -> Predecessors:
-    """The keepers whose trainers are gone, and that have a state of a save that is wanted."""
+    """The keepers that have lost their trainer and hold a wanted state of a save."""
     found, silent = visits(job_name(SAVES), _LOOK_SECONDS)
     for path in silent:
         logger.warning("the states of a keeper are not looked at: it does not answer at %s, so it is stopped", path)

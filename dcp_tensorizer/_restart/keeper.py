@@ -1,9 +1,9 @@
 """The keeper: a process beside each trainer, which outlives it and holds its newest states in memory.
 
-It has the descriptors of the trainer's staging buffers, not copies of them. It has their digests too, so that a
-successor can check that what it copies is what was kept. The writer process takes the digests of states that a save
-writes. The keeper takes those of the others, and of states that no save had written when the trainer was gone. Then it
-waits for a successor, and ends after some seconds. It neither reads nor writes storage.
+It has the descriptors of the trainer's staging buffers, not copies of them. It has their digests too, by which a
+successor checks its copy. The writer process takes the digests of states that a save writes. The keeper takes those of
+the others, and of states that no save had written when the trainer was gone. Then it waits for a successor, and ends
+after some seconds. It neither reads nor writes storage.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Keeper:
             channel.close()
 
     def orphan(self) -> None:
-        """Notes that the trainer is gone, or wants no more."""
+        """Notes that the trainer is gone, or needs its keeper no longer."""
         with self._changed:
             if not self._is_orphaned:
                 self._is_orphaned = True
@@ -230,7 +230,7 @@ class Keeper:
         return next((kept for kept in of_state if not kept.is_replica), None)
 
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
-        """Forgets states: the trainer its own parts, a successor all that is there of them.
+        """Forgets states. A trainer has its own parts forgotten, a successor every part.
 
         A copy counts only beside its own part: where a host is lost, another one may have only that.
         """

@@ -1,4 +1,4 @@
-"""Hosts of a job, told apart, and which of them holds the replicas of which."""
+"""Tells the hosts of a job apart, and arranges which of them holds whose replicas."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Room(NamedTuple):
 def lack_of_room(
     peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int, replicas: int = 2
 ) -> str:
-    """Why so many replicas of each state, the last and the next, do not fit on some host; empty if they do.
+    """Says why the replicas of the last and the next state do not fit on some host; empty if they do.
 
     ``reserve`` bytes are left to others on each host.
     """

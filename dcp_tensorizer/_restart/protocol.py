@@ -81,7 +81,7 @@ class WrittenDigests:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep these states no more. The trainer writes to the buffers of those whose ids are the answer."""
+    """Forget these states. The answer has the ids of those whose buffers the trainer may write to again."""
 
     ids: tuple[str, ...]
     but_copied: bool = False  # the state that was copied last stays, whole or under way

@@ -203,7 +203,7 @@ class _Incoming:
         self._writers = 0
 
     def put(self, block: Block, data: memoryview) -> None:
-        """Writes a block; raises `WireError` where it is not what was sent, or of no place."""
+        """Writes a block; raises `WireError` if it is damaged, or has no place."""
         start = block.number * BLOCK
         if block.nbytes != min(BLOCK, self.offer.nbytes - start):
             raise WireError("a block of another size than was offered")
@@ -240,7 +240,7 @@ class _Incoming:
 
 
 class ReplicaServer:
-    """Takes replicas of peers' states, and gives parts of states, to those who know the secret of the run.
+    """Takes replicas of peers' states, and serves parts of states. Only those who know the run's secret are served.
 
     ``host`` is the address of this host to listen on, and ``address`` where the server is reached.
     """
@@ -427,7 +427,7 @@ class _PartReader:
 
 
 def allocated(nbytes: int, beside: int = 0) -> int:
-    """A file in memory of a size, all of it allocated.
+    """Makes a file in memory, and allocates all of it.
 
     Raises `OSError`, which says how much there is, unless enough is left for others, and ``beside`` bytes besides.
     """

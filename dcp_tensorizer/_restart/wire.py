@@ -1,7 +1,7 @@
 """TCP connections between keepers on different hosts, for those who know the secret of one run of a job.
 
     client ──▶ hello: magic, version, its ciphers, nonce
-           ◀── cipher, nonce, proof      keyed BLAKE2b of all that was said: an end without the secret learns nothing
+           ◀── cipher, nonce, proof      keyed BLAKE2b of all messages so far: an end without the secret learns nothing
            ──▶ proof
     then frames in both directions, each encrypted and authenticated with a key of this connection and direction:
     header (kind, bytes of the content), content, MAC

@@ -277,7 +277,7 @@ from importlib import import_module
 import_module(sys.argv[1]).main(sys.argv[2:])
 """
 
-# What such a process imports, apart from what a storage needs.
+# The modules that such a process imports, apart from those of a storage.
 _NEEDED = (__name__.partition(".")[0], "fsspec", "isal", "numpy", "torch", "xxhash")
 
 

@@ -158,7 +158,7 @@ class Descriptor:
 def anonymous_file(name: str) -> int:
     """A new file in memory, without a name; a temporary file on systems other than Linux.
 
-    Raises `OSError`, which says what to do, if it is refused or there are no more descriptors.
+    Raises `OSError`, with advice, if it is refused or no descriptor is free.
     """
     if hasattr(os, "memfd_create"):
         try:

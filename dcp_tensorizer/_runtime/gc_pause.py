@@ -61,7 +61,7 @@ class _Collector(Borrowed[tuple[int, int, int]]):
         if full != self._full_collections:
             self._aged, self._full_collections, self._is_frozen = 0, full, False
         self._aged += 1
-        # Aging would unfreeze what the trainer has frozen. To count visits all of that: so it is rarely done again.
+        # Aging would unfreeze what the trainer has frozen. Counting visits all of it, so it is rarely repeated.
         self._is_frozen = self._is_frozen or gc.get_freeze_count() > _FROZEN_BY_PYTHON
         if self._aged <= _AGEINGS and not self._is_frozen:
             gc.freeze()

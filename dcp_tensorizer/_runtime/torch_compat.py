@@ -308,7 +308,7 @@ def group_of_save() -> ProcessGroup | None:
 
 
 def state_of_save() -> Any:
-    """The state dict that a save on this thread is of, as DCP has it; None if there is no knowing it.
+    """The state dict of the save on this thread, as DCP has it; None if unknown.
 
     DCP shows it to a planner, and to no hook of a storage.
     """
@@ -332,7 +332,7 @@ def group_store(group: ProcessGroup) -> Store:
 
 
 def store_host(group: ProcessGroup) -> str | None:
-    """The host of that store; None where it is of another kind than a server."""
+    """The host of a group's store; None if the store is not a server."""
     store = group_store(group)
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner

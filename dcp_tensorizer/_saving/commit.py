@@ -76,10 +76,10 @@ def drop_record(storage: Storage, save_id: str) -> None:
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Selects a directory's files that provably belong to dead saves, if no save is under way there.
+    """Selects the files that provably belong to dead saves. No save may be under way there.
 
-    Other files that no metadata names may be copies under way, or of a save whose lock is not visible. Raises
-    `CheckpointError` if the metadata or records cannot be read.
+    Other files may be copies under way, or belong to a save whose lock is not visible. Raises `CheckpointError` if the
+    metadata or records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
     return _leftovers(storage, names, lambda name: save_id_in(name) in records) if records else []
@@ -105,7 +105,7 @@ def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str]
 def files_of_models(storage: Storage, names: Sequence[str], of_saves: Sequence[str] | None = None) -> list[str]:
     """The files of models that a save has marked as its own, and that are not part of a model.
 
-    A save that was killed has written them, and no index names them; or it was to remove them. ``of_saves`` are the
+    A killed save has written them without an index that names them, or was about to remove them. ``of_saves`` are the
     temporary files and records of the saves: by default of all. ``names`` are all files of the directory.
     """
     of_saves = names if of_saves is None else of_saves
@@ -282,8 +282,8 @@ def remove_files(storage: Storage, names: Sequence[str]) -> None:
 # --- files of a save that has failed on another rank ------------------------------------------------------------------
 #
 # A rank whose own part fails removes its files. The others have written theirs by then, and learn of the failure from
-# DCP's error. If locks are visible, the next save or restore removes their files. Elsewhere nobody else can know whose
-# files those are, so each rank removes its own.
+# DCP's error. If locks are visible, the next save or restore removes their files. Elsewhere only the rank itself knows
+# its files, so each rank removes its own.
 
 _MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to the other ranks
 

@@ -195,8 +195,8 @@ class Destination:
         """Removes files that no checkpoint names, and the records of their saves. It does not wait for a storage that
         hangs.
 
-        It takes a quarter of a second for 2 GB. It is not done on another thread, because a caller that waited for the
-        save may copy the directory.
+        It takes a quarter of a second for 2 GB. It is done on this thread, because a caller may copy the directory as
+        soon as the save is over.
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 

@@ -105,8 +105,8 @@ class Engine:
         """Frees the memory and the connection. A buffer that is still being copied to at the deadline stays.
 
         States that other stagers have staged since the last user left stay, too, and so do the contents of the last
-        files, for jobs that close a writer after each save. Failures are counted from 0 again: who closes all writers
-        has seen them.
+        files, for jobs that close a writer after each save. Failures are counted from 0 again: a job that closes all of
+        its writers has seen them.
         """
         self.client.free()
         self.saves.close(deadline, stager)
@@ -284,8 +284,8 @@ _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 class Offer(NamedTuple):
     """A rank's offer in ``SavePlan.storage_data``: the id of its save, and digests of tables.
 
-    If ranks keep states in memory, the offer has this one's host, and the answer the state. The answer also has the id
-    of the coordinator's save.
+    If ranks keep states in memory, the offer also has this rank's host, and the answer has the state. The answer also
+    has the id of the coordinator's save.
     """
 
     save_id: str
@@ -346,7 +346,7 @@ class SaveTables:
         return plan_with(plan, Offer(offer.save_id, tuple(found), state, self._save_id))
 
     def told(self, plan: SavePlan) -> KeptState | None:
-        """On a rank: the coordinator's message about the state that all ranks keep in memory."""
+        """On a rank: the coordinator's message about the kept state."""
         answer = plan.storage_data
         return answer.state if isinstance(answer, Offer) and answer.save_id == self._save_id else None
 
@@ -382,6 +382,6 @@ class SaveTables:
 
 
 def keeping_rank(plan: SavePlan) -> KeepingRank | None:
-    """On the coordinator: what a rank has said for copies on other hosts."""
+    """On the coordinator: a rank's introduction, for copies on other hosts."""
     offer = plan.storage_data
     return offer.keeping if isinstance(offer, Offer) else None

@@ -1,7 +1,6 @@
 """The flush of a local folder as this process sees it: reports saves that have arrived, and waits for them.
 
-The writer process flushes. The state of each save is read from the folder's records, so that nobody depends on a
-process that may have died.
+The writer process flushes. The state of each save is read from the folder's records, which outlive any process.
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ class Flushing:
         return self._futures.get(save_id)
 
     def admit(self, name: str, run: str) -> None:
-        """Notes that a run, which saves to this local folder, is about to claim the remote folder; ``name`` is its
-        claim's file.
+        """Notes that a run that saves to this local folder is about to claim the remote one; ``name`` is the claim's
+        file.
 
         The local folder is flushed as long as the remote one belongs to one of its runs (`Queue.runs`).
         """
@@ -136,7 +135,7 @@ class Flushing:
     def entries(self) -> list[FlushEntry]:
         """All records; none, with a warning, if the folder cannot be read.
 
-        If a rank raised alone because of that, the others would wait for it.
+        If one rank alone raised an error here, the others would wait for it.
         """
         return self._read(self.queue.entries)
 

@@ -109,7 +109,9 @@ class KeptSave:
         return self._rank
 
     def begin(self, save_id: str, ranks: Sequence[KeepingRank | None], own: int) -> list[KeptState]:
-        """Returns the facts for each rank, on the coordinator, which is rank ``own``, and says nothing of itself."""
+        """Returns the coordinator's message to each rank. The coordinator is rank ``own``, and has not introduced
+        itself.
+        """
         replaces = committed_id(self._storage)
         number = max(time.time_ns(), loaded.last_number + 1)  # the clock may have been set back since
         state = KeptState(save_id, number, len(ranks), replaces, loaded.is_replaced)
@@ -241,7 +243,7 @@ class SaveCopies:
         self._said: set[str] = set()
 
     def introduced(self, options: CopyOptions, seconds: float, nbytes: int) -> KeepingRank:
-        """What this rank says of itself; ``nbytes`` are those of its state."""
+        """Returns this rank's introduction; ``nbytes`` is the size of its state."""
         keeper: KeeperProcess | None = None
         try:
             keeper = self._keeping.keeper(seconds)
@@ -250,7 +252,7 @@ class SaveCopies:
         return KeepingRank(introduce(options, keeper, self._towards), Room(nbytes, 0, available_memory()))
 
     def arranged(self, options: CopyOptions, state: KeptState, ranks: Sequence[KeepingRank | None]) -> list[KeptState]:
-        """What each rank is told, on the coordinator."""
+        """Returns the coordinator's message to each rank."""
         known = [rank for rank in ranks if rank is not None]
         if len(known) < len(ranks):
             self._warn("not all ranks have copies=2, or plans are cached by torch")
@@ -270,7 +272,7 @@ class SaveCopies:
         ]
 
     def start(self, keeper: KeeperProcess, state: KeptState) -> None:
-        """Lets the keeper begin to copy a state that it keeps, if it has a partner; logs what became of the last."""
+        """Lets the keeper begin to copy a state that it keeps, if it has a partner; logs how the last copy ended."""
         self._towards = state.towards or self._towards
         if state.partner is None:
             return

@@ -144,7 +144,7 @@ class ModelDestination(Destination):
         self._forget()
 
     def _forget(self, *names: str) -> None:
-        """Removes the record of the save, and the temporary names that it tells of."""
+        """Removes the record of the save, and the temporary names in it."""
         with suppress(Exception):
             self.storage.unmark(self._save_id, *names)
             remove_uploads(self.storage, self._save_id)

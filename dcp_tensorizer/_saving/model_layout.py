@@ -206,8 +206,8 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
 
 
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
-    """The tensors of the files; raises `WriteError` if two would have one name, a rule fits no tensor, or a load could
-    not find the way back.
+    """The tensors of the files. Raises `WriteError` if two would have one name, a rule fits no tensor, or a load could
+    not reverse a rule.
     """
     renaming = Renaming(rules)
     try:
@@ -238,7 +238,9 @@ class ChunkOwners(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """Where elements of a tensor of the state dict belong in a tensor of a file that is not the same as a whole."""
+    """The place of some elements of a tensor of the state dict in a tensor of a file, where the two are not equal as a
+    whole.
+    """
 
     shape: tuple[int, ...]  # of the tensor in the file
     box: Box  # its source is not named

@@ -113,7 +113,7 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """The number of exchanges. Each covers a window of the files, so that it takes little memory."""
+    """The number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 

@@ -39,7 +39,7 @@ from .write_plan import Item, plan_with, resolve
 
 
 class RankParts(NamedTuple):
-    """What completing the files needs to know of a rank's parts, by the number of the file."""
+    """A rank's parts as the coordinator needs them to complete the files, by the number of the file."""
 
     rank: int
     parts: Mapping[int, Mapping[int, Mapping[str, str]]]

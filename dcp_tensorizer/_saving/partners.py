@@ -1,7 +1,7 @@
 """Finds the keepers on other hosts that hold copies of the ranks' states, from what all ranks say of themselves.
 
-Each rank introduces itself: its host, and where its keeper is reached. How that gets to the others is up to the caller.
-Whoever has all introductions arranges the ranks' partners, which are the same wherever that is done.
+Each rank introduces itself: its host, and where its keeper is reached. The caller sends the introductions to the other
+ranks. The arrangement follows from the introductions alone. So every rank that has them all arranges the same.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_copies(
 
 
 class Arrangement(NamedTuple):
-    """The partners of all ranks; ``why`` there are none, empty if there are."""
+    """The partners of all ranks. ``why`` says why there are none; empty if there are."""
 
     peers: Sequence[Peer]  # all ranks
     partner_of: Sequence[int]

@@ -5,8 +5,8 @@ The bytes of a file follow from the names, dtypes, shapes, kinds and elements of
 are compared by XXH3-128. Each save has its own file names, so an adopted file gets a new name.
 
 Only whole files can be adopted. So tensors that have not changed lately are kept apart from those that do, by the
-digests of earlier saves. When a tensor that was taken for unchanging changes, it must stay the same for twice as many
-saves before it is taken for unchanging again.
+digests of earlier saves. A tensor that counts as unchanging may still change. Then it must stay the same for twice as
+many saves before it counts as unchanging again.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Saver(SaveContext):
             self.engine.failures.begin("" if path is None else redact(str(path)))
         try:
             if error := error or (None if staged_save is None else staged_save.error):
-                # A new error, because a traceback would keep frames and their tensors alive.
+                # A new error: the traceback of the old one would keep frames and their tensors alive.
                 raise StagingError(str(error))
             where = self._where(path, directory, staged_save)
             self._check_group(where, staged_save)

@@ -95,7 +95,7 @@ class TieredDestination(Destination):
     def _begin(self) -> tuple[Writing, DirectoryLock]:
         """Records the save, and locks the local folder, so that nobody removes it.
 
-        It sets no attributes, because on a disk that hangs it may go on after the save has given the disk up.
+        It sets no attributes: if the disk hangs, it may still be running when the save has given the disk up.
         """
         self._context.show_life()
         record = FlushRecord(self._flushing.target.name, self._place, self.rank, self._id, self._context.id)
@@ -161,7 +161,7 @@ class TieredDestination(Destination):
             raise WriteError(f"cannot write to {queue.folder}: {error}") from error
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files on the remote. Local files are the flush's, or `end` removes them."""
+        """Removes files on the remote. The flush owns the local files, or `end` removes them."""
         if self._writing is None:
             super().remove(names)
 

@@ -12,7 +12,7 @@ from .._staging.staged_save import StagedStateDict
 
 
 def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """The tensors that are tied to an earlier one: its name, by theirs.
+    """The tied tensors, by their names: each with the name of the earlier tensor that it is tied to.
 
     Tied tensors have the same elements of the same memory, and the same sharding. Names are those of the flattened
     state dict.

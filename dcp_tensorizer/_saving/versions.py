@@ -25,7 +25,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class NotPublished(WriteError):
-    """A model is saved, and could not be published. The save that raises this may be that of a later one."""
+    """A model is saved, but could not be published. The save of a later model may raise this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,8 @@ class SavedModel:
 
 
 class VersionsOfWriter:
-    """Publishes the models of one writer, one after the other. Of those that wait meanwhile only the newest is.
+    """Publishes the models of one writer, one after the other. Of the models that wait meanwhile, only the newest is
+    published.
 
     A model is compared with the last one that was published, as long as that is there. The files of a model that
     another one replaces stay until they are no longer needed here.
@@ -166,7 +167,7 @@ class VersionsOfWriter:
             ) from None
 
     def _release(self) -> None:
-        """Lets files go that are no longer needed."""
+        """Releases the files that are no longer needed."""
         with self._changed:
             needed = {id(model) for model in (self._waiting, self._running, self._published) if model is not None}
             released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]

@@ -214,7 +214,7 @@ class _CudaStream(SideStream):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def mark(self) -> _CudaEvent:
-        # Blocking, so that a thread that waits for it does not spin on a core that training needs.
+        # Blocking: a thread that waits for it must not spin on a core that training needs.
         event = torch.cuda.Event(blocking=True)
         first, *others = self._lanes
         with torch.cuda.device(self._index):

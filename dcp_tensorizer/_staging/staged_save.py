@@ -172,7 +172,7 @@ class StagedSave:
     def release(self) -> None:
         """Notes that the save no longer reads training's own memory. Idempotent.
 
-        Training may change the state from now on, or when copies that are still under way are made.
+        Training may change the state from now on; where copies are still under way, once they are made.
         """
         with self._changed:
             self.shared = None
@@ -202,7 +202,7 @@ class StagedSave:
     def hold_training(self) -> None:
         """Keeps later work of the calling thread from changing the state too early.
 
-        If only copies from a GPU are left, the thread's CUDA streams wait for them, and the thread itself does not.
+        If only copies from a GPU are left, the thread's CUDA streams wait for them instead of the thread.
         """
         self._wait_for(StagingState.QUEUED)
         copies = self.copies

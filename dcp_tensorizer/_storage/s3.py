@@ -255,7 +255,8 @@ def translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSErro
     often = "once" if tries == 1 else f"{tries} times"
     said = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {often})"
     if tries > 1 and "Body" in arguments:
-        # Not a refusal, whatever this answer says: an earlier attempt, whose answer was lost, may have put the object.
+        # Not a refusal, whatever this answer says: an earlier attempt may have put the object, although its answer was
+        # lost.
         return _answered(error, said)
     if code == "NoSuchBucket":
         return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")

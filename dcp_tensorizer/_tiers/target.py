@@ -15,7 +15,9 @@ from .._storage.redact import is_in_process, redact
 from ..errors import WriteError
 
 _LONGEST_LOOK = 20.0
-"""Seconds from one look at a flush to the next, at a slow disk or remote, or between two tries. More is no wait."""
+"""The most seconds between two looks at a flush that count as waiting: what a slow disk or remote takes, or the time
+between two tries.
+"""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it contains secrets

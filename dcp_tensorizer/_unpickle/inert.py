@@ -50,7 +50,8 @@ class Named:
 class Value:
     """Stands for the result of a call; takes no state and no members, and only equals itself.
 
-    ``what`` is the name of what was called. ``cost`` is the cost of hashing it once; None if it cannot be hashed.
+    ``what`` names the function or class that was called. ``cost`` is the cost of hashing it once; None if it cannot be
+    hashed.
     """
 
     __slots__ = ("cost", "what")

@@ -166,7 +166,7 @@ class _Begun(NamedTuple):
         """The uploads in the directory itself, except those to listed files, which may be committed: `discard` removes
         both.
 
-        Of a model's files only those of which a record says that a save has begun them.
+        A model's files count only if a record says that a save has begun them.
         """
         names = {file.name for file in listed}
         begun = [file for file in self.files if "/" not in file.name and file.name not in names]
