@@ -22,7 +22,7 @@ from ._runtime.validation import check_callable, check_count, check_storage_opti
 from ._saving.model_layout import ModelOptions
 from ._saving.model_session import ModelSaver
 from ._saving.options import SaveOptions, Staging, threads_of_save
-from ._saving.report import SaveReport
+from ._saving.report import SaveCallbacks, SaveReport
 from ._saving.saver import Saver
 from ._storage.open import path_to_write
 from ._storage.redact import shown
@@ -173,7 +173,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
                 limits=limits,
             ),
         )
-        self._begin(options, on_report)
+        self._begin(options, SaveCallbacks(on_report))
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
@@ -196,5 +196,5 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         versions = self._saver.versions if isinstance(self._saver, ModelSaver) else None
         return None if versions is None else versions.wait(Deadline(timeout))
 
-    def _new_saver(self, on_report: Callable[[SaveReport], object] | None, *, closed: bool) -> Saver:
-        return ModelSaver(self._options, self._model, on_report, closed=closed)
+    def _new_saver(self, callbacks: SaveCallbacks, *, closed: bool) -> Saver:
+        return ModelSaver(self._options, self._model, callbacks, closed=closed)

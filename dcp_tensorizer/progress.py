@@ -1,4 +1,4 @@
-"""A line on a terminal that tells how far a load has come: `ProgressLine`."""
+"""A line on a terminal that tells how far a load or a save has come: `ProgressLine`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _CLEAR = "\r\033[K"
 
 
 class ProgressLine:
-    """Tells how far a load has come: bytes, their rate, and how long it still takes.
+    """Tells how far a load or a save has come: bytes, their rate, and how long it still takes.
 
-    Pass it as ``on_progress`` to a reader, or in the ``reader_options`` of a manager::
+    Pass it as ``on_progress`` to a writer or a reader, or both to a manager::
 
-        CheckpointManager("run", reader_options={"on_progress": ProgressLine()})
+        CheckpointManager(
+            "run", on_progress=ProgressLine("saving"), reader_options={"on_progress": ProgressLine("loading")}
+        )
 
-    The line appears when the first tensor is about to be read, and is cleared at the end. It is written by rank 0, and
-    only to a terminal. It serves any number of loads, one after the other.
+    The line appears before the first byte is read or written, and is cleared at the end. It is written by rank 0, and
+    only to a terminal. It serves any number of loads or saves, one after the other.
 
     Args:
         doing: The beginning of the line.

@@ -22,7 +22,7 @@ from ._format.encryption import Cipher, check_decryption, unlock
 from ._index.reader import Index
 from ._loading.deliver import LoadOptions, LoadSource, load_items, world_size
 from ._loading.exchange import identity_of, members_of, reads_alone
-from ._loading.report import LoadClock, LoadProgress, LoadReport, publish
+from ._loading.report import LoadClock, LoadReport, publish
 from ._loading.targets import Located, RetainedPlan
 from ._loading.validate import (
     ReadFrom,
@@ -38,6 +38,7 @@ from ._loading.validate import (
     warn_of_empty_dicts,
 )
 from ._runtime.gc_pause import collector_paused
+from ._runtime.progress import TransferProgress
 from ._runtime.validation import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
@@ -301,7 +302,7 @@ class TensorizerStorageReader(StorageReader):
         self._located = self._plan = None  # no longer needed
         group = None if self._reads_alone else self._exchange
         source = LoadSource(storage, index, located, self._metadata, self._cipher, self._per_rank, group)
-        progress = LoadProgress(storage.path, self._on_progress)
+        progress = TransferProgress("loading", storage.path, self._on_progress)
         nbytes, received = load_items(source, plan, planner, self._load_options, progress, self._clock.reads.append)
         self._last_report = self._clock.report(
             path=storage.path,

@@ -31,7 +31,7 @@ from ._runtime.threads import Deadline
 from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
 from ._saving.partners import DEFAULT_RATE, check_copies
-from ._saving.report import SaveReport
+from ._saving.report import SaveCallbacks, SaveReport
 from ._saving.saver import SaveDescription, Saver
 from ._saving.session import SaveSession
 from ._staging.staged_save import StagedSave, StagingFuture
@@ -74,6 +74,7 @@ class WriterOptions(TypedDict, total=False):
     reuse_unchanged: bool
     encryption: EncryptionParams | None
     on_report: Callable[[SaveReport], object] | None
+    on_progress: Callable[[int, int], object] | None
     limits: SaveLimits
     local: str | os.PathLike[str] | None
     max_unflushed: int
@@ -121,6 +122,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             written to disk.
         on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
             committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
+        on_progress: Called before this rank writes the first byte of a save, then about once a second, and when all is
+            written, with the bytes that are written and the bytes in all; by one thread at a time. `ProgressLine` shows
+            them on a terminal. An error in it is logged; the save does not fail.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It takes 0.6 s of CPU time per GB in the
             writer process. Both find damage. Neither protects against somebody who may write there, and can change the
             hash with the data.
@@ -168,6 +172,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         reuse_unchanged: bool = False,
         encryption: EncryptionParams | None = None,
         on_report: Callable[[SaveReport], object] | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
         local: str | os.PathLike[str] | None = None,
         max_unflushed: int = MAX_UNFLUSHED,
@@ -179,6 +184,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     ) -> None:
         self._path = None if path is None else path_to_write(path)
         check_callable("on_report", on_report)
+        check_callable("on_progress", on_progress)
         check_storage_options(storage_options)
         write = WriteOptions(
             storage_options=dict(storage_options or {}),
@@ -200,7 +206,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             survive=survive,
             copies=check_copies(copies, copy_rate, failure_domain, interface, survive),
         )
-        self._begin(options, on_report)
+        self._begin(options, SaveCallbacks(on_report, on_progress))
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
@@ -463,13 +469,13 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
 
-    def _begin(self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None) -> None:
+    def _begin(self, options: SaveOptions, callbacks: SaveCallbacks) -> None:
         """Begins in the process that made the writer."""
         self._options = options
         self._synchronize_after_execute = options.staging != "buffer"
         self._error_of_trainer: StagingError | None = None
         self._context_of_trainer: ProcessContext | None = None
-        self._begin_here(self._new_saver(on_report, closed=False))
+        self._begin_here(self._new_saver(callbacks, closed=False))
 
     def _begin_here(self, saver: Saver) -> None:
         self._saver = saver
@@ -477,12 +483,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._local = threading.local()
         in_child(self, TensorizerStorageWriter._renew)
 
-    def _new_saver(self, on_report: Callable[[SaveReport], object] | None, *, closed: bool) -> Saver:
-        return Saver(self._options, on_report, closed=closed)
+    def _new_saver(self, callbacks: SaveCallbacks, *, closed: bool) -> Saver:
+        return Saver(self._options, callbacks, closed=closed)
 
     def _renew(self) -> None:
         """Begins anew in a forked child: the writer process, the buffers and the saves belong to its parent."""
-        self._saver = self._new_saver(self._saver.reports.on_report, closed=self._saver.closed)
+        self._saver = self._new_saver(self._saver.callbacks, closed=self._saver.closed)
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -498,7 +504,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Makes a copy, which writes in its own process. If it stages, it is a trainer's writer."""
         closed = state.pop("_closed")
         self.__dict__.update(state)
-        self._begin_here(self._new_saver(None, closed=closed))
+        self._begin_here(self._new_saver(SaveCallbacks(), closed=closed))
 
     def _take_on_context(self, staged_save: StagedSave | None) -> ProcessContext | None:
         """Takes on the process context of the trainer that asked for a save, and returns it; None if that is this

@@ -128,23 +128,3 @@ def publish(report: LoadReport, on_report: Callable[[LoadReport], object] | None
             on_report(report)
         except Exception:
             logger.exception("on_report failed; the load did not")
-
-
-class LoadProgress:
-    """Tells a callback the progress of a load, and every ``log_seconds`` the log."""
-
-    def __init__(self, path: str, callback: Callable[[int, int], object] | None, log_seconds: float = 10.0) -> None:
-        self._path = path
-        self._callback = callback
-        self._log_seconds = log_seconds
-        self._began = self._logged_at = time.perf_counter()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Takes the bytes done and the bytes in all; called by one thread at a time."""
-        if self._callback is not None:
-            self._callback(done, total)
-        now = time.perf_counter()
-        if now - self._logged_at >= self._log_seconds:
-            self._logged_at = now
-            rate = done / 1e9 / max(now - self._began, 1e-9)
-            logger.info("loading %s: %.1f of %.1f GB, %.2f GB/s", self._path, done / 1e9, total / 1e9, rate)

@@ -85,6 +85,7 @@ class Channel:
         *,
         timeout: float,
         check: Callable[[], object] = lambda: None,
+        progress: Callable[[int], object] = lambda nbytes: None,
     ) -> tuple[Any, list[int]]:
         """Sends a request, and returns its answer with the descriptors that came along.
 
@@ -93,22 +94,29 @@ class Channel:
             fds: Descriptors to send along.
             timeout: Seconds without progress of the other end.
             check: Called about once a second. An exception of it ends the wait.
+            progress: Called with the bytes of each `Progress` of the other end.
 
         Raises:
             TimeoutError: the other end makes no progress.
         """
         self.send(request, fds, timeout)
-        return self.answer(timeout, check)
+        return self.answer(timeout, check, progress)
 
-    def answer(self, timeout: float, check: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
+    def answer(
+        self,
+        timeout: float,
+        check: Callable[[], object] = lambda: None,
+        progress: Callable[[int], object] = lambda nbytes: None,
+    ) -> tuple[Any, list[int]]:
         """Waits for the answer to a request that has been sent: see `ask`."""
-        progress, patience = -1, Patience(timeout, 2 * LOOK_SECONDS)
+        before, patience = -1, Patience(timeout, 2 * LOOK_SECONDS)
         try:
             while True:
                 message, fds = self.receive(lambda: self.wait_readable(patience, check))
                 if isinstance(message, Progress):
-                    if message.nbytes != progress:
-                        progress = message.nbytes
+                    progress(message.nbytes)
+                    if message.nbytes != before:
+                        before = message.nbytes
                         patience.renew()
                     elif patience.is_over():  # it tells of no progress often enough to keep every wait short
                         raise TimeoutError

@@ -87,7 +87,13 @@ class ChildProcess:
     def _disown(self) -> None:
         self.is_ours = False
 
-    def _exchange(self, request: object, fds: Sequence[int], timeout: float) -> Any:
+    def _exchange(
+        self,
+        request: object,
+        fds: Sequence[int],
+        timeout: float,
+        progress: Callable[[int], object] = lambda nbytes: None,
+    ) -> Any:
         """Sends a request, and returns its answer. The caller holds the lock.
 
         If there is no answer, or an exception interrupts the wait, the process is killed: the next request would get
@@ -98,7 +104,7 @@ class ChildProcess:
             EOFError: the process has ended; says how.
         """
         try:
-            answer, _ = self._channel.ask(request, fds, timeout=timeout, check=self._check_alive)
+            answer, _ = self._channel.ask(request, fds, timeout=timeout, check=self._check_alive, progress=progress)
         except TimeoutError:
             self._kill()
             raise TimeoutError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 
 from .._staging.stager import Stager
@@ -13,7 +12,7 @@ from .._tiers.queue import Life
 from ..errors import CheckpointError
 from .engine import engine_of_process
 from .options import SaveOptions
-from .report import Freshness, Reports, SaveReport
+from .report import Freshness, Reports, SaveCallbacks
 
 
 class SaveContext:
@@ -21,7 +20,7 @@ class SaveContext:
 
     Args:
         options: The writer's options.
-        on_report: Called with the report of each save.
+        callbacks: Told of the writer's saves.
         closed: The writer has been closed, and stages nothing.
 
     Attributes:
@@ -34,10 +33,9 @@ class SaveContext:
         owner: The run's claim to the folder of the saves; None if nobody claims it.
     """
 
-    def __init__(
-        self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None, *, closed: bool = False
-    ) -> None:
+    def __init__(self, options: SaveOptions, callbacks: SaveCallbacks, *, closed: bool = False) -> None:
         self.options = options
+        self.callbacks = callbacks
         devices = options.staging == "device"
         self.engine = engine_of_process(devices=devices)
         self.stager = Stager(
@@ -51,7 +49,7 @@ class SaveContext:
             overlap_staging=options.overlap_staging,
         )
         self.flushing = None if options.target is None else self.engine.flushing(options.target)
-        self.reports = Reports(on_report)
+        self.reports = Reports(callbacks.on_report)
         self.freshness = Freshness()
         self.closed = closed
         self.owner: Ownership | None = None

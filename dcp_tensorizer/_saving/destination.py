@@ -127,7 +127,8 @@ class Destination:
     def _write(self, save_id: str, items: Sequence[Item]) -> WriteDone:
         context = self._context
         files = FilesOfSave(self.storage, self.rank, save_id, context.options.write, context.engine.files)
-        return context.engine.client.write(files, items, self._staged_save, lambda: context.closed)
+        with context.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
+            return context.engine.client.write(files, items, self._staged_save, lambda: context.closed, progress)
 
     def wrote(self, written: WriteDone) -> None:
         """Notes that this rank's part is ready. The save may still fail on another rank."""

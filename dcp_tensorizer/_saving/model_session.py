@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from .model_layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_
 from .model_pieces import PieceExchange, TensorPart, part_of_row, pieces_of, round_count, split
 from .options import SaveOptions
 from .rank_group import RankGroup
-from .report import SaveReport
+from .report import SaveCallbacks
 from .saver import SaveDescription, Saver
 from .session import SaveSession
 from .ties import live_state, ties_of
@@ -194,11 +194,11 @@ class ModelSaver(Saver):
         self,
         options: SaveOptions,
         model: ModelOptions,
-        on_report: Callable[[SaveReport], object] | None,
+        callbacks: SaveCallbacks,
         *,
         closed: bool = False,
     ) -> None:
-        super().__init__(options, on_report, closed=closed)
+        super().__init__(options, callbacks, closed=closed)
         self.model = model
         if model.dtype is not None:
             self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages

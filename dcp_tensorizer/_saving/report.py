@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .._format.names import StoredItem
 from .._format.tensor_bytes import named_dtype
 from .._index.schema import ItemKey
+from .._runtime.progress import TransferProgress
 from .._runtime.spans import Span, clock_offset
 from .._staging.staged_save import StageTimes
 
@@ -97,6 +100,24 @@ class SaveReport:
             f"(seconds: {waited}stage {self.stage_seconds:.3f}, plan {self.plan_seconds:.3f}, resolve "
             f"{self.resolve_seconds:.3f}, hash {self.hash_seconds:.3f}, write {self.write_seconds:.3f}{commit})"
         )
+
+
+class SaveCallbacks(NamedTuple):
+    """The user's functions that are told of saves; see `TensorizerStorageWriter`."""
+
+    on_report: Callable[[SaveReport], object] | None = None
+    on_progress: Callable[[int, int], object] | None = None
+
+    @contextmanager
+    def progress(self, path: str, nbytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+        """Gives a function that takes the bytes written so far, while a block writes; ``nbytes`` are those in all."""
+        transfer, total = TransferProgress("saving", path, self.on_progress), functools.cache(nbytes)
+        is_shown = self.on_progress is not None and total() > 0
+        if is_shown:
+            transfer(0, total())
+        yield lambda done: transfer(min(done, total()), total())
+        if is_shown:
+            transfer(total(), total())
 
 
 class SaveTimes:

@@ -28,7 +28,7 @@ from .context import SaveContext
 from .destination import Destination
 from .keeping import KeptSave
 from .options import SaveOptions
-from .report import SaveReport
+from .report import SaveCallbacks
 from .session import SaveSession
 from .tiered_destination import TieredDestination
 
@@ -56,10 +56,8 @@ class Saver(SaveContext):
     ``save_id`` is the id of the last save that began; before the first one, of the first.
     """
 
-    def __init__(
-        self, options: SaveOptions, on_report: Callable[[SaveReport], object] | None, *, closed: bool = False
-    ) -> None:
-        super().__init__(options, on_report, closed=closed)
+    def __init__(self, options: SaveOptions, callbacks: SaveCallbacks, *, closed: bool = False) -> None:
+        super().__init__(options, callbacks, closed=closed)
         self.save_id = uuid.uuid4().hex
         self._next_id = self.save_id
         # Saves without staging may begin at the same time, also in a signal handler.

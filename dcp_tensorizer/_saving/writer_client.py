@@ -13,6 +13,7 @@ from .._runtime.child import END_SECONDS
 from .._runtime.forks import free_in_child
 from .._runtime.gc_pause import collector_paused
 from .._runtime.process_context import ProcessContext, identity_of_process
+from .._runtime.progress import each_second
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._staging.device import CUDA, Device
 from .._staging.shared_mappings import MappedFile, SharedTensors
@@ -113,23 +114,24 @@ class WriterClient:
         items: Sequence[Item],
         staged_save: StagedSave | None,
         is_closed: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], object] = lambda nbytes: None,
     ) -> WriteDone:
         """Writes the items, in the writer process if they were staged and it can reach the storage.
 
         Otherwise this process writes them: if nothing was staged, if the storage is this process's own memory, if the
         buffer's descriptor was closed, or if no process can be started. If the writer process dies, a fresh one writes
-        everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. Raises
-        `WriteError`, and then no file is left.
+        everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. ``progress``
+        is told the bytes that are written, about once a second. Raises `WriteError`, and then no file is left.
         """
         storage, options = files.storage, files.options
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return self._write_here(files, items)
+            return self._write_here(files, items, progress)
         try:
             self.ensure_process(staged_save.context)
         except NotStarted as error:
             if not is_closed():
                 logger.warning(_WRITES_ITSELF, files.rank, str(error))
-                return self._write_here(files, items)
+                return self._write_here(files, items, progress)
         except WriterProcessDied:
             pass  # tried again, unless the writer is closed
         with collector_paused():
@@ -137,7 +139,7 @@ class WriterClient:
         buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
 
         def write_here() -> WriteDone:
-            return self._write_here(files, items)
+            return self._write_here(files, items, progress)
 
         def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
             request = DigestRequest(tuple(sources), options.thread_count)
@@ -147,7 +149,7 @@ class WriterClient:
         def write_there() -> WriteDone:
             request = WriteRequest(storage.location, options, files.plan(sources, digest))
             process = self.ensure_process(staged_save.context)
-            done: WriteDone = process.ask(request, buffers, options.limits.timeout, staged_save.context)
+            done: WriteDone = process.ask(request, buffers, options.limits.timeout, staged_save.context, progress)
             return files.finish(done, digest)
 
         try:
@@ -327,7 +329,7 @@ class WriterClient:
         """Frees the memory when no save uses it any more."""
         self._keep(None)
 
-    def _write_here(self, files: FilesOfSave, items: Sequence[Item]) -> WriteDone:
+    def _write_here(self, files: FilesOfSave, items: Sequence[Item], progress: Callable[[int], object]) -> WriteDone:
         """Writes the items, in this process."""
         tensors = {item.name: item.tensor for item in items}
         # Several threads read them, with current streams of their own.
@@ -341,8 +343,10 @@ class WriterClient:
         def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
             return take_digests(sources, contents, files.options.thread_count)
 
-        requests = files.plan(sources, digest)
-        return files.finish(FileJob(files.storage, requests, contents, files.options).run(), digest)
+        job = FileJob(files.storage, files.plan(sources, digest), contents, files.options)
+        with each_second(lambda: progress(job.bytes_written)):
+            done = job.run()
+        return files.finish(done, digest)
 
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,7 @@ class WriterProcess(ChildProcess):
         buffers: Sequence[SharedBuffer] | None,
         timeout: float,
         context: ProcessContext | None = None,
+        progress: Callable[[int], object] = lambda nbytes: None,
     ) -> Any:
         """Waits until a request is fulfilled, and returns the answer that `protocol` describes.
 
@@ -71,6 +72,7 @@ class WriterProcess(ChildProcess):
             buffers: The shared memory that it refers to; the process lets go of all other. None: it keeps what it has.
             timeout: Seconds without progress after which the process is killed.
             context: The process context that the process takes on.
+            progress: Called about once a second with the bytes that are done.
 
         Raises:
             WriterProcessDied: the process ended, or was killed because it made no progress.
@@ -79,15 +81,20 @@ class WriterProcess(ChildProcess):
         self._lock.acquire()
         with self._conversation():
             if buffers is None:
-                answer = self._send(Call(request, tuple(self._attached), (), context), [], timeout)
+                answer = self._send(Call(request, tuple(self._attached), (), context), [], timeout, progress)
             else:
-                answer = self._send_with(request, buffers, context, timeout)
+                answer = self._send_with(request, buffers, context, timeout, progress)
         if isinstance(answer, Failed):
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
         return answer
 
     def _send_with(
-        self, request: Request, buffers: Sequence[SharedBuffer], context: ProcessContext | None, timeout: float
+        self,
+        request: Request,
+        buffers: Sequence[SharedBuffer],
+        context: ProcessContext | None,
+        timeout: float,
+        progress: Callable[[int], object],
     ) -> object:
         """Sends a request with the descriptors of buffers that the process does not have yet; see `_send`."""
         new = [buffer for buffer in buffers if buffer.id not in self._attached]
@@ -99,7 +106,7 @@ class WriterProcess(ChildProcess):
             raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
         kept = tuple(buffer.id for buffer in buffers if buffer.id in self._attached)
         call = Call(request, kept, tuple((buffer.id, buffer.nbytes) for buffer in new), context)
-        answer = self._send(call, descriptors, timeout)
+        answer = self._send(call, descriptors, timeout, progress)
         if isinstance(answer, Failed):
             self._attached = set()  # it may have failed before it attached them
         return answer
@@ -143,13 +150,19 @@ class WriterProcess(ChildProcess):
         while self._popen.poll() is None:
             time.sleep(LOOK_SECONDS)
 
-    def _send(self, call: Call, fds: Sequence[int], timeout: float) -> object:
+    def _send(
+        self,
+        call: Call,
+        fds: Sequence[int],
+        timeout: float,
+        progress: Callable[[int], object] = lambda nbytes: None,
+    ) -> object:
         """Sends a request, and returns the answer; raises `WriterProcessDied`. The caller holds the lock."""
         body, buffers = _pickled(call), {*call.kept, *(number for number, _ in call.new)}
         self._sent |= buffers
         self._attached = buffers
         try:
-            answer = self._exchange(body, fds, timeout)
+            answer = self._exchange(body, fds, timeout, progress)
         except TimeoutError as error:
             raise WriterProcessHung(
                 f"{error}: the destination hangs, or is slower than the writer's timeout allows"

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dcp_tensorizer import LoadReport
-from dcp_tensorizer._loading.report import LoadClock, LoadProgress, publish
+from dcp_tensorizer._loading.report import LoadClock, publish
 from dcp_tensorizer._runtime.spans import Span
 
 REPORT = LoadReport(
@@ -105,19 +105,3 @@ def test_an_error_of_the_users_callback_is_logged(caplog: pytest.LogCaptureFixtu
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", "on_report failed; the load did not")
     assert "no dashboard" in caplog.text
-
-
-def test_a_long_load_is_logged_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
-    """Whenever the interval is over; the callback is told every time."""
-    calls: list[tuple[int, int]] = []
-    with caplog.at_level(logging.INFO, "dcp_tensorizer"):
-        often = LoadProgress("/ckpt", lambda done, total: calls.append((done, total)), log_seconds=0.0)
-        seldom = LoadProgress("/ckpt", None, log_seconds=3600.0)
-        for done in (1_000_000_000, 4_000_000_000):
-            often(done, 4_000_000_000)
-            seldom(done, 4_000_000_000)
-    assert calls == [(1_000_000_000, 4_000_000_000), (4_000_000_000, 4_000_000_000)]
-    assert [record.message.rpartition(",")[0] for record in caplog.records] == [
-        "loading /ckpt: 1.0 of 4.0 GB",
-        "loading /ckpt: 4.0 of 4.0 GB",
-    ]

@@ -226,7 +226,9 @@ def test_a_request_and_its_answer(channels: tuple[Channel, Channel]) -> None:
 
     theirs.send(Ready())
     serving = in_background(lambda: theirs.serve(answer))
-    assert ours.ask(REQUEST, timeout=WAIT) == (Done(), [])
+    told: list[int] = []
+    assert ours.ask(REQUEST, timeout=WAIT, progress=told.append) == (Done(), [])
+    assert told == [1]
     failed, _ = ours.ask(Progress(0), timeout=WAIT)
     assert isinstance(failed, Failed)
     assert "nothing to do" in failed.message and "Traceback" in failed.details

@@ -92,7 +92,7 @@ def test_an_option_has_one_name_from_the_writer_to_the_writer_process() -> None:
     arguments = inspect.signature(TensorizerStorageWriter).parameters.keys()
     assert fields - arguments == {"write", "target", "cipher"}
     of_copies = {"copy_rate", "failure_domain", "interface"}
-    assert arguments - fields == {"path", "local", "encryption", "on_report"} | of_copies
+    assert arguments - fields == {"path", "local", "encryption", "on_report", "on_progress"} | of_copies
 
 
 def test_storage_options_are_copied() -> None:

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from dcp_tensorizer import SaveReport
+from dcp_tensorizer import SaveReport, WriteError
 from dcp_tensorizer._runtime.spans import Span
-from dcp_tensorizer._saving.report import Reports, SaveTimes
+from dcp_tensorizer._saving.report import Reports, SaveCallbacks, SaveTimes
 from dcp_tensorizer._staging.staged_save import StageTimes
 from dcp_tensorizer._writer_process.protocol import FileResult, WriteDone
 
@@ -124,3 +124,27 @@ def test_a_user_who_fails_fails_nothing(caplog: pytest.LogCaptureFixture) -> Non
     reports.publish(report(SaveTimes()))
     assert reports.last is not None
     assert "metrics are down" in caplog.text
+
+
+def test_the_progress_of_a_save_has_a_beginning_and_an_end() -> None:
+    """Headers of files are written, too, and count as nothing. A save that fails has no end."""
+    calls: list[tuple[int, int]] = []
+    callbacks = SaveCallbacks(on_progress=lambda done, total: calls.append((done, total)))
+    with callbacks.progress("/ckpt", lambda: 100) as progress:
+        progress(40)
+        progress(104)
+    assert calls == [(0, 100), (40, 100), (100, 100), (100, 100)]
+    del calls[:]
+    with pytest.raises(WriteError), callbacks.progress("/ckpt", lambda: 100) as progress:
+        raise WriteError("full")
+    assert calls == [(0, 100)]
+
+
+def test_a_rank_that_writes_nothing_shows_nothing() -> None:
+    """And without a callback nobody asks how much there is."""
+    calls: list[tuple[int, int]] = []
+    with SaveCallbacks(on_progress=lambda *both: calls.append(both)).progress("/ckpt", lambda: 0):
+        pass
+    assert calls == []
+    with SaveCallbacks().progress("/ckpt", lambda: pytest.fail("asked")):
+        pass
