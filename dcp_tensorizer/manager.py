@@ -242,8 +242,10 @@ class CheckpointManager:
         self._check_at_home()
         check_state(state)
         step, recorded = check_step(step), check_metrics(metrics)
-        self._job.saves.part = StatePart(check_patterns("exclude", exclude), trainable_only)
-        decision, future = self._job.step(step, state, recorded, stop=self._signals.seen, force=force, must_write=wait)
+        part = StatePart(check_patterns("exclude", exclude), trainable_only)
+        decision, future = self._job.step(
+            step, state, part, recorded, stop=self._signals.seen, force=force, must_write=wait
+        )
         self._stopping = decision.vote.stop
         if decision.action is not Action.NOTHING and (wait or self._stopping):
             self._wait(until_published=not self._stopping)
@@ -308,7 +310,7 @@ class CheckpointManager:
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
         if restored is not None and is_whole and not self._is_copy:  # a part may be all that is saved, too
-            self._job.saves.warm_up(state)
+            self._job.saves.warm_up(state, StatePart())
         return restored
 
     def wait(self) -> None:

@@ -30,7 +30,7 @@ from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_member
 from .options import JobOptions
 from .policy import Action, Decision, SavePolicy, Vote, decide
 from .restart import Problem, Survival
-from .restore import Selection, load_first
+from .restore import Selection, StatePart, load_first
 from .retention import Retaining
 from .saves import NewStep, Saves
 from .step_folder import Step, leave, read_steps
@@ -115,6 +115,7 @@ class Job:
         self,
         step: int,
         state: Mapping[str, Any],
+        part: StatePart,
         metrics: dict[str, float],
         *,
         stop: bool,
@@ -143,7 +144,7 @@ class Job:
         self.saves.check(decision.vote.failures)
         if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             decision = decision._replace(action=Action.SAVE)
-        return decision, self._act(decision, step, state, metrics)
+        return decision, self._act(decision, step, state, part, metrics)
 
     def _claim(self) -> None:
         """Claims the folder at the first save of the job."""
@@ -302,12 +303,12 @@ class Job:
             self.exports.stand_at(step)
 
     def _act(
-        self, decision: Decision, step: int, state: Mapping[str, Any], metrics: dict[str, float]
+        self, decision: Decision, step: int, state: Mapping[str, Any], part: StatePart, metrics: dict[str, float]
     ) -> Future[str] | None:
         assert self.place is not None
         action = decision.action
         if action is Action.NOTHING:
-            self.saves.warm_up(state)
+            self.saves.warm_up(state, part)
             return None
         if action is Action.JOIN:
             return self.saves.future
@@ -323,9 +324,9 @@ class Job:
         keep = self.survival.next_state(record, self.place.tip, self.place.left)
         new = NewStep(self._folder.child(name), name, record)
         if action is Action.SAVE:
-            return self.saves.start(new, state, keep)
+            return self.saves.start(new, state, part, keep)
         if keep is not None:
-            self.saves.hold(new, state, keep, is_due=decision.is_due)
+            self.saves.hold(new, state, part, keep, is_due=decision.is_due)
         return None
 
     def _restore_from_storage(

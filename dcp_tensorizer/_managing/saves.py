@@ -92,7 +92,6 @@ class Saves:
         planner: Plans all of them.
         failures: The failures in a row.
         error: Of the last save, if it has failed and no call has raised it yet.
-        part: The part of states that is saved from now on.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class Saves:
     ) -> None:
         self.failures = FailuresInARow()
         self.error: BaseException | None = None
-        self.part = StatePart()
         self._writer = writer
         self.planner = SavePlanner()
         self._agreement = agreement
@@ -125,21 +123,23 @@ class Saves:
         self._held: _Held | None = None
         self._following = threading.local()
 
-    def warm_up(self, state: Mapping[str, Any]) -> None:
+    def warm_up(self, state: Mapping[str, Any], part: StatePart) -> None:
         """Allocates the staging buffer before the first save. Optimizers must have their state."""
         if not self._is_warm:
             self._is_warm = True
             with suppress(StagingError):  # the save will report it
-                self._writer.prewarm(self.part.of(state))
+                self._writer.prewarm(part.of(state))
 
-    def start(self, new: NewStep, state: Mapping[str, Any], on_staged: OnStaged | None = None) -> Future[str]:
-        """Stages the state and starts its save; returns before that is over.
+    def start(
+        self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged | None = None
+    ) -> Future[str]:
+        """Stages a part of the state and starts its save; returns before that is over.
 
         An error of a ``state_dict`` is raised after the save has begun, because the other ranks would wait for this
         one: there the save fails. ``on_staged`` as in `SaveDescription`.
         """
         since = self._clock.now()
-        collected, error = _collected(state, self.part)
+        collected, error = _collected(state, part)
         future = self._start(new, collected, since, _refusal(error), on_staged)
         if error is not None:
             raise error
@@ -219,7 +219,9 @@ class Saves:
         if self._exports is not None:
             self._exports.close()
 
-    def hold(self, new: NewStep, state: Mapping[str, Any], on_staged: OnStaged, *, is_due: bool) -> None:
+    def hold(
+        self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged, *, is_due: bool
+    ) -> None:
         """Stages a state that is only written if `write_held` is called; takes the arguments of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
@@ -229,7 +231,7 @@ class Saves:
 
         self._wait_exported()
         is_due = is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
-        collected, error = _collected(state, self.part)
+        collected, error = _collected(state, part)
         ties = {} if self._exports is None else ties_in(collected)
         if error is not None:  # other ranks hold the step; if it is written, the save must fail on all of them
             self._held = _Held(new, None, _refusal(error), is_due)

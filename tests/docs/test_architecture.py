@@ -82,6 +82,17 @@ def test_a_byte_goes_up_only_where_dcp_calls(title: str) -> None:
     assert up == []
 
 
+def test_the_nouns_are_classes_of_their_modules() -> None:
+    """Whoever looks for one finds it where the page says, and there are not too many of them."""
+    rows = re.findall(r"^\| ([a-z, ]+) \| ([^|]+) \| [^|]+ \|$", _section("The nouns"), re.MULTILINE)
+    assert 10 < len(rows) < 25
+    for _, where in rows:
+        for names, module in re.findall(r"((?:`\w+`(?: and )?)+) in `([\w/]+)`", where):
+            code = (PACKAGE / f"{module}.py").read_text(encoding="utf-8")
+            for name in _names(names):
+                assert re.search(rf"^class {name}\b", code, re.MULTILINE), f"{name} is not in {module}"
+
+
 def test_the_house_is_the_package() -> None:
     """The tree shows each folder and module directly below the package, and nothing else."""
     shown = set(re.findall(r"^  (\w+)(?:\.py|/) ", _section("The house"), re.MULTILINE))
