@@ -213,11 +213,11 @@ class Job:
         """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing."""
         self.write_held()
         self.saves.wait()
-        settle(self._flushing, self._agreement)
+        lost = settle(self._flushing, self._agreement)
         self.survival.begin()
         self.survival.forget()
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
-        kept = None if step is not None else self.survival.restore(state, selection, found)
+        kept = None if step is not None else self.survival.restore(state, selection, found, lost)
         if isinstance(kept, SaveRecord):
             place: Place | None = _place_of(kept, found)
             record: SaveRecord | None = kept
@@ -321,7 +321,7 @@ class Job:
         self._policy.begin(step, is_due=decision.is_due)
         name = self.place.name_of(step, self._names)
         record = self.place.record(step, metrics, self.survival.run, self._clock, is_end=decision.vote.stop)
-        keep = self.survival.next_state(record, self.place.tip, self.place.left)
+        keep = self.survival.next_state(record, self.place)
         new = NewStep(self._folder.child(name), name, record)
         if action is Action.SAVE:
             return self.saves.start(new, state, part, keep)

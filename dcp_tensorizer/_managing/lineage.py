@@ -28,6 +28,7 @@ from .step_folder import (
 logger = logging.getLogger("dcp_tensorizer")
 
 _SHOWN = 5
+_LONGEST_LINE = 64  # more checkpoints than wait for their flush
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class Place:
         others: The names of the steps on other branches.
         left: The newest checkpoint, if the job has gone back behind it, and has not saved since.
         step: The step of the last `save` or restore; -1 before the first.
+        line: The ids of the checkpoints that the job goes on from, the newest first, since it began or restored one.
     """
 
     branch: Branch
@@ -51,6 +53,7 @@ class Place:
     others: list[str]
     left: Step | None
     step: int = -1
+    line: tuple[str, ...] = ()
 
     @classmethod
     def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step], step: int = -1) -> Place:
@@ -60,17 +63,18 @@ class Place:
         numbers = {other.number for other in members(sound(steps), branch)}
         others = [other.name for other in steps if other.number not in numbers]
         names = {other.number: other.name for other in steps}
-        return cls(branch, tip, numbers, names, others, left, step)
+        return cls(branch, tip, numbers, names, others, left, step, () if tip is None else (tip.save_id,))
 
     def begin_anew(self, branch: Branch) -> None:
         """Moves the job to a new branch: it goes on from something unknown instead of its last checkpoint."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
-        self.branch, self.tip, self.numbers, self.left = branch, None, set(), self.tip or self.left
+        self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
 
     def advance(self, saved: Step | None) -> None:
         """Notes the result of the last save; None if it failed."""
         if saved is not None:
             self.tip, self.left = saved, None
+            self.line = (saved.save_id, *self.line)[:_LONGEST_LINE]
             self.numbers.add(saved.number)
             self.names[saved.number] = saved.name
 

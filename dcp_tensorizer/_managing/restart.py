@@ -43,7 +43,7 @@ from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
 from .copies import CopyVote, PeerCopies
-from .lineage import RestoreChoice
+from .lineage import Place, RestoreChoice
 from .options import JobOptions
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
 from .step_folder import Step
@@ -203,11 +203,10 @@ class Survival:
         """How many staging buffers there may be; for copies one more."""
         return self._buffers + self.copies.is_on
 
-    def next_state(self, record: SaveRecord, parent: Step | None, left: Step | None) -> OnStaged | None:
+    def next_state(self, record: SaveRecord, place: Place) -> OnStaged | None:
         """Returns a function that keeps the next staged copy; None if it is not kept.
 
-        ``record`` describes it in the index, ``parent`` is the checkpoint that it goes on from, and ``left`` as in
-        `Place`.
+        ``record`` describes it in the index, and ``place`` is that of the job.
         """
         if self._stage is _Stage.OFF:  # OFF is the same on all ranks; only this one may have lost its keeper meanwhile
             return None
@@ -220,10 +219,11 @@ class Survival:
             rank=self._agreement.rank,
             world_size=self._agreement.size,
             record=record,
-            parent_step=None if parent is None else parent.number,
-            left=(left.save_id or None) if left else None,
+            parent_step=None if place.tip is None else place.tip.number,
+            left=(place.left.save_id or None) if place.left else None,
             folder=identity(self._folder.location),
             host=this_host(),
+            line=place.line,
         )
         is_copied = self.copies.order(number)
 
@@ -237,13 +237,13 @@ class Survival:
         return keep
 
     def restore(
-        self, state: dict[str, Any], selection: Selection, choice: RestoreChoice
+        self, state: dict[str, Any], selection: Selection, choice: RestoreChoice, lost: Collection[str] = ()
     ) -> SaveRecord | Problem | None:
         """Loads a state that an earlier run has kept: see `load_kept`."""
         if self._stage is _Stage.OFF:
             return None
         options = self._reader_options
-        return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice)
+        return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice, lost)
 
     def discard(self) -> None:
         """Forgets the states of earlier runs, which are no longer wanted."""
@@ -365,6 +365,7 @@ def load_kept(
     selection: Selection,
     options: Mapping[str, Any],
     choice: RestoreChoice,
+    lost: Collection[str] = (),
 ) -> SaveRecord | Problem | None:
     """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
 
@@ -376,6 +377,7 @@ def load_kept(
         selection: Which keys.
         options: For the reader.
         choice: What is on storage.
+        lost: The ids of the saves that were lost with a node before they were on storage.
 
     Returns:
         What was recorded with it. None, or why it could not be loaded: the state is to be loaded from storage.
@@ -384,7 +386,7 @@ def load_kept(
     Raises:
         CheckpointError: it is whole and does not fit, as `load_first` says, or a rank is gone; on all ranks.
     """
-    chosen = _chosen(found, folder, agreement, choice)
+    chosen = _chosen(found, folder, agreement, choice, lost)
     if chosen is None:
         return None
     head, elsewhere = chosen
@@ -425,7 +427,7 @@ class _Offer(NamedTuple):
 
 
 def _chosen(
-    found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice
+    found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice, lost: Collection[str]
 ) -> tuple[KeptHead, Elsewhere] | None:
     """The newest state that all ranks can reach, if it is not outdated, and where it is; the same on all ranks."""
     states, there, host = found.states(), identity(folder.location), this_host()
@@ -455,10 +457,10 @@ def _chosen(
 
     def refusal() -> str:
         if is_known:
-            return _outdated(head, tip, None if is_other else head.folder, ids)
+            return _outdated(head, tip, None if is_other else head.folder, ids, lost)
         # Its hosts are gone. Others have another number for the disk, and the same for the folder.
         is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
-        return _outdated(head, tip, head.folder if is_same else None, ids)
+        return _outdated(head, tip, head.folder if is_same else None, ids, lost)
 
     if words := agreement.decided(refusal):
         logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, words)
@@ -546,20 +548,29 @@ def _joint(problems: Sequence[Problem | None]) -> Problem | None:
     return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
 
-def _outdated(head: KeptHead, tip: Step | None, folder: tuple[int, int] | None, ids: Collection[str] = ()) -> str:
+def _outdated(
+    head: KeptHead,
+    tip: Step | None,
+    folder: tuple[int, int] | None,
+    ids: Collection[str] = (),
+    lost: Collection[str] = (),
+) -> str:
     """Why a state does not go on from the newest checkpoint ``tip``; empty if it does.
 
-    ``folder`` is the identity of the job's folder, and ``ids`` are those of all existing checkpoints.
+    ``folder`` is the identity of the job's folder, and ``ids`` are those of all existing checkpoints. Those that a lost
+    node had alone, ``lost``, count as never saved.
     """
-    record = head.record
+    record, parent = head.record, None
     assert record is not None
+    if record.parent is not None:
+        parent = next((one for one in (record.parent, *head.line) if one not in lost), None)
     if head.folder not in (None, folder):
         return "the job's folder is another one now: it is not used"
     if tip is None:
-        return "" if record.parent is None else "the checkpoint that it goes on from is gone: it is not used"
+        return "" if parent is None else "the checkpoint that it goes on from is gone: it is not used"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
         return ""  # the job has gone back behind that one, and nobody has saved since
-    if record.parent != tip.save_id and not _has_saved(head, tip):
+    if parent != tip.save_id and not _has_saved(head, tip):
         return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
 

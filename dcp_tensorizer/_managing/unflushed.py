@@ -58,15 +58,15 @@ class _Loss(NamedTuple):
     is_known: bool  # it is known to have been committed
 
 
-def settle(flushing: Flushing | None, agreement: Agreement) -> None:
+def settle(flushing: Flushing | None, agreement: Agreement) -> set[str]:
     """Lets the flush finish saves of an earlier job, and waits for it if they could not be loaded otherwise.
 
     If all ranks see one local folder, they are loaded from there. Saves of a lost node are given up, with an error in
-    each rank's log, and their files on the remote are removed. Every rank calls it. Raises `WriteError` if a rank is
-    gone.
+    each rank's log, and their files on the remote are removed. Every rank calls it. Returns the ids of these saves, the
+    same on all ranks. Raises `WriteError` if a rank is gone.
     """
     if flushing is None:
-        return
+        return set()
     own = flushing.open_records()
     can_list, queue = flushing.is_readable, flushing.queue
     held = {name for _, record in own for name in _whole(flushing, record)}
@@ -93,6 +93,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> None:
             logger.warning("%s/%s: %s, and what is left of it goes", flushing.target.name, loss.place, loss.reason)
     if must_wait:
         _wait(flushing, agreement)
+    return {save_id_in(name) for loss in losses for name in loss.files}
 
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:

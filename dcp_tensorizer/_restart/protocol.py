@@ -36,6 +36,8 @@ class KeptHead(NamedTuple):
         path: Where it was being saved; empty if that is for a manager to say.
         replaces: The id of the checkpoint that was at the path; None if there was none.
         host: That kept it (see `this_host`), whose name for the folder that is; empty if it is not known.
+        line: The ids of the checkpoints that it goes on from, the newest first, as far as its run has saved or restored
+            them.
     """
 
     id: str
@@ -50,6 +52,7 @@ class KeptHead(NamedTuple):
     path: str = ""
     replaces: str | None = None
     host: str = ""
+    line: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:

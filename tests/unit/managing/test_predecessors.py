@@ -129,3 +129,16 @@ def test_what_has_come_of_all_ranks_loads() -> None:
     assert _joint([part, damage]) == part._replace(is_damage=True)
     assert _joint([None, damage]) == damage._replace(has_touched=True)
     assert _joint([None, None]) is None
+
+
+def test_checkpoints_that_were_lost_with_a_node() -> None:
+    """They count as never saved: what goes on from the newest one that is there is used, and nothing else."""
+    kept = head(9, "eight", 8)._replace(line=("eight", "six", "four"))
+    assert "or removed checkpoints" in _outdated(kept, saved(4, "four"), FOLDER, {"four"})
+    assert _outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight", "six"}) == ""
+    assert _outdated(kept, saved(6, "six"), FOLDER, {"four", "six"}, {"eight"}) == ""
+    assert "or removed checkpoints" in _outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight"})
+    other = saved(5, "five", job="another")
+    assert "another job has saved step 5 since" in _outdated(kept, other, FOLDER, {"five"}, {"eight", "six"})
+    first = head(5, "four", 4)._replace(line=("four",))
+    assert _outdated(first, None, FOLDER, (), {"four"}) == ""
