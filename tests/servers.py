@@ -23,7 +23,8 @@ import botocore.session
 _START_SECONDS = 60.0
 _PORTS = range(15000, 32000)
 
-KEY, SECRET = "tests-access-key", "tests-secret-key-0123456789"
+KEY = "tests-access-key"
+SECRET = "tests-secret-key-0123456789"
 OTHER_KEY = "tests-other-access-key"  # of the same user, with the same secret
 USER, PASSWORD = "tests-user", "tests-password-0123456789"
 
@@ -93,8 +94,8 @@ def _models() -> Any:
 
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[S3Server]:
-    """SeaweedFS with one bucket."""
+def s3_server(folder: Path, address: str = "127.0.0.1") -> Iterator[S3Server]:
+    """SeaweedFS with one bucket, at an address of this machine."""
     with free_ports(8) as (master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc):
         config = folder / "s3.json"
         credentials = [{"accessKey": key, "secretKey": SECRET} for key in (KEY, OTHER_KEY)]
@@ -107,8 +108,8 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
         config.chmod(0o600)
         (folder / "data").mkdir()
     options = {
-        "ip": "127.0.0.1",
-        "ip.bind": "127.0.0.1",
+        "ip": address,
+        "ip.bind": address,
         "dir": folder / "data",
         "master.peers": "none",
         "master.port": master,
@@ -132,7 +133,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     }
     weed = Path(sys.executable).with_name("weed")
     command = [str(weed), "-logtostderr", "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
-    server = S3Server(f"http://127.0.0.1:{s3}", "tests-bucket")
+    server = S3Server(f"http://{address}:{s3}", "tests-bucket")
 
     def ready() -> bool:
         try:

@@ -24,6 +24,7 @@ from . import (
     surroundings,
     survival,
     tiers,
+    trainings,
 )
 from .report import render
 from .tally import Part, Unavailable, added
@@ -42,6 +43,7 @@ PARTS: dict[str, Part] = {
     "disks": disks.PART,
     "surroundings": surroundings.PART,
     "hosts": hosts.PART,
+    **trainings.PARTS,
     # Another part is a module with a `PART`, and a line here.
 }
 

@@ -39,7 +39,7 @@ class Disk:
     Args:
         path: An empty directory, which is made.
         nbytes: The size.
-        kind: "tmpfs", or "ext4" in a file, which can also be frozen and broken.
+        kind: "tmpfs"; "ext4" in a file, which can also be frozen and broken; or another kind in a file.
     """
 
     def __init__(self, path: Path, nbytes: int, kind: str = "tmpfs") -> None:
@@ -97,5 +97,5 @@ class Disk:
     def unmount(self) -> None:
         """Unmounts it, thawed, whoever uses it."""
         self.thaw()
-        if os.path.ismount(self.path):
+        while os.path.ismount(self.path):  # there may be another one upon it
             command("umount", "--lazy", self.path)

@@ -1,7 +1,8 @@
 """Several hosts on one machine: each has its own network, mounts, processes, name, boot id and disk.
 
 A host hangs on one process, the first of its process namespace: with that, all of the host ends at once. It ends when
-the tests do, even if they are killed; and the network ends with the hosts.
+the tests do, even if they are killed; and the network ends with the hosts. A host may also have a user, a umask and a
+clock of its own, lose packets, and get little of the processors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,10 +25,11 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import psutil
 
+from ..servers import KEY, SECRET, s3_server
 from ..support import ROOT
 from .disks import command
 
@@ -42,29 +45,65 @@ SHARED = Path("/mnt/shared")
 _SECONDS = 60.0
 _WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
-# $1: the host's folder outside, $2: the folder that all share, $3: its name, $4...: what it sees of the machine's /tmp
-# and /run, which are its own. The shell waits for all that lose their parent, as an init does.
+# $1: the host's folder outside, $2: the folder that all share, $3: its name, $4: its user, $5...: what it sees of the
+# machine's /tmp, /run and /root, which are its own. The shell waits for all that lose their parent, as an init does.
 _BOOT = """
 set -e
-folder=$1 shared=$2 name=$3; shift 3
+folder=$1 shared=$2 name=$3 user=$4; shift 4
 hostname "$name"
 mount -n --bind "$folder/hosts" /etc/hosts
 mount -n --bind "$folder/boot_id" /proc/sys/kernel/random/boot_id
 mount -n -t tmpfs tmpfs /mnt
-mkdir /mnt/disk /mnt/shared /mnt/tmp /mnt/run
+mkdir /mnt/disk /mnt/shared /mnt/tmp /mnt/run /mnt/root
 mount -n --bind "$folder/disk" /mnt/disk
-mount -n --bind "$shared" /mnt/shared
+mount -n --rbind "$shared" /mnt/shared
 mount -n -t tmpfs -o mode=1777 tmpfs /mnt/tmp
 mount -n -t tmpfs -o mode=755 tmpfs /mnt/run
+mount -n -t tmpfs -o mode=755 tmpfs /mnt/root
 for path; do mkdir -p "/mnt$path"; mount -n --rbind "$path" "/mnt$path"; done
-mount -n --move /mnt/tmp /tmp
-mount -n --move /mnt/run /run
+for path in /tmp /run /root; do mount -n --move "/mnt$path" "$path"; done
 mount -n -t tmpfs -o mode=1777 tmpfs /dev/shm
-mkdir -p -m 700 /run/user/0
+mkdir -p /run/user
+mkdir -m 700 "/run/user/$user"
+chown "$user" "/run/user/$user" /mnt/disk
 echo up
 exec >/dev/null
 sleep infinity & while :; do wait; done
 """
+
+# What programs ask for the time of day, when this is loaded before the C library. Files have the times of the machine,
+# as those of a server have, whose clock is yet another one.
+_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+static long ahead(void) { const char *words = getenv("CLOCK_AHEAD"); return words ? atol(words) : 0; }
+int clock_gettime(clockid_t id, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(id, now);
+    if (!code && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += ahead();
+    return code;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    int code = clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec, now->tv_usec = precise.tv_nsec / 1000;
+    return code;
+}
+time_t time(time_t *place) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (place) *place = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+_PR_SET_DUMPABLE = 4
+_PERIOD = 20_000  # microseconds in which a slow host gets its share
+_GROUP = 1000  # of all users of hosts but root
 
 
 class Lab:
@@ -77,6 +116,8 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder, self.shared = folder, folder / "shared"
         self.shared.mkdir(parents=True)
+        os.chown(self.shared, -1, _GROUP)
+        self.shared.chmod(0o2777)  # so what lies in it is of that group
         self._hosts: list[Host] = []
         self._jobs: list[Job] = []
         self._port = 29500
@@ -97,22 +138,42 @@ class Lab:
         for job in self._jobs:
             job.end()
         for host in self._hosts:
-            host.die()
+            host.remove()
         self._switch.kill()
         self._switch.wait()
 
     def ip(self, *words: object) -> str:
         """Runs ``ip`` where the hosts' links meet: the one of host 3 is ``v3``."""
-        return command("nsenter", f"--target={self._switch.pid}", "--net", "ip", *words)
+        return command("nsenter", f"--target={self.switch}", "--net", "ip", *words)
 
-    def host(self) -> Host:
-        """Adds a host, which is up."""
-        self._hosts.append(Host(self, len(self._hosts) + 1))
+    @property
+    def switch(self) -> int:
+        """The process in whose network the hosts' links meet."""
+        return self._switch.pid
+
+    def host(self, *, user: int = 0, umask: int = 0o022, ahead: int = 0) -> Host:
+        """Adds a host, which is up.
+
+        Args:
+            user: Of its programs; all but root are of one group.
+            umask: Of its programs.
+            ahead: Seconds that its clock is ahead of the machine's. Its programs are not forked then; needs ``cc``.
+        """
+        self._hosts.append(Host(self, len(self._hosts) + 1, user, umask, ahead))
         return self._hosts[-1]
 
     def hosts(self, count: int) -> list[Host]:
         """Adds several."""
         return [self.host() for _ in range(count)]
+
+    def s3(self) -> tuple[Host, str, dict[str, str]]:
+        """Adds a host with SeaweedFS; returns it, the URL of a bucket there, and the variables of who uses it."""
+        host = self.host()
+        self._remember([host.fork(_serve, host.address)])
+        ready = host.disk / "bucket"
+        endpoint, bucket = self._jobs[-1].until(lambda: ready.exists() and ready.read_text().split())
+        keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
+        return host, f"s3://{bucket}", keys | {"AWS_ENDPOINT_URL": endpoint}
 
     def torchrun(
         self,
@@ -159,17 +220,23 @@ class Lab:
             [h.start(sys.executable, *program, environment=o | more) for h, o in zip(hosts, own, strict=True)]
         )
 
-    def forked(self, hosts: Sequence[Host], work: Callable[..., object], *arguments: object) -> Job:
+    def forked(
+        self,
+        hosts: Sequence[Host],
+        work: Callable[..., object],
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+    ) -> Job:
         """Starts a function of a module as one rank on each host, like `ranks`, but nothing has to be imported.
 
         Args:
             hosts: The host of each rank.
             work: It, and all that it imports, is imported once by a process whose forks the ranks are.
             arguments: Of the function; what pickle can hold.
+            environment: More variables.
         """
-        return self._remember(
-            [h.fork(work, *arguments, environment=o) for h, o in zip(hosts, self._places(hosts), strict=True)]
-        )
+        own, more = self._places(hosts), dict(environment or {})
+        return self._remember([h.fork(work, *arguments, environment=o | more) for h, o in zip(hosts, own, strict=True)])
 
     def _places(self, hosts: Sequence[Host]) -> list[dict[str, str]]:
         """The variables by which ranks find each other."""
@@ -194,8 +261,10 @@ class Lab:
 class Host:
     """One host, at `address`, with its files of `DISK` in `disk`. `Lab.host` makes it."""
 
-    def __init__(self, lab: Lab, number: int) -> None:
+    def __init__(self, lab: Lab, number: int, user: int, umask: int, ahead: int) -> None:
         self._lab, self.number = lab, number
+        self.user, self._umask, self.ahead = user, umask, ahead
+        self._group: Path | None = None  # the control group of its programs, if it is slow
         self.name, self.address = f"host{number}", _address(number)
         self.folder = lab.folder / self.name
         self.disk = self.folder / "disk"
@@ -210,9 +279,12 @@ class Host:
         (self.folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", f"{self.address} {self.name}\n", *names]))
         own = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         seen = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)} | {ROOT, Path(sys.prefix)}
-        binds = [path for path in sorted(seen) if path.is_relative_to("/tmp") or path.is_relative_to("/run")]
+        binds = [path for path in sorted(seen) if any(map(path.is_relative_to, ("/tmp", "/run", "/root")))]
         self._outer = subprocess.Popen(
-            [*_WITH_US, "unshare", *own, "sh", "-c", _BOOT, "sh", self.folder, self._lab.shared, self.name, *binds],
+            [
+                *(*_WITH_US, "unshare", *own, "sh", "-c", _BOOT, "sh"),
+                *(self.folder, self._lab.shared, self.name, str(self.user), *binds),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -240,10 +312,17 @@ class Host:
         """Starts a command on it, in `DISK`."""
         variables, log = self._surroundings(environment)
         inside = ["nsenter", f"--target={self.init}", "--net", "--mount", "--uts", "--ipc", "--pid"]
+        if self._group is not None:
+            inside = ["sh", "-c", 'echo 0 > "$0"; exec "$@"', str(self._group / "cgroup.procs"), *inside]
+        if self.user:
+            inside += ["setpriv", f"--reuid={self.user}", f"--regid={_GROUP}", "--clear-groups"]
+        if self.ahead:
+            inside += ["env", f"LD_PRELOAD={self._clock()}", f"CLOCK_AHEAD={self.ahead}"]
         with open(log, "wb") as output:
             outer = subprocess.Popen(
                 [*inside, "env", f"--chdir={DISK}", *map(str, words)],
                 env=variables,
+                umask=self._umask,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -255,8 +334,10 @@ class Host:
         self, work: Callable[..., object], *arguments: object, environment: Mapping[str, str] | None = None
     ) -> Program:
         """Starts a function of a module on it, in `DISK`, in a fork of a process that has imported it."""
+        assert not self.ahead, "a fork has loaded the C library before"
         variables, log = self._surroundings(environment)
-        process = _nursery(work.__module__).Process(target=_enter, args=(self.init, variables, log, work, arguments))
+        place = _Place(self.init, self.user, self._umask, self._group)
+        process = _nursery(work.__module__).Process(target=_enter, args=(place, variables, log, work, arguments))
         process.start()
         return Program(f"{self.name}: {work.__module__}", Forked(process), log)
 
@@ -265,7 +346,7 @@ class Host:
         variables = {
             "PATH": os.environ["PATH"],
             "HOME": "/root",
-            "XDG_RUNTIME_DIR": "/run/user/0",
+            "XDG_RUNTIME_DIR": f"/run/user/{self.user}",
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",
@@ -296,7 +377,7 @@ class Host:
                 if os.readlink(f"/proc/{process.pid}/ns/pid") == mine and process.pid != self.init:
                     found += [" ".join(line)] if line[0] != "sleep" else []
         root = Path(f"/proc/{self.init}/root")
-        for folder in ("run/user/0", "dev/shm", str(DISK)[1:]):
+        for folder in (f"run/user/{self.user}", "dev/shm", str(DISK)[1:]):
             found += [str(path) for path in (root / folder).rglob("*") if not path.is_dir()]
         others = [path for path in (root / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
         return found + [str(path) for path in others if not path.is_mount()]
@@ -309,6 +390,44 @@ class Host:
         """Gives it its network again."""
         self._lab.ip("link", "set", f"v{self.number}", "up")
 
+    def lose(self, percent: int) -> None:
+        """Drops so many packets of a hundred that it sends, and that it gets; needs ``nft``."""
+        drop = f"numgen random mod 100 < {percent} counter drop"
+        places = [
+            (self.init, "inet", "hook input"),
+            (self._lab.switch, "netdev", f"hook ingress device v{self.number}"),
+        ]
+        for pid, family, hook in places:
+            table = f"{family} losses{self.number}"
+            words = f"add table {table}; add chain {table} all {{ type filter {hook} priority 0; }}; "
+            words += f"flush chain {table} all; add rule {table} all {drop}" if percent else f"delete table {table}"
+            command("nsenter", f"--target={pid}", "--net", "nft", words)
+
+    def lost(self) -> int:
+        """Returns how many packets `lose` has dropped."""
+        places = [(self.init, "inet"), (self._lab.switch, "netdev")]
+        tables = [
+            command("nsenter", f"--target={pid}", "--net", "nft", f"list table {family} losses{self.number}")
+            for pid, family in places
+        ]
+        return sum(int(count) for table in tables for count in re.findall(r"counter packets (\d+)", table))
+
+    def slow(self, share: float) -> None:
+        """Gives the programs that are started on it from now on so much of one processor, all together.
+
+        Raises `OSError` where this user cannot make a control group.
+        """
+        root = Path("/sys/fs/cgroup")
+        is_new = (root / "cgroup.controllers").exists()
+        group = self._group = (root if is_new else root / "cpu") / f"lab-{os.getpid()}-{self.name}"
+        group.mkdir(exist_ok=True)
+        quota = round(share * _PERIOD)
+        if is_new:
+            (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+
     def die(self, *, with_disk: bool = False) -> None:
         """Ends it as a loss of power does: all of its processes at once, its memory, and its disk if that is said."""
         if self._outer.poll() is None:
@@ -318,6 +437,23 @@ class Host:
         if with_disk:
             shutil.rmtree(self.disk)
             self.disk.mkdir()
+
+    def remove(self) -> None:
+        """Ends it for good; none of its programs runs any more."""
+        self.die()
+        if self._group is not None:
+            deadline = time.monotonic() + _SECONDS
+            while (self._group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+                time.sleep(0.01)  # the kernel ends them in its own time
+            self._group.rmdir()
+
+    def _clock(self) -> Path:
+        """The library that shifts the clock, which is made once."""
+        library = self._lab.shared / "clock.so"
+        if not library.exists():
+            words = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-o", str(library), "-", "-ldl"]
+            subprocess.run(words, input=_CLOCK, text=True, check=True)
+        return SHARED / library.name
 
 
 class Forked:
@@ -349,15 +485,27 @@ def _nursery(module: str) -> ForkServerContext:
     return context
 
 
+class _Place(NamedTuple):
+    """Where a fork goes: the namespaces of a host, its user, its umask and its control group."""
+
+    init: int
+    user: int
+    umask: int
+    group: Path | None
+
+
 def _enter(
-    init: int, variables: dict[str, str], log: Path, work: Callable[..., object], arguments: Sequence[object]
+    place: _Place, variables: dict[str, str], log: Path, work: Callable[..., object], arguments: Sequence[object]
 ) -> None:
     """Enters the namespaces of a host, as nsenter does, and waits for a child there, which does the work."""
     with open(log, "wb") as output:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
+    if place.group is not None:
+        (place.group / "cgroup.procs").write_text("0")
     libc = ctypes.CDLL(None, use_errno=True)
-    namespaces = [os.open(f"/proc/{init}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "pid", "mnt")]
+    kinds = ("net", "uts", "ipc", "pid", "mnt")
+    namespaces = [os.open(f"/proc/{place.init}/ns/{kind}", os.O_RDONLY) for kind in kinds]
     for descriptor in namespaces:
         if libc.setns(descriptor, 0):
             raise OSError(ctypes.get_errno(), "setns")
@@ -369,6 +517,12 @@ def _enter(
         os._exit(max(os.waitstatus_to_exitcode(status), 0) or (1 if status else 0))
     code = 1
     try:
+        os.umask(place.umask)
+        if place.user:
+            os.setgroups([])
+            os.setgid(_GROUP)
+            os.setuid(place.user)
+            libc.prctl(_PR_SET_DUMPABLE, 1)  # else its files below /proc are root's
         os.environ.clear()
         os.environ.update(variables)
         work(*arguments)
@@ -378,6 +532,14 @@ def _enter(
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _serve(address: str) -> None:
+    """Serves S3 until the host ends, and writes where."""
+    with s3_server(DISK, address) as server:
+        (DISK / "new").write_text(f"{server.endpoint} {server.bucket}")
+        os.rename(DISK / "new", DISK / "bucket")
+        signal.pause()
 
 
 def _address(number: int) -> str:

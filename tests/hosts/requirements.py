@@ -15,6 +15,7 @@ _TOOLS = {  # by Debian's and Ubuntu's package
     "util-linux": ("fsfreeze", "nsenter", "setpriv", "unshare"),
     "mount": ("losetup", "mount", "umount"),
     "e2fsprogs": ("mkfs.ext4",),
+    "gcc": ("cc",),  # for clocks that differ
 }
 _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
