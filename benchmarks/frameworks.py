@@ -11,14 +11,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -119,7 +121,57 @@ class Torchtitan:
         self.manager.load(int(path.name.partition("-")[2]))
 
 
-FRAMEWORKS = {"accelerate": Accelerate, "lightning": Fabric, "torchtitan": Torchtitan}
+class TorchCheckpointing:
+    """Our manager of torch_checkpointing, or the same state by ``dcp.async_save`` with this package's writer."""
+
+    def __init__(self, ours: bool, layers: int) -> None:
+        from torch_checkpointing import ItemSpec
+        from torch_checkpointing.default_resharder import DefaultResharder
+
+        from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
+        from dcp_tensorizer.torch_checkpointing import TensorizerCheckpointManager
+
+        dist.init_process_group("gloo")
+        self.model = fully_shard(make_model(layers))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self._future: Future[Any] | None = None
+        if ours:
+            manager = TensorizerCheckpointManager.Config(
+                items={"state": ItemSpec(resharder=DefaultResharder())}
+            ).build()
+            self._save: Callable[[str, dict[str, Any]], Any] = manager.save
+            self._load: Callable[[str, dict[str, Any]], object] = lambda path, state: manager.load(path, into=state)
+        else:
+            writer, group = TensorizerStorageWriter(), dist.new_group(backend="gloo")
+            self._save = lambda path, state: dcp.async_save(
+                state, checkpoint_id=path, storage_writer=writer, planner=SavePlanner(), process_group=group
+            )
+            self._load = lambda path, state: dcp.load(state, storage_reader=TensorizerStorageReader(path))
+
+    def save(self, path: Path) -> None:
+        self._future = self._save(str(path), self._state())
+
+    def wait(self) -> None:
+        assert self._future is not None
+        self._future.result()
+
+    def load(self, path: Path) -> None:
+        state = self._state()
+        self._load(str(path), state)
+        model, optimizer = state["state"].values()
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"state": {"model": model, "optimizer": optimizer}}
+
+
+FRAMEWORKS = {
+    "accelerate": Accelerate,
+    "lightning": Fabric,
+    "torchtitan": Torchtitan,
+    "torch_checkpointing": TorchCheckpointing,
+}
 
 
 class _Nothing:
@@ -215,12 +267,18 @@ _LINES = {
     "accelerate": ("`install()`", 2),
     "lightning": ("`TensorizerFabricStrategy`", 2),
     "torchtitan": ("`TensorizerCheckpointManager.Config`", 2),
+    "torch_checkpointing": ("`TensorizerCheckpointManager.Config`", 2),
 }
 _OWN = {
     "accelerate": "`save_state` under FSDP2, which calls `dcp.save` and waits",
     "lightning": "`Fabric.save` with `ModelParallelStrategy`, which calls `dcp.save` and waits",
     "torchtitan": '`CheckpointManager` with `async_mode="async"`, which calls `dcp.async_save`',
+    "torch_checkpointing": "this package's writer with `dcp.async_save`, for the same state: what its manager adds. "
+    "torch_checkpointing's own way is on the [page of saves](save.md)",
 }
+_BY_DCP = {"torch_checkpointing": "this package by DCP"}
+"""What is compared with, where that is not the framework's own way."""
+_WITHIN = {"torch_checkpointing": "<= 1.1"}
 _WHAT = (
     "two ranks on the CPU train a model of {layers} layers with AdamW, {gigabytes:.2f} GB in all. They save each step. "
     "torchtitan's manager runs without torchtitan's trainer, which needs a GPU."
@@ -229,8 +287,9 @@ _WHAT = (
 
 def measure(options: argparse.Namespace, folder: Path) -> Content:
     setup = {"saves": options.saves, "layers": options.layers, "folder": str(folder)}
-    cases = [{"framework": name, "ours": ours, **setup} for name in _LINES for ours in (True, False)]
-    versions = {name: version(name) for name in _LINES}
+    names = [options.only] if options.only else list(_LINES)
+    cases = [{"framework": name, "ours": ours, **setup} for name in names for ours in (True, False)]
+    versions = {name: version(name) for name in names}
     results = run_cases(measure_case, cases, options.rounds)
     return {"versions": versions, "layers": options.layers, "results": results}
 
@@ -240,17 +299,19 @@ def render(content: Content) -> str:
     results = content["results"]
     rows: list[tuple[str, ...]] = []
     wanted: list[Goal] = []
-    for name, (what, lines) in _LINES.items():
+    for name in content["versions"]:
+        what, lines = _LINES[name]
         ways = {
             ours: [r for r in results if (r["case"]["framework"], r["case"]["ours"]) == (name, ours)]
             for ours in (True, False)
         }
         title = f"{name} {content['versions'][name]}"
         rows.append((title, f"this package: {what}", str(lines), *_measured(ways[True])))
-        rows.append((title, "its own", "-", *_measured(ways[False])))
+        other = _BY_DCP.get(name, "its own")
+        rows.append((title, other, "-", *_measured(ways[False])))
         for key, words in (("stalls", "training waits"), ("durable", "durable after")):
             ratio = quotient(_slowest(ways[True], key), _slowest(ways[False], key))
-            wanted.append((f"{name}: {words}, this package / its own", "", ratio))
+            wanted.append((f"{name}: {words}, this package / {other}", _WITHIN.get(name, ""), ratio))
     nbytes = [sum(rank["nbytes"] for rank in r["ranks"]) for r in results if "ranks" in r]
     return page(
         content,
@@ -258,7 +319,7 @@ def render(content: Content) -> str:
         _WHAT.format(layers=content["layers"], gigabytes=max(nbytes, default=0) / 1e9),
         f"{round_count(results)} rounds, each with one process of every kind.",
         "frameworks",
-        glossary("What is compared with", _OWN),
+        glossary("What is compared with", {name: _OWN[name] for name in content["versions"]}),
         table(
             ("framework", "way", "lines to write", "training waits (s)", "durable after (s)", "resumed bit for bit"),
             rows,
@@ -284,6 +345,7 @@ def _measured(results: list[dict[str, Any]]) -> Iterable[str]:
 
 
 OPTIONS = {
+    "only": {"choices": FRAMEWORKS, "help": "one of them"},
     "rounds": {"type": int, "default": 5},
     "saves": {"type": int, "default": 3, "help": "saves that are measured, in each round"},
     "layers": {"type": int, "default": 8, "help": "of 16.8 MB; AdamW's state is twice as large again"},
