@@ -60,23 +60,21 @@ def write_model(path: Path, state: Mapping[str, np.ndarray], *, files: int = 2, 
     return path
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The files of weights of a model's directory, in the order of their names: those that its index names, if any."""
+    if not (path / INDEX).exists():
+        return [path / "model.safetensors"]
+    return [path / name for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))]
+
+
 def weights_of(path: Path) -> list[str]:
-    """The SHA-256 of the files that a model's index names, sorted: file names may differ between copies."""
-    if (path / INDEX).exists():
-        names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
-    else:
-        names = {"model.safetensors"}
-    return sorted(hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names)
+    """The SHA-256 of a model's files of weights, sorted: file names may differ between copies."""
+    return sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in weight_files(path))
 
 
 def loaded(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a model's directory, as the safetensors library reads them."""
-    names = (
-        set(json.loads((path / INDEX).read_text())["weight_map"].values())
-        if (path / INDEX).exists()
-        else {"model.safetensors"}
-    )
-    return {key: value for name in names for key, value in load_file(path / name).items()}
+    return {key: value for file in weight_files(path) for key, value in load_file(file).items()}
 
 
 def publish_versions(folder: Path, count: int) -> Path:

@@ -39,13 +39,12 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process.client import WriterProcess
 from dcp_tensorizer.tools._gc import collect, plan_collection
 
+from ..models import INDEX, weight_files
 from ..servers import S3Server
 from ..simulated import SimulatedDevice
 from ..support import ROOT, dtype_name, filled, kill, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-INDEX = "model.safetensors.index.json"
 
 
 def save(path: Path | str, state: Mapping[str, Any], *, is_async: bool = True, **options: Any) -> None:
@@ -71,10 +70,7 @@ def names(path: Path) -> list[str]:
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a model, of the files that its index names."""
-    files = ["model.safetensors"]
-    if (path / INDEX).exists():
-        files = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-    return {key: tensor for file in files for key, tensor in load_file(path / file).items()}
+    return {key: tensor for file in weight_files(path) for key, tensor in load_file(file).items()}
 
 
 def state() -> dict[str, torch.Tensor]:

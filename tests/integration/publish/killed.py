@@ -8,7 +8,6 @@ many times a child was killed, and fails if it found anything but the old versio
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -27,7 +26,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools import list_versions, verify_versions
 from dcp_tensorizer.tools._gc import collect, plan_collection
 
-from ...models import first_state, loaded, next_state, weights_of, write_model
+from ...models import first_state, loaded, next_state, weight_files, weights_of, write_model
 
 CHANGES = ("fsync", "link", "mkdir", "open", "pwrite", "replace", "rmdir", "unlink", "write")
 
@@ -155,9 +154,9 @@ def kill_save(root: Path, step: int) -> int:
             save(model, 1)  # it is refused if anything is left
         else:
             save(model, 3)
-        index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
+        named = {file.name for file in weight_files(model)}
         left = {path.name for path in model.iterdir() if path.stat().st_size} - {"model.safetensors.index.json"}
-        assert left == set(index.values()), (at, left)  # a record that was not yet written says nothing, and stays
+        assert left == named, (at, left)  # a record that was not yet written says nothing, and stays
         shutil.rmtree(model)
         if not killed:
             return at

@@ -112,3 +112,45 @@ def test_there_must_be_something_to_trace(tmp_path: Path) -> None:
     (tmp_path / "h.spans.jsonl").touch()
     with pytest.raises(NotCommitted, match="hold no save and no load"):
         trace([tmp_path])
+
+
+NAMES = {
+    "process_name": "name",
+    "process_sort_index": "sort_index",
+    "thread_name": "name",
+    "thread_sort_index": "sort_index",
+}
+"""The metadata events of the Trace Event Format that are used, each with its argument."""
+
+
+def test_each_event_is_of_the_trace_event_format(tmp_path: Path) -> None:
+    """Complete events with their times, and metadata events; an event lies in the one around it, or after it."""
+    other = {"rank": 1, "host": "g", "boot": "2", "clock_offset": 5.0}
+    write(tmp_path / "h-1.spans.jsonl", {}, {"kind": "flush", "spans": [*SAVE, ["flush", 20.0, 30.0]]}, other)
+    trace([tmp_path], tmp_path / "trace.json")
+    content = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
+    assert content.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    named = set()
+    for event in content["traceEvents"]:
+        assert type(event["pid"]) is int and isinstance(event["args"], dict)
+        if event["ph"] == "M":
+            (argument,) = event["args"].items()
+            assert argument[0] == NAMES[event["name"]]
+            assert type(argument[1]) is (str if argument[0] == "name" else int)
+            if event["name"] == "thread_name":
+                named.add((event["pid"], event["tid"]))
+            continue
+        assert event.keys() == {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"}
+        assert (event["ph"], type(event["name"]), type(event["cat"]), type(event["tid"])) == ("X", str, str, int)
+        assert event["ts"] >= 0 and event["dur"] >= 0
+        rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert rows.keys() == named
+    for spans in rows.values():
+        around: list[tuple[float, float]] = []
+        for began, ended in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1][1] <= began:
+                around.pop()
+            assert not around or ended <= around[-1][1]
+            around.append((began, ended))
