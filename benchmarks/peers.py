@@ -1,4 +1,5 @@
-"""Copies on other hosts: what they cost while nothing fails, and how long a restart takes from another host's memory.
+"""Copies on other hosts: what they cost while nothing fails, and how long a rank takes to load a state from there, when
+it restarts or joins as a replica of torchft.
 
 ``python -m benchmarks.peers`` (about 4 minutes), as root. Two hosts are namespaces of this machine, with a network
 between them that is as fast as its memory. Beside each figure is that of raw sockets in the same run: as many streams,
@@ -12,8 +13,9 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +30,7 @@ from dcp_tensorizer._restart.checkpoint import _STREAMS
 from dcp_tensorizer._restart.replicas import Throttle
 from dcp_tensorizer._runtime.threads import cores
 from dcp_tensorizer._saving.partners import DEFAULT_RATE
+from dcp_tensorizer.torchft import TensorizerTransport
 from tests.hosts.lab import SHARED, Lab
 from tests.hosts.requirements import missing
 
@@ -44,6 +47,7 @@ _PORT = 4711
 _PIECE = 1 << 20
 _COSTS = ("copies=1", "copies=2", "copies=1, and raw sockets")
 _RESTARTS = ("from a peer", "raw sockets")
+_HEALING = ("healing", "raw sockets")
 _WHAT = (
     "what it costs to copy each state to another host while nothing fails, and how long a rank takes to load a state "
     "from there. Two hosts, one rank each; both are namespaces of one machine, and share its cores."
@@ -57,6 +61,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
     base = {"gib": options.gib, "folder": str(folder)}
     results = run_cases(cost, [{"what": kind, **base} for kind in _COSTS], options.rounds)
     results += run_cases(restart, [{"what": "restart", **base}], options.rounds)
+    results += run_cases(healing, [{"what": "healing", **base}], options.rounds)
     return {"gib": options.gib, "rounds": options.rounds, "results": whole(results)}
 
 
@@ -231,13 +236,17 @@ def restored(case: Case, address: str) -> None:
     listener = socket.create_server((address, _PORT)) if rank == 0 else None
     dist.barrier()
     if listener is not None:
-        piece = memoryview(bytes(nbytes // streams))
-        with ThreadPoolExecutor(streams) as pool:
-            list(pool.map(lambda _: listener.accept()[0].sendall(piece), range(streams)))
+        _serve_raw(listener, nbytes, streams)
     else:
         _tell("restored-1", {"from a peer": seconds, "cpu": cpu, "raw sockets": _raw_seconds(address, nbytes, streams)})
     dist.barrier()
     os._exit(0)
+
+
+def _serve_raw(listener: socket.socket, nbytes: int, streams: int) -> None:
+    piece = memoryview(bytes(nbytes // streams))
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(lambda _: listener.accept()[0].sendall(piece), range(streams)))
 
 
 def _raw_seconds(address: str, nbytes: int, streams: int) -> float:
@@ -256,6 +265,76 @@ def _raw_seconds(address: str, nbytes: int, streams: int) -> float:
     return time.perf_counter() - started
 
 
+# --- healing ----------------------------------------------------------------------------------------------------------
+
+
+def healing(case: Case, folder: Path) -> dict[str, float]:
+    """Seconds of a replica that joins, by torchft's transport and by raw sockets; the sender's steps a second."""
+    missing()
+    with Lab(folder / "lab") as lab:
+        hosts = lab.hosts(2)
+        job = lab.forked(hosts, replica, case, [host.address for host in hosts])
+        assert job.wait(_SECONDS) == [0, 0], job.account()
+        found: dict[str, float] = {}
+        for rank in range(2):
+            found |= json.loads((lab.shared / f"healed-{rank}").read_text())
+        return found
+
+
+def replica(case: Case, addresses: Sequence[str]) -> None:
+    """Rank 0 offers its state, and trains on; rank 1 reads it in place. Then raw sockets carry as many bytes."""
+    rank = _begin()
+    state = {key.partition(".")[2]: tensor for key, tensor in _state(case["gib"], float(rank == 0)).items()}
+    streams, nbytes = max(cores(), _STREAMS), sum(tensor.nbytes for tensor in state.values())
+    transport = TensorizerTransport(lambda: state, interface=addresses[rank])
+    metadata, wait = [transport.metadata()], timedelta(seconds=_SECONDS)
+    dist.broadcast_object_list(metadata)
+    if rank == 0:
+        started = time.perf_counter()
+        transport.send_checkpoint([1], 1, state, wait)
+        staged = time.perf_counter() - started
+        listener = socket.create_server((addresses[0], _PORT))
+        dist.barrier()
+        beside = _steps_until_met()
+        transport.shutdown()
+        if os.fork() == 0:
+            os.nice(10)  # as a keeper is
+            _serve_raw(listener, nbytes, streams)
+            os._exit(0)
+        dist.barrier()
+        found = {"staged": staged, "steps, healing": beside, "steps, raw sockets": _steps_until_met()}
+    else:
+        dist.barrier()
+        started = time.perf_counter()
+        transport.recv_checkpoint(0, metadata[0], 1, wait)
+        seconds = time.perf_counter() - started
+        assert all(bool((tensor == 1).all()) for tensor in state.values())
+        dist.barrier()
+        dist.barrier()
+        found = {"healing": seconds, "raw sockets": _raw_seconds(addresses[0], nbytes, streams)}
+        dist.barrier()
+        transport.shutdown()
+    _tell(f"healed-{rank}", found)
+    dist.barrier()
+    os._exit(0)
+
+
+def _steps_until_met() -> float:
+    """Trains until the other rank is done; returns steps a second."""
+    is_met = threading.Event()
+
+    def meet() -> None:
+        dist.barrier()
+        is_met.set()
+
+    threading.Thread(target=meet, daemon=True).start()
+    matrix, steps, started = torch.rand(256, 256), 0, time.perf_counter()
+    while not is_met.is_set():
+        matrix = matrix @ matrix / 256
+        steps += 1
+    return steps / (time.perf_counter() - started)
+
+
 def render(content: Content) -> str:
     """The page of results."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -264,7 +343,7 @@ def render(content: Content) -> str:
         found.setdefault(result["case"]["what"], []).extend(ranks if isinstance(ranks, list) else [ranks])
 
     def of(kind: str, name: str) -> Spread | None:
-        values = (one[name] for one in found[kind])
+        values = (one[name] for one in found.get(kind, ()))
         return spread(x for value in values for x in (value if isinstance(value, list) else [value]))
 
     one, two, raw = _COSTS
@@ -282,7 +361,15 @@ def render(content: Content) -> str:
             ">= 0.8",
             quotient(of("restart", "raw sockets"), of("restart", "from a peer")),
         ),
+        ("healing / raw sockets, speed", ">= 0.9", quotient(of("healing", "raw sockets"), of("healing", "healing"))),
+        (
+            "speed of the sender's training, healing / raw sockets",
+            ">= 1",
+            quotient(of("healing", "steps, healing"), of("healing", "steps, raw sockets")),
+        ),
     ]
+    if "healing" not in found:  # measured before there was such a case
+        wanted = wanted[:-2]
     forms = {
         "speed": ("steps a second", "{:.0f}"),
         "stalls": ("stall, s", "{:.3f}"),
@@ -304,6 +391,27 @@ def render(content: Content) -> str:
         "raw sockets into memory that is there, in seconds. The restore also finds the keepers, agrees with the other "
         "rank, and verifies each byte:",
         table(("", "seconds"), [[kind, cell(of("restart", kind), "{:.3f}".format)] for kind in _RESTARTS]),
+        *(_of_healing(content["gib"], of) if "healing" in found else ()),
+    )
+
+
+def _of_healing(gib: float, of: Callable[[str, str], Spread | None]) -> tuple[str, str]:
+    rows = [
+        [
+            kind,
+            *(
+                cell(of("healing", name), form.format)
+                for name, form in ((kind, "{:.3f}"), (f"steps, {kind}", "{:.0f}"))
+            ),
+        ]
+        for kind in _HEALING
+    ]
+    staged = cell(of("healing", "staged"), "{:.3f}".format)
+    return (
+        f"A replica of torchft that joins, with {gib:g} GiB, by `dcp_tensorizer.torchft`, and the training of the one "
+        f"that sends. `send_checkpoint` took {staged} s. The time until the replica has the state begins after that, "
+        "and has the sender's digests in it. Raw sockets are served by a process beside the training, too:",
+        table(("", "seconds", "steps a second of the sender"), rows),
     )
 
 
