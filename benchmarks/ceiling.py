@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ceiling_case, dropped
-from .harness import QUICK, Content, Spread, cell, quotient, rates, run, run_cases, scaled, spread, table, whole
+from .harness import QUICK, Content, cell, quotient, rates, run, run_cases, scaled, spread, table, whole
 from .pages import Goal, goals, page
 from .workloads import CEILING
 
@@ -82,16 +82,15 @@ def _rows(found: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
         if name in ("bytes", "limit"):
             continue
         stop = cell(figures.get("stage"), _milliseconds)
-        took, speed = cell(figures["seconds"], _milliseconds), cell(_speed(figures["seconds"], size), "{:.2f}".format)
+        took, speed = (
+            cell(figures["seconds"], _milliseconds),
+            cell(rates(figures["seconds"], found["bytes"]), "{:.2f}".format),
+        )
         yield name, stop, took, speed, cell(scaled(figures["cpu"], 1 / size), "{:.3f}".format)
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
-
-
-def _speed(seconds: Spread | None, gigabytes: float) -> Spread | None:
-    return rates(seconds, gigabytes * 1e9)
 
 
 def _work_rows(work: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp_tensorizer._storage.base import UNLIMITED
 from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource
 from dcp_tensorizer._writer_process.write_options import WriteOptions
@@ -41,8 +40,6 @@ def register(folder: Path) -> None:
 
 class DropStorage(RemoteStorage):
     """A folder in which data files have a size and no contents."""
-
-    max_file_bytes = UNLIMITED
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout: float) -> None:
         super().__init__(url, url.partition("://")[2], Scrubber(options), timeout)

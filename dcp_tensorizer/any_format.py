@@ -14,10 +14,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ._format.renaming import Renaming, Rules
+from ._format.safetensors import SHARDING
 from ._loading.deliver import LoadOptions
-from ._loading.model_reader import ModelReader, has_parts
+from ._loading.model_reader import ModelReader
 from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_committed, unreadable
+from ._publish.model import read_weight_files
 from ._restart.checkpoint import KeptCheckpoint
 from ._restart.find import find_orphan
 from ._runtime.validation import check_path
@@ -206,11 +208,13 @@ class AnyFormatReader(StorageReader):
             trusts = bool(self._options.get("allow_pickle"))
             return TorchReader(storage, allow_pickle=trusts, extensions=self._extensions)
         threads = self._options.get("thread_count")
-        if self._rename is None and isinstance(self._path, os.PathLike) and has_parts(storage):
+        files = read_weight_files(storage)
+        has_parts = any(SHARDING in file.notes for file in files)
+        if has_parts and self._rename is None and isinstance(self._path, os.PathLike):  # torch puts them together
             return HuggingFaceStorageReader(os.fspath(self._path), threads or 1)
         options = LoadOptions(False, False, threads, self._options.get("page_cache"))
         progress = self._options.get("on_progress") or (lambda done, total: None)
-        return ModelReader(storage, self._rename or {}, options, progress)
+        return ModelReader(storage, files, self._rename or {}, options, progress)
 
 
 class KeptReader(TensorizerStorageReader):

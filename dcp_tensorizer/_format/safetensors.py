@@ -47,6 +47,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAIRS = torch.float4_e2m1fn_x2
 """Two elements in a byte, which count as one in torch's shapes, and as two in the format's last dimension."""
 
+SHARDING = "DCP_SHARDING_INFO"
+"""The note in the header of a file that has parts of tensors, with the offset of each part, as torch's
+``HuggingFaceStorageWriter`` leaves it without consolidation."""
+
 _ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
 _NOTES = {"format": "pt"}
 
@@ -90,6 +94,21 @@ def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | Non
     except UnicodeEncodeError:
         return "cannot be a key in safetensors: it is not valid Unicode. Leave it out"
     return None
+
+
+def in_torch(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and the shape in torch of a tensor that a file describes.
+
+    Raises `ValueError`, with the end of a sentence that begins with the tensor's key, if torch has no such tensors.
+    """
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise ValueError(f"is of dtype {name}, which torch does not have")
+    if dtype != PAIRS:
+        return dtype, shape
+    if not shape or shape[-1] % 2:
+        raise ValueError(f"of shape {shape} has a last dimension that is not of pairs")
+    return dtype, (*shape[:-1], shape[-1] // 2)
 
 
 def nbytes_of(tensor: Described) -> int:

@@ -3,97 +3,66 @@
 from __future__ import annotations
 
 import functools
-import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from .._format.names import StoredItem
 from .._format.renaming import Renaming, Rules
-from .._format.safetensors import DTYPES, PAIRS
+from .._format.safetensors import SHARDING, in_torch
 from .._format.tensor_bytes import dtype_name
 from .._index.chunks import Region
 from .._index.placement import Box, Placed, place
 from .._index.reader import Piece
-from .._publish.model import StoredBytes, WeightFile, read_weight_files
+from .._publish.model import StoredBytes, WeightFile
 from .._storage.base import Storage
-from ..errors import CheckpointError, MetadataError, ReadError, listed
+from ..errors import MetadataError, ReadError, listed
 from .deliver import LoadOptions, read_tensors, world_size
 from .dequantise import DequantisingPlanner, Quantised, quantised
 from .executor import fetch
+from .foreign_reader import ForeignReader
 from .targets import Casts, targets_of, warn_of_casts
-from .validate import check_length, unreadable
-
-SHARDING = "DCP_SHARDING_INFO"
-"""The note in the header of a file that has parts of tensors, as torch's writer leaves it without consolidation."""
+from .validate import check_length
 
 
-class ModelReader(StorageReader):
+class ModelReader(ForeignReader):
     """Loads a model from the files that its index names, or, without an index, from all safetensors files there.
 
-    ``rename`` are the rules by which the model was saved; they are used the other way round. Only the bytes that a rank
-    needs are read.
+    ``files`` are these files. ``rename`` are the rules by which the model was saved; they are used the other way round.
+    Only the bytes that a rank needs are read.
     """
 
     def __init__(
-        self, storage: Storage, rename: Rules, options: LoadOptions, progress: Callable[[int, int], object]
+        self,
+        storage: Storage,
+        files: Sequence[WeightFile],
+        rename: Rules,
+        options: LoadOptions,
+        progress: Callable[[int, int], object],
     ) -> None:
-        self._storage = storage
+        super().__init__(storage)
+        self._files = files
         self._renaming = Renaming(rename).inverse()
         self._options = options
         self._progress = progress
         self._items: dict[str, tuple[StoredItem, tuple[int, ...]]] = {}  # the tensors of the files
         self._quantised: dict[str, Quantised] = {}
         self._placed: dict[str, Placed] = {}  # those that can be loaded
-        self._metadata = Metadata({})
-        self._error: CheckpointError | None = None
 
-    def reset(self, checkpoint_id: object = None) -> None:
-        """Does nothing: each load has its own reader."""
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        self._items = {}
+        self._place(self._files)
+        return Metadata({key: self._described(placed) for key, placed in self._placed.items()})
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the headers of all files. Errors are kept for `set_up_storage_reader`."""
-        meta = StorageMeta(load_id=str(uuid.uuid4()))
-        try:
-            self._read_headers(read_weight_files(self._storage))
-        except CheckpointError as error:
-            self._error = error
-            return unreadable(error, meta)
-        self._metadata = Metadata(
-            {key: self._described(placed) for key, placed in self._placed.items()}, storage_meta=meta
-        )
-        return self._metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises the error of `read_metadata`, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Does nothing: reading the headers has shown that all is there."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Does nothing: there is nothing to agree on."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything in the plan into the planner's targets.
-
-        Raises `ReadError`, naming the key, if something does not fit or cannot be read.
-        """
+    def _load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         path, casts = self._storage.path, Casts()
         options = self._options
         wanted = functools.partial(targets_of, path, self._metadata, world_size=world_size(), casts=casts)
@@ -110,16 +79,8 @@ class ModelReader(StorageReader):
             dequantising: Any = DequantisingPlanner(self._storage, planner, lambda item: scaled[id(item)][1], read)
             read_tensors(pieces, dequantising, wanted, read, _share(self._progress, sizes[0], sizes[1], 0))
         warn_of_casts(path, casts)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Returns False: the storage is given at construction."""
-        return False
-
-    def _read_headers(self, files: list[WeightFile]) -> None:
+    def _place(self, files: Sequence[WeightFile]) -> None:
         """Notes the tensors of the files, and which tensors of the state dict they make up; raises `MetadataError`."""
         path = self._storage.path
         for file in files:
@@ -192,20 +153,12 @@ def _share(progress: Callable[[int, int], object], before: int, size: int, after
     return tell
 
 
-def has_parts(storage: Storage) -> bool:
-    """Returns whether files at a path have parts of tensors, which torch's own reader puts together."""
-    with suppress(CheckpointError):
-        return any(SHARDING in file.notes for file in read_weight_files(storage))
-    return False
-
-
 def _stored(path: str, file: str, tensor: StoredBytes) -> tuple[StoredItem, tuple[int, ...]]:
     """The place of a tensor, and its shape; raises `MetadataError` if its dtype is unknown, or has another size."""
-    if (dtype := DTYPES.get(tensor.dtype)) is None:
-        raise MetadataError(f"{path}: {tensor.key!r} is of the dtype {tensor.dtype}, which torch does not have")
-    shape = tensor.shape
-    if dtype == PAIRS and shape:
-        shape = (*shape[:-1], shape[-1] // 2)
+    try:
+        dtype, shape = in_torch(tensor.dtype, tensor.shape)
+    except ValueError as error:
+        raise MetadataError(f"{path}: {tensor.key!r} {error}") from None
     item = StoredItem(file, tensor.key, tensor.offset, tensor.nbytes, dtype_name(dtype), "tensor", b"")
     check_length(path, tensor.key, item, shape)
     return item, shape

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from .._format.names import metadata_file_name
 from .._index.torch_metadata import read_pickled
@@ -25,12 +22,13 @@ from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._storage.base import Storage
 from .._unpickle.torch_archive import check_saved
-from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, UntrustedObject, describe
+from ..errors import CheckpointError, MetadataError, ReadError, UntrustedObject, describe
 from .deliver import check_trust, copy_to_target, deliver_object
-from .validate import not_committed, nothing_committed, unreadable, warn_of_empty_dicts
+from .foreign_reader import ForeignReader
+from .validate import not_committed, nothing_committed, warn_of_empty_dicts
 
 
-class TorchReader(StorageReader):
+class TorchReader(ForeignReader):
     """Loads a checkpoint of torch's own format.
 
     ``allow_pickle`` unpickles ``.metadata`` and objects of any type. ``extensions`` decode streams of torch's writer;
@@ -40,43 +38,9 @@ class TorchReader(StorageReader):
     def __init__(
         self, storage: Storage, *, allow_pickle: bool = False, extensions: ExtensionRegistry | None = None
     ) -> None:
-        self._storage = storage
+        super().__init__(storage)
         self._allows_pickle = allow_pickle
         self._extensions = extensions
-        self._metadata: Metadata | None = None
-        self._error: CheckpointError | None = None
-
-    def reset(self, checkpoint_id: object = None) -> None:
-        """Does nothing: each load has its own reader."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
-
-        Errors are kept for `set_up_storage_reader`, as in `TensorizerStorageReader`. Raises `NotCommitted` if there is
-        no metadata of all ranks, and ``rank`` was not given.
-        """
-        rank = kwargs.get("rank")
-        self._error = None
-        meta = StorageMeta(load_id=str(uuid.uuid4()))
-        try:
-            metadata = self._read_metadata(rank)
-        except NotCommitted as error:
-            if rank is None:
-                raise
-            self._error = error
-        except CheckpointError as error:
-            self._error = error
-        else:
-            metadata.storage_meta = metadata.storage_meta or meta
-            metadata.storage_meta.load_id = meta.load_id
-            return metadata
-        return unreadable(self._error, meta)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises the error of `read_metadata`, if there was one, and keeps the metadata."""
-        if self._error is not None:
-            raise self._error
-        self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks, before any target changes, that the files have the bytes that the plan asks for.
@@ -98,12 +62,8 @@ class TorchReader(StorageReader):
                 )
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Does nothing: there is nothing to agree on."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything in the plan into the planner's targets, in the order of files and offsets.
+    def _load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Reads in the order of files and offsets.
 
         Raises `ReadError`, naming key and file, if bytes cannot be read or do not fit their target, and
         `UntrustedObject`, before any target changes, if objects could run code.
@@ -120,14 +80,6 @@ class TorchReader(StorageReader):
                     copy_to_target(planner, item, _tensor(content))
         for item, content in objects:
             deliver_object(self._storage.path, planner, item, content)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Returns False: the storage is given at construction."""
-        return False
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         name = metadata_file_name(rank)
@@ -153,7 +105,6 @@ class TorchReader(StorageReader):
         return metadata
 
     def _place(self, item: ReadItem) -> StorageInfo:
-        assert self._metadata is not None, "read_metadata comes first"
         info: StorageInfo | None = (self._metadata.storage_data or {}).get(item.storage_index)
         if info is None:
             raise MetadataError(f"{self._storage.path}/.metadata has no data for {item.storage_index.fqn!r}")

@@ -19,11 +19,11 @@ from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
 from ..._format.safetensors import (
-    DTYPES,
-    PAIRS,
+    SHARDING,
     SafetensorsLayout,
     fault_of,
     file_names,
+    in_torch,
     index_of,
     lay_out,
     shards,
@@ -40,7 +40,6 @@ from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor
 from .common import Options, by_key, check_no_objects
 
 _PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
-_OFFSETS = "DCP_SHARDING_INFO"  # the offset of each tensor of such a file in the whole tensor
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -141,7 +140,7 @@ def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, _SavedOffset
     """The header of a file, and the offsets of its tensors in whole tensors."""
     with storage.reading(name) as reader, _damage_translated(f"{storage.path}/{name}"):
         header = read_header(reader.read_range, storage.head(name) or 0)
-        saved = header.notes.get(_OFFSETS)
+        saved = header.notes.get(SHARDING)
         return header, _decode_saved(saved) if isinstance(saved, str) else {}
 
 
@@ -151,14 +150,10 @@ def _tensors(storage: Storage, name: str, header: Header) -> Iterator[tuple[str,
 
 
 def _tensor(storage: Storage, name: str, key: str, entry: TensorRecord, base: int) -> StoredTensor:
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise ValueError(f"{key!r} is of dtype {entry.dtype}, which torch does not have")
-    shape = entry.shape
-    if dtype == PAIRS:
-        if not shape or shape[-1] % 2:
-            raise ValueError(f"{key!r} of shape {shape} has a last dimension that is not of pairs")
-        shape = (*shape[:-1], shape[-1] // 2)
+    try:
+        dtype, shape = in_torch(entry.dtype, entry.shape)
+    except ValueError as error:
+        raise ValueError(f"{key!r} {error}") from None
     start, stop = entry.data_offsets
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{key!r} of shape {entry.shape} has {stop - start:,} bytes stored")

@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from dcp_tensorizer._format.safetensors import NAMES, PAIRS, fault_of, file_names, index_of, lay_out, shards
+from dcp_tensorizer._format.safetensors import (
+    NAMES,
+    PAIRS,
+    fault_of,
+    file_names,
+    in_torch,
+    index_of,
+    lay_out,
+    shards,
+)
 
 from ...support import dtype_name, filled, raw
 
@@ -75,3 +84,14 @@ def test_what_the_format_cannot_hold(
     """The fault says why, and what to do."""
     found = fault_of(key, dtype, shape)
     assert found == fault if fault is None else fault in str(found)
+
+
+def test_a_described_tensor_has_its_dtype_and_shape_in_torch() -> None:
+    """Two elements of four bits count as one in torch's shapes; dtypes and shapes that torch lacks are errors."""
+    assert in_torch("BF16", (2, 3)) == (torch.bfloat16, (2, 3))
+    assert in_torch("F4", (2, 6)) == (torch.float4_e2m1fn_x2, (2, 3))
+    with pytest.raises(ValueError, match="is of dtype F6, which torch does not have"):
+        in_torch("F6", (2,))
+    for shape in ((), (3,)):
+        with pytest.raises(ValueError, match="has a last dimension that is not of pairs"):
+            in_torch("F4", shape)
