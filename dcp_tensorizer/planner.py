@@ -29,7 +29,7 @@ from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.plan import Answer, CompactPlan, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
 from ._runtime.gc_pause import collector_paused
-from ._runtime.torch_compat import plain_local
+from ._runtime.torch_compat import ShardedTensor, plain_local
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 
@@ -211,8 +211,22 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state to load into."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        """Called by DCP with the state to load into.
+
+        torch rebuilds the state dict in search of ``ShardedTensor``. That takes longer than to see that there is none.
+        """
+        takes_apart, self.flatten_sharded_tensors = self.flatten_sharded_tensors, False
+        try:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+        except ValueError:  # two keys with one path, of which torch takes the second
+            is_flat = False
+        else:
+            kinds = set(map(type, self.state_dict.values()))
+            is_flat = self.flatten_state_dict and not any(issubclass(kind, ShardedTensor) for kind in kinds)
+        finally:
+            self.flatten_sharded_tensors = takes_apart
+        if takes_apart and not is_flat:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
 
     @collector_paused()
     def create_local_plan(self) -> LoadPlan:
@@ -246,6 +260,11 @@ class LoadPlanner(DefaultLoadPlanner):
             return value
         local = plain_local(value)
         return super().lookup_tensor(index) if local is None else local
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that receives an item."""
+        whole = tensor.shape == read_item.lengths
+        return tensor if whole else super().transform_tensor(read_item, tensor)
 
 
 def _own_key(container: Any, part: Any) -> Any:

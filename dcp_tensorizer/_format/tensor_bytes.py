@@ -76,6 +76,11 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history. Skipped if it has none, because `Tensor.detach` releases the interpreter."""
+    return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is of a subclass without a storage of its own, which wraps other tensors."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")

@@ -28,7 +28,7 @@ def hash_of(key: Any, offset: Sequence[int] | None) -> int:
 
     Raises `TypeError` or `OverflowError` for values that cannot be keys.
     """
-    return xxhash.xxh3_64_intdigest(_PAIR + encode_rows(to_key(key)) + encode_rows(offset))
+    return xxhash.xxh3_64_intdigest(encode_rows((to_key(key), offset)))
 
 
 def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
@@ -277,25 +277,22 @@ class IndexPlaces:
             files = [(file.name, file.nbytes) for file in section.files]
             self._tables[number] = self._table(decoded(decode_places, content, self._file.path), files)
 
-    def is_inline(self, key: Any, offset: tuple[int, ...] | None) -> bool:
+    def is_inline(self, item_hash: int) -> bool:
         """Returns whether an item is stored in the index itself."""
-        return self._inline is not None and self._inline.row_of(hash_of(key, offset)) is not None
+        return self._inline is not None and self._inline.row_of(item_hash) is not None
 
-    def find(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
+    def find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         """The location from which an item is best read; None if it is not stored.
 
-        ``offset`` is that of its chunk, or None for an object; ``owner`` the number of the section that has it, or -1.
+        ``item_hash`` is the `hash_of` its key and the offset of its chunk, or None for an object; ``owner`` the number
+        of the section that has it, or -1.
         """
-        item_hash = hash_of(key, offset)
         if self._inline is not None and (row := self._inline.row_of(item_hash)) is not None:
             return self._inline.item(row, key)
-        return None if owner < 0 else self._stored(key, item_hash, owner)
+        return None if owner < 0 else self.stored(key, item_hash, owner)
 
-    def stored(self, key: Any, offset: tuple[int, ...] | None, owner: int) -> StoredItem | None:
+    def stored(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         """The location of an item in a data file; None if it is in none."""
-        return self._stored(key, hash_of(key, offset), owner)
-
-    def _stored(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         if owner not in self._tables:
             self.load([owner])
         row = self._tables[owner].row_of(item_hash)

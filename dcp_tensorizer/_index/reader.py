@@ -26,7 +26,7 @@ from ..errors import CheckpointError, MetadataError
 from .chunks import ChunkLayout, Region
 from .container import IndexFile, data_files, decoded, nonsense, read_head
 from .entries import TensorValue, Value, values_of
-from .locations import IndexPlaces, known_dtype
+from .locations import IndexPlaces, hash_of, known_dtype
 from .schema import ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
 
 # Releases of torch may have more or fewer of these fields: all but the dtype are deprecated.
@@ -110,18 +110,15 @@ class Index:
         value = self._values.get(key)
         return value.layout if isinstance(value, TensorValue) and not value.is_whole else None
 
-    def read_places(self, wanted: Iterable[_Wanted]) -> None:
-        """Reads the places of all ranks that stored some of what is wanted.
-
-        Raises `MetadataError` if they are damaged or make no sense, and `ReadError` if they cannot be read.
-        """
+    def _read_places(self, wanted: Sequence[_Wanted], hashes: Sequence[int]) -> None:
+        """Reads the places of all ranks that stored some of what is wanted."""
         needed: set[int] = set()
         with self._sensible():
-            for key, offset, region in wanted:
+            for (key, offset, region), item_hash in zip(wanted, hashes, strict=True):
                 value = self._values.get(key)
                 if value is None:  # there is no entry: any rank may have stored it
                     needed.update(range(self._places.count))
-                elif self._places.is_inline(key, offset):
+                elif self._places.is_inline(item_hash):
                     pass
                 elif isinstance(value, int):
                     needed.add(value)
@@ -138,23 +135,27 @@ class Index:
         ``offset`` is that of the chunk that `metadata` shows, and ``region`` is relative to it. Both are None for an
         object.
         """
-        with self._sensible():
-            return self._pieces(key, offset, region)
+        return self.locate([(key, offset, region)])[0]
 
     def locate(self, wanted: Sequence[_Wanted]) -> list[list[Piece]]:
-        """The `pieces` of each wanted item, after `read_places`."""
-        self.read_places(wanted)
-        with self._sensible():
-            return [self._pieces(*of_one) for of_one in wanted]
+        """The `pieces` of each wanted item.
 
-    def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
+        First it reads the places of all ranks that stored some of them; raises `ReadError` if these cannot be read.
+        """
+        with self._sensible():
+            hashes = [hash_of(key, offset) for key, offset, _ in wanted]
+        self._read_places(wanted, hashes)
+        with self._sensible():
+            return [self._pieces(*of_one, item_hash) for of_one, item_hash in zip(wanted, hashes, strict=True)]
+
+    def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None, item_hash: int) -> list[Piece]:
         value = self._values.get(key)
         if region is None or not isinstance(value, TensorValue):
-            return [self._object(key, offset, value)]
-        if not math.prod(region.size):
+            return [self._object(key, offset, value, item_hash)]
+        if 0 in region.size:
             return []
         if value.layout.is_one and region.size == value.layout.shape:  # most values: nothing more to find
-            item = self._places.find(key, region.start, int(value.owners[0]))
+            item = self._places.find(key, item_hash, int(value.owners[0]))
             if item is None:
                 raise self._nowhere(key, offset)
             return [Piece(item, region.size, region, region)]
@@ -164,7 +165,7 @@ class Index:
             chunk = value.layout.regions[number]
             common = wanted.intersect(chunk)
             assert common is not None
-            item = self._places.find(key, chunk.start, int(value.owners[number]))
+            item = self._places.find(key, hash_of(key, chunk.start), int(value.owners[number]))
             if item is None:
                 raise self._nowhere(key, chunk.start)
             pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
@@ -178,9 +179,10 @@ class Index:
             )
         return pieces
 
-    def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None) -> Piece:
+    def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None, item_hash: int) -> Piece:
         owners: Iterable[int] = [value] if isinstance(value, int) else range(self._places.count)
-        item = next((found for owner in owners if (found := self._places.find(key, offset, owner)) is not None), None)
+        places = (self._places.find(key, item_hash, owner) for owner in owners)
+        item = next((found for found in places if found is not None), None)
         if item is None:
             raise self._nowhere(key, offset)
         whole = Region((0,), (item.length,))
@@ -196,7 +198,7 @@ class Index:
         for key, value in self._values.items():
             owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
             for offset, owner in owned:
-                item = None if owner < 0 else self._places.stored(key, offset, owner)
+                item = None if owner < 0 else self._places.stored(key, hash_of(key, offset), owner)
                 if item is not None:
                     items[key, offset] = item
                 elif owner >= 0:

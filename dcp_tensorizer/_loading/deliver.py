@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from .._format.encryption import Cipher
 from .._format.names import StoredItem
-from .._format.tensor_bytes import is_wrapper, named_dtype
+from .._format.tensor_bytes import detached, is_wrapper, named_dtype
 from .._index.chunks import Region
 from .._index.reader import Index, Piece
 from .._runtime.gc_pause import collector_paused
@@ -119,9 +119,12 @@ def _load(
     if source.is_own:
         check_own_parts(path, source.metadata, plan, getattr(planner, "state_dict", {}))
     with collector_paused():
-        stored = [(item, pieces_of(item)) for item in plan.items]
-        objects = [(item, pieces[0].item) for item, pieces in stored if is_object(pieces)]
-        tensors = [(item, pieces) for item, pieces in stored if not is_object(pieces)]
+        objects, tensors = [], []
+        for item in plan.items:
+            if is_object(pieces := pieces_of(item)):
+                objects.append((item, pieces[0].item))
+            else:
+                tensors.append((item, pieces))
     with real_tensors():
         contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
     if not options.allow_pickle:
@@ -247,7 +250,7 @@ def read_tensors(
         progress(0, total)
     for batch in _batches(items, planner):
         with collector_paused():
-            tensors = [planner.resolve_tensor(read_item).detach() for read_item, _ in batch]
+            tensors = [detached(planner.resolve_tensor(read_item)) for read_item, _ in batch]
             places = [_place_for(tensor, pieces) for tensor, (_, pieces) in zip(tensors, batch, strict=True)]
             wanted = zip(batch, places, strict=True)  # only the shape of a fake tensor is wanted, which is known
             targets = [t for item, place in wanted if not is_fake(place) for t in targets_of(*item, place)]

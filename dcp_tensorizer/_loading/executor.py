@@ -214,7 +214,7 @@ class _Executor:
         return [
             next(scratch)
             if segment.target_offset is None
-            else memory_of(segment.targets[0].tensor)[segment.target_offset : segment.target_offset + segment.nbytes]
+            else _part(memory_of(segment.targets[0].tensor), segment.target_offset, segment.stop - segment.start)
             for segment in operation.segments
         ]
 
@@ -297,6 +297,10 @@ class _Executor:
         )
 
 
+def _part(memory: memoryview, start: int, nbytes: int) -> memoryview:
+    return memory if nbytes == memory.nbytes else memory[start : start + nbytes]
+
+
 def _timed(function: Callable[..., object], *arguments: object) -> float:
     """Calls a function; returns the seconds that it took."""
     began = time.perf_counter()
@@ -316,7 +320,8 @@ def _advice(error: Exception) -> str:
 
 def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:
     """Buffers for consecutive bytes: the segments' memory, and memory for the gaps between them."""
-    gaps = [after.offset - before.file_stop for before, after in itertools.pairwise(segments)]
+    starts = [item.offset + start for item, start, *_ in segments]
+    gaps = [after - start - place.nbytes for start, after, place in zip(starts, starts[1:], places, strict=False)]
     room = memoryview(bytearray(max(gaps, default=0)))
     buffers = [places[0]]
     for gap, place in zip(gaps, places[1:], strict=True):

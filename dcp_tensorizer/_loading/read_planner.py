@@ -60,11 +60,6 @@ class Segment(NamedTuple):
         return self.item.offset + self.start
 
     @property
-    def file_stop(self) -> int:
-        """The position after its last byte in the file."""
-        return self.item.offset + self.stop
-
-    @property
     def scratch_bytes(self) -> int:
         return self.nbytes if self.target_offset is None else 0
 
@@ -74,16 +69,10 @@ class ReadOperation:
     """One read of consecutive bytes of a file: segments in order, with small gaps between them."""
 
     file: str
+    offset: int
+    stop: int = 0
     segments: list[Segment] = field(default_factory=list)
     scratch_bytes: int = 0
-
-    @property
-    def offset(self) -> int:
-        return self.segments[0].offset
-
-    @property
-    def stop(self) -> int:
-        return self.segments[-1].file_stop
 
     @property
     def nbytes(self) -> int:
@@ -94,18 +83,21 @@ class ReadOperation:
         """The targets of its segments. A target may appear several times."""
         return (target for segment in self.segments for target in segment.targets)
 
-    def add(self, segment: Segment) -> None:
+    def take(self, segment: Segment, limits: ReadLimits) -> bool:
+        """Adds a segment that follows in the file; returns False if it must be read in another operation."""
+        item, start, stop = segment[:3]
+        stop += item.offset
+        if self.segments and (
+            item.offset + start - self.stop > limits.max_gap_bytes
+            or stop - self.offset > limits.max_coalesced_bytes
+            or self.scratch_bytes + segment.scratch_bytes > limits.max_scratch_bytes
+            or len(self.segments) == limits.max_segments
+        ):
+            return False
         self.segments.append(segment)
+        self.stop = stop
         self.scratch_bytes += segment.scratch_bytes
-
-    def can_take(self, segment: Segment, limits: ReadLimits) -> bool:
-        """Returns whether a segment that follows in the file may be read in the same operation."""
-        return (
-            segment.offset - self.stop <= limits.max_gap_bytes
-            and segment.file_stop - self.offset <= limits.max_coalesced_bytes
-            and self.scratch_bytes + segment.scratch_bytes <= limits.max_scratch_bytes
-            and len(self.segments) < limits.max_segments
-        )
+        return True
 
     def batches(self, max_bytes: int) -> Iterator[slice]:
         """Cuts the operation into reads that fit into a processor's cache, so that the data is hashed there.
@@ -113,10 +105,10 @@ class ReadOperation:
         Yields slices of the segments: as many as fit into ``max_bytes``, or a larger one by itself.
         """
         first, start = 0, self.offset
-        for number, segment in enumerate(self.segments):
-            if number > first and segment.file_stop - start > max_bytes:
+        for number, (item, begin, stop, _, _) in enumerate(self.segments):
+            if item.offset + stop - start > max_bytes and number > first:
                 yield slice(first, number)
-                first, start = number, segment.offset
+                first, start = number, item.offset + begin
         yield slice(first, len(self.segments))
 
 
@@ -128,13 +120,13 @@ def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: boo
     blocks.
     """
     operations: list[ReadOperation] = []
+    current: ReadOperation | None = None
     for file, of_tensor in by_tensor(targets):
         for segment in _segments(of_tensor, limits, verify):
-            current = operations[-1] if operations else None
-            if current is None or current.file != file or not current.can_take(segment, limits):
-                current = ReadOperation(file)
+            if current is None or current.file != file or not current.take(segment, limits):
+                current = ReadOperation(file, segment.offset)
+                current.take(segment, limits)
                 operations.append(current)
-            current.add(segment)
     return operations
 
 
@@ -143,8 +135,8 @@ def by_tensor(targets: Iterable[ReadTarget]) -> Iterator[tuple[str, list[ReadTar
     found: dict[tuple[str, int], list[ReadTarget]] = defaultdict(list)
     for target in targets:
         found[target.item.file, target.item.offset].append(target)
-    for (file, _), of_tensor in sorted(found.items(), key=lambda entry: entry[0]):
-        yield file, of_tensor
+    for place in sorted(found):
+        yield place[0], found[place]
 
 
 def wanted_bytes(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[_Interval]:
@@ -162,10 +154,11 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
     """The runs of one stored tensor that its targets need, in order."""
     first = targets[0]
     item = first.item
+    is_alone = len(targets) == 1 and first.in_place
+    if is_alone and first.region.size == first.shape and item.length <= limits.max_coalesced_bytes:  # most tensors
+        return [Segment(item, 0, item.length, (first,), 0)]
     step = item.block if verify or item.nonce_and_macs else 1
-    if len(targets) == 1 and first.in_place and (run := first.run) is not None:
-        if run == (0, item.length) and item.length <= limits.max_coalesced_bytes:  # true for most tensors
-            return [Segment(item, 0, item.length, (first,), 0)]
+    if is_alone and (run := first.run) is not None:
         return _in_place_segments(first, run, step, _whole_steps(limits.max_coalesced_bytes, step))
     runs = [(target, _runs(target.shape, target.region, target.itemsize, limits.max_gap_bytes)) for target in targets]
     to_read = _merge(_widen(run, step, item.length) for _, of_target in runs for run in of_target)

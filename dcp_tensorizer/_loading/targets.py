@@ -72,7 +72,7 @@ class ReadTarget:
 
 def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Returns whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
-    return tensor.device.type == "cpu" and tensor.dtype == dtype and is_plain(tensor)
+    return tensor.is_cpu and tensor.dtype == dtype and is_plain(tensor)
 
 
 def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region | None]:
@@ -106,7 +106,7 @@ def targets_of(
     """
     key = read_item.dest_index.fqn
     size = tuple(read_item.lengths)
-    entry = metadata.state_dict_metadata.get(read_item.storage_index.fqn)
+    entry = metadata.state_dict_metadata.get(read_item.storage_index.fqn) if not pieces or world_size > 1 else None
     whole_size = entry.size if isinstance(entry, TensorStorageMetadata) else None
     if not pieces and isinstance(entry, TensorStorageMetadata):
         _check_fit(key, size, entry.properties.dtype, tensor, casts)
@@ -181,26 +181,25 @@ def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
 
 def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
     """The targets whose memory overlaps that of another one."""
-    placed = ((_memory(target.tensor), target) for target in targets if _has_address(target))
+    placed = sorted((*_memory(t), n) for n, t in enumerate(targets) if t.in_place or type(t.tensor) is torch.Tensor)
     overlapping: set[ReadTarget] = set()
-    furthest: ReadTarget | None = None
-    reached = -1, -1
-    for (device, start, stop), target in sorted(placed, key=lambda pair: pair[0]):
-        if (device, start) < reached:
-            assert furthest is not None
-            overlapping |= {furthest, target}
-        if (device, stop) > reached:
-            furthest, reached = target, (device, stop)
+    furthest = reached_device = reached = -1
+    for device, start, stop, number in placed:
+        if device != reached_device or start >= reached:
+            furthest, reached_device, reached = number, device, stop
+            continue
+        overlapping |= {targets[furthest], targets[number]}
+        if stop > reached:
+            furthest, reached = number, stop
     return overlapping
 
 
-def _has_address(target: ReadTarget) -> bool:
-    return target.in_place or type(target.tensor) is torch.Tensor
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The number of a tensor's GPU, or -1; the address of its first element, and the one after its last."""
+def _memory(target: ReadTarget) -> tuple[int, int, int]:
+    """The number of a target's GPU, or -1; the address of its first element, and the one after its last."""
+    tensor = target.tensor
     first = tensor.data_ptr()
+    if target.in_place:
+        return -1, first, first + tensor.nbytes
     if tensor.is_contiguous():
         return tensor.get_device(), first, first + tensor.nbytes
     elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.checksums import digests_of
 from .._format.encryption import Cipher
 from .._format.names import INDEX_CAPACITY, INLINE_BYTES, MAX_INLINE_BYTES, StoredItem, data_file_name, index_entry_size
-from .._format.tensor_bytes import check_supported, dtype_name, host_bytes, is_wrapper
+from .._format.tensor_bytes import check_supported, detached, dtype_name, host_bytes, is_wrapper
 from .._index.locations import InlineItem, RankPlaces, checked_hash
 from .._index.schema import ItemKey, item_key
 from .._runtime.gc_pause import collector_paused
@@ -226,7 +226,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
             return "wrapper", _blob(pickled)
         check_supported(key, data)
         _check_shape(item, data)
-        return "tensor", _detached(data) if lasts(data) else _copy(data)
+        return "tensor", detached(data) if lasts(data) else _copy(data)
     except CheckpointError:
         raise
     except Exception as error:
@@ -241,11 +241,6 @@ def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
             f"{item.index.fqn!r}: the planner planned a part of shape {tuple(planned)} and its resolve_data gave one "
             f"of {tuple(tensor.shape)}"
         )
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history. Skipped if it has none, because `Tensor.detach` releases the interpreter."""
-    return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

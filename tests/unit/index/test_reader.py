@@ -145,7 +145,7 @@ def test_a_rank_reads_the_places_of_those_whose_data_it_needs() -> None:
     index = Index(open_index("m", file.data[:FIRST_BYTES], file))
     first = file.nbytes
     wanted: list[Any] = [(f"w{n}", (0, 0), Region((2 * 300, 0), (2, 4))) for n in range(100)]
-    index.read_places([*wanted, ("o", None, None)])
+    index.locate([*wanted, ("o", None, None)])
     assert 0 < file.nbytes - first < 6000
     before = file.nbytes
     assert {piece.item.file for item in wanted for piece in index.pieces(*item)} == {file_of(300)}

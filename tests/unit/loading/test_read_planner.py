@@ -258,11 +258,12 @@ def test_an_unverified_row_slice_reads_exactly_its_bytes() -> None:
 )
 def test_batches_are_the_operation(runs: list[tuple[int, int]], begin: int, most: int) -> None:
     """Every segment is in one, in order; each batch has as many as fit, and one that is too large is alone."""
-    operation = ReadOperation("f")
+    operation = ReadOperation("f", begin)
+    limits = ReadLimits(40, 10_000)
     for gap, nbytes in runs:
         begin += gap if operation.segments else 0
         item = StoredItem("f", "t", begin, nbytes, "uint8", "tensor", b"")
-        operation.add(Segment(item, 0, nbytes, (), 0))
+        assert operation.take(Segment(item, 0, nbytes, (), 0), limits)
         begin += nbytes
     batches = [operation.segments[batch] for batch in operation.batches(most)]
     assert [segment for batch in batches for segment in batch] == operation.segments
