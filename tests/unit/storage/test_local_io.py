@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dcp_tensorizer._runtime.direct_memory import direct_memory
+from dcp_tensorizer._storage import local_io
 from dcp_tensorizer._storage.local_io import LocalFile, read_into
 
 from ...support import cached, forget, open_descriptors
@@ -257,3 +259,22 @@ def test_closing_gives_the_descriptors_back(stored: Path) -> None:
     assert len(open_descriptors()) <= len(before) + 2
     file.close()
     assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("most", [1024, 1], ids=["at the end", "too many"])
+def test_two_write_a_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Their runs begin and end anywhere, also in one block of the disk; parts of blocks are written at the end."""
+    monkeypatch.setattr(local_io, "_MAX_EDGES", most)
+    content = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+    ends = [0, 5, 3000, 3001, 20_000, 61_440, 61_441, 81_920, 100_000]
+    path = tmp_path / "shared"
+    local_io.make_shared(path, content.size, preallocate=True, umask=None)
+    sinks = [local_io.LocalSharedSink(path, sync=True) for _ in range(2)]
+    memory = memoryview(direct_memory(content.size))
+    for number, (start, stop) in enumerate(itertools.pairwise(ends)):
+        piece = memory[start % local_io.BLOCK : start % local_io.BLOCK + stop - start]  # as blocks in memory are
+        piece[:] = content[start:stop].data
+        sinks[number % 2].put(start, piece)
+    for sink in sinks:
+        sink.finish()
+    assert path.read_bytes() == content.tobytes()
