@@ -177,6 +177,8 @@ class _Worker:
         )
 
     def _publish(self, request: PublishRequest) -> tuple[Any, ...]:
+        with suppress(OSError):  # of this thread and those that it starts; their I/O follows. No save waits for them
+            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS_SPARE)
         done = [0]
 
         def progress(nbytes: int, total: int) -> None:

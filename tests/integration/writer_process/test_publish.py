@@ -32,7 +32,7 @@ def client() -> Iterator[WriterClient]:
 
 
 def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> None:
-    """One version after the other, with one claim; what fails is an error with its own words."""
+    """One version after the other, with one claim, at the lowest priority; what fails is an error with its own words."""
     state = {"w": np.zeros(1000, np.float32)}
     write_model(tmp_path / "one", state)
     write_model(tmp_path / "two", {"w": np.ones(1000, np.float32)})
@@ -41,6 +41,7 @@ def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> N
     second = client.publish(PublishRequest(Publication(str(tmp_path / "two"), published), first[1]), 60)
     assert (first[0].version, second[0].version, second[0].is_delta) == (1, 2, True)
     assert first[1] == second[1]
+    assert os.getpriority(os.PRIO_PROCESS, client.ensure_process().pid) == 19
     with pytest.raises(WriteError, match="there is no model in"):
         client.publish(PublishRequest(Publication(str(tmp_path), published), first[1]), 60)
 
