@@ -32,7 +32,7 @@ def client() -> Iterator[WriterClient]:
 
 
 def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> None:
-    """One version after the other, with one claim, at the lowest priority; what fails is an error with its own words."""
+    """One version after the other, with one claim, at the lowest priority; what fails has an error of its own words."""
     state = {"w": np.zeros(1000, np.float32)}
     write_model(tmp_path / "one", state)
     write_model(tmp_path / "two", {"w": np.ones(1000, np.float32)})
