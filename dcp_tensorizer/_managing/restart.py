@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
 from .._restart.client import KeeperProcess, visits
-from .._restart.find import Held, Predecessors, places_of
+from .._restart.find import Elsewhere, Held, Predecessors
 from .._restart.peers import this_host
 from .._restart.protocol import KeptHead
 from .._restart.runtime_directory import identity, job_name
@@ -389,15 +389,15 @@ def load_kept(
     chosen = _chosen(found, folder, agreement, choice, lost)
     if chosen is None:
         return None
-    head, elsewhere = chosen
+    head, memory = chosen
     started = time.perf_counter()
     path = f"the memory of step {head.step} on rank {agreement.rank}"
     load = functools.partial(_loaded, found, head, agreement.rank, path, state, selection, options)
-    needs_all = head.world_size != agreement.size
-    loaded, own = load(elsewhere if needs_all else _only(elsewhere, agreement.rank))
+    loaded, own = load(memory.own_places(head, agreement.rank, agreement.size))
     problems = agreement.gathered(own)
-    if not needs_all and elsewhere and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
-        loaded, own = load(elsewhere)  # the state is sharded differently now
+    is_part = head.world_size == agreement.size and memory.places(head)
+    if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
+        loaded, own = load(memory.places(head))  # the state is sharded differently now
         problems = agreement.gathered(own)
     if problem := _joint(problems):
         logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
@@ -413,35 +413,34 @@ def load_kept(
     return head.record
 
 
-Elsewhere = Mapping[int, Sequence[Address]]
-"""The places of each rank's part of a state: keepers on any host, in the same order on all ranks."""
-
-
 class _Offer(NamedTuple):
     """One rank's knowledge of the states in memory."""
 
-    own: dict[str, KeptHead]  # the states that it can load from this host's memory alone
-    held: list[Held]  # everything that this host's keepers give to other hosts
-    other_folders: set[str]  # the states whose host this is, and whose folder is another one now
-    known_folders: set[str]  # the states whose host this is
+    heads: list[KeptHead]  # of all parts on its host
+    held: list[Held]  # everything that its host's keepers give to other hosts
+    folder: tuple[int, int] | None  # the identity of the job's folder there
+    host: str
+
+    def knows(self, head: KeptHead) -> bool:
+        """Returns whether its host is the one that a state was kept on."""
+        return any(own.id == head.id and own.host in ("", self.host) for own in self.heads)
+
+    def has_other_folder(self, head: KeptHead) -> bool:
+        """Returns whether the job's folder is another one now, as seen by a host that a state was kept on."""
+        own = [own for own in self.heads if own.id == head.id and own.host in ("", self.host)]
+        return any(part.folder not in (None, self.folder) for part in own)
 
 
 def _chosen(
     found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice, lost: Collection[str]
 ) -> tuple[KeptHead, Elsewhere] | None:
     """The newest state that all ranks can reach, if it is not outdated, and where it is; the same on all ranks."""
-    states, there, host = found.states(), identity(folder.location), this_host()
-    here = [head for kept in states for head in kept.by_rank.values() if head.host in ("", host)]
-    offer = _Offer(
-        {kept.head.id: kept.head for kept in states if kept.serves([agreement.rank], agreement.size)},
-        found.held,
-        {head.id for head in here if head.folder not in (None, there)},
-        {head.id for head in here},
-    )
-    offers = agreement.gathered(offer)
-    reached, elsewhere = _reached(offers)
+    there = identity(folder.location)
+    offers = agreement.gathered(_Offer(found.heads, found.held, there, this_host()))
+    memory = Elsewhere([(offer.heads, offer.held) for offer in offers])
+    reached = [kept.head for kept in memory.states()]
     if not reached:
-        if states or any(offer.own or offer.held for offer in offers):
+        if any(offer.heads for offer in offers):
             logger.warning(
                 "%s: no state in memory is there for all ranks, as where a machine was replaced%s: this run goes on "
                 "from storage, which may be some steps older",
@@ -449,11 +448,11 @@ def _chosen(
                 _parts_of_newest(offers),
             )
         return None
-    head = max(reached.values(), key=lambda h: (h.step, h.number, h.id))
+    head = max(reached, key=lambda h: (h.step, h.number, h.id))
     tip = choice.candidates[0][0] if choice.candidates else None
     ids = {step.save_id for step in choice.steps}
-    is_other = any(head.id in offer.other_folders for offer in offers)
-    is_known = any(head.id in offer.known_folders for offer in offers)
+    is_other = any(offer.has_other_folder(head) for offer in offers)
+    is_known = any(offer.knows(head) for offer in offers)
 
     def refusal() -> str:
         if is_known:
@@ -465,19 +464,7 @@ def _chosen(
     if words := agreement.decided(refusal):
         logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, words)
         return None
-    return head, elsewhere.get(head.id, {})
-
-
-def _reached(offers: Sequence[_Offer]) -> tuple[dict[str, KeptHead], dict[str, dict[int, list[Address]]]]:
-    """The states that all ranks can load, each from its host or from others; and where other hosts have the parts."""
-    keepers = [held for offer in offers for held in offer.held]
-    elsewhere, heads = places_of(keepers), dict[str, KeptHead]()
-    for head in (head for held in keepers for head in held.heads):
-        heads.setdefault(head.id, head)
-    reached = {state_id: head for state_id, head in heads.items() if len(elsewhere[state_id]) == head.world_size}
-    for state_id in set.intersection(*(set(offer.own) for offer in offers)):
-        reached[state_id] = offers[0].own[state_id]  # what the first rank's keeper says of it counts
-    return reached, elsewhere
+    return head, memory
 
 
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
@@ -490,11 +477,6 @@ def _parts_of_newest(offers: Sequence[_Offer]) -> str:
     return f" (of step {newest.step}, of {newest.world_size} ranks only the parts of {ranks})"
 
 
-def _only(elsewhere: Elsewhere, rank: int) -> Elsewhere:
-    """One rank's part."""
-    return {other: addresses for other, addresses in elsewhere.items() if other == rank}
-
-
 def _loaded(
     found: Predecessors,
     head: KeptHead,
@@ -503,11 +485,12 @@ def _loaded(
     state: dict[str, Any],
     selection: Selection,
     options: Mapping[str, Any],
-    elsewhere: Elsewhere,
+    elsewhere: Mapping[int, Sequence[Address]],
 ) -> tuple[dict[str, Any], Problem | None]:
-    """Loads a state, on this rank by itself; what was loaded, and why it could not be.
+    """Loads a state, on this rank by itself; returns what was loaded, and why it could not be.
 
-    A part that is damaged, or cannot be read any more, is taken from somewhere else, as long as somebody has it.
+    ``elsewhere`` has the keepers on any host that have parts of it, by the parts' ranks. A part that is damaged, or
+    cannot be read any more, is taken from somewhere else, as long as somebody has it.
     """
     damaged: set[tuple[int, str]] = set()
     is_whole, has_begun = True, False

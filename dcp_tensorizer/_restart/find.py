@@ -114,7 +114,7 @@ class Predecessors:
         """The wanted states. A save's state is wanted only if the folder is still the one that it went to."""
         states: dict[str, dict[int, KeptHead]] = {}
         for head in (head for visit in self._visits for head in visit.found.heads):
-            if wanted(head) and (not head.path or _is_there(head)):
+            if wanted(head) and _is_there(head):
                 states.setdefault(head.id, {})[head.rank] = head
         return [KeptParts(by_rank) for by_rank in states.values()]
 
@@ -207,7 +207,12 @@ def places_of(keepers: Iterable[Held]) -> dict[str, dict[int, list[Address]]]:
 
 
 def _is_there(head: KeptHead) -> bool:
-    """Returns whether the folder of a save is still the same. Other hosts have another number for its disk."""
+    """Returns whether the folder of a save is still the same. Other hosts have another number for its disk.
+
+    True for a state of a manager, which knows its folder itself.
+    """
+    if not head.path:
+        return True
     there = identity(os.path.dirname(head.path))
     if head.folder is None or head.host in ("", this_host()):
         return head.folder in (None, there)
@@ -273,11 +278,12 @@ def list_kept(folder: str | os.PathLike[str], *, process_group: ProcessGroup | N
 
 
 class Elsewhere:
-    """The memory of all hosts of the job, as its ranks have told each other in `list_kept`."""
+    """The memory of all hosts of the job, as its ranks have told each other: for each rank, all heads that are on its
+    host, and what its keepers give to other hosts.
+    """
 
-    def __init__(self) -> None:
-        self._found: list[Sequence[KeptHead]] = []  # by rank
-        self._places: dict[str, dict[int, list[Address]]] = {}
+    def __init__(self, found: Sequence[tuple[Sequence[KeptHead], Sequence[Held]]] = ()) -> None:
+        self.take(found)
 
     def exchange(self, found: Predecessors, group: ProcessGroup) -> None:
         """Takes what all ranks have found on their hosts. Each rank makes the call."""
@@ -288,11 +294,11 @@ class Elsewhere:
         self.take(gathered)
 
     def take(self, found: Sequence[tuple[Sequence[KeptHead], Sequence[Held]]]) -> None:
-        """Takes what each rank has found on its host: all that is there, and what is given to other hosts."""
+        """Takes what each rank has found on its host, in place of what they had found before."""
         self._found = [heads for heads, _ in found]
         self._places = places_of(keeper for _, held in found for keeper in held)
 
-    def states(self, wanted: Callable[[KeptHead], bool]) -> list[KeptParts]:
+    def states(self, wanted: Callable[[KeptHead], bool] = lambda head: True) -> list[KeptParts]:
         """The states that are wanted, and that all ranks can load: each from its own host, or from others."""
         by_id: dict[str, dict[int, KeptHead]] = {}
         for head in (head for heads in self._found for head in heads if wanted(head)):
@@ -310,9 +316,13 @@ class Elsewhere:
                 return False
         return True
 
-    def places(self, head: KeptHead, rank: int, world_size: int) -> dict[int, list[Address]]:
-        """The keepers that give parts of a state to other hosts, of the ranks that this rank needs."""
-        places = self._places.get(head.id, {})
+    def places(self, head: KeptHead) -> dict[int, list[Address]]:
+        """The keepers that give parts of a state to other hosts, by the ranks of the parts."""
+        return self._places.get(head.id, {})
+
+    def own_places(self, head: KeptHead, rank: int, world_size: int) -> dict[int, list[Address]]:
+        """Those of the parts that a rank needs: its own, or all if another number of ranks had saved."""
+        places = self.places(head)
         return places if head.world_size != world_size else {rank: places[rank]} if rank in places else {}
 
     def forget(self, ids: Collection[str]) -> None:
@@ -344,7 +354,7 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
         if not states:
             logger.warning("%s is in memory, but its folder is another one now: it is not used", name)
         elif (chosen := _newest(states, storage, rank, world_size)) is not None:
-            places = elsewhere.places(chosen, rank, world_size)
+            places = elsewhere.own_places(chosen, rank, world_size)
             checkpoint = found.open(chosen.id, rank, f"{name} (in memory)", places)
             loaded.add(chosen, found.nbytes)
             logger.info("%s is loaded from memory, where an ended process has left it", name)

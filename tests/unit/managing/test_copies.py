@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer import CheckpointManager, WriteError
-from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.agreement import Agreement
 from dcp_tensorizer._managing.copies import CopyVote, PeerCopies
-from dcp_tensorizer._managing.restart import _Offer, _reached
-from dcp_tensorizer._restart.find import Held
-from dcp_tensorizer._restart.protocol import CopyStatus, KeptHead
+from dcp_tensorizer._restart.protocol import CopyStatus
 from dcp_tensorizer._restart.wire import Address
 from dcp_tensorizer._saving.partners import CopyOptions
 
@@ -110,22 +107,6 @@ def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
         copies.begin(None)
     assert not copies.is_on
     assert "as with copies=1: all ranks are on one host" in caplog.text
-
-
-def head(state_id: str, rank: int, size: int = 2, step_number: int = 1) -> KeptHead:
-    return KeptHead(state_id, 1, "run", rank, size, SaveRecord(step_number, None, (), {}))
-
-
-def test_what_all_hosts_can_put_together() -> None:
-    """A state whose parts are anywhere, once or more; and one that each rank has on its own host."""
-    here, there = Address("a", 1, b""), Address("b", 1, b"")
-    offers = [
-        _Offer({"own": head("own", 0)}, [Held(here, (head("x", 0), head("x", 1), head("half", 0)))], set(), set()),
-        _Offer({"own": head("own", 1), "mine": head("mine", 1)}, [Held(there, (head("x", 1),))], set(), set()),
-    ]
-    reached, elsewhere = _reached(offers)
-    assert set(reached) == {"x", "own"}
-    assert elsewhere["x"] == {0: [here], 1: [here, there]}
 
 
 @pytest.mark.parametrize(

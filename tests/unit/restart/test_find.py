@@ -69,3 +69,15 @@ def test_what_all_hosts_have(found: list[tuple[tuple[KeptHead, ...], list[Held]]
     assert bool(elsewhere.states(lambda head: True)) is expected
     elsewhere.forget(["a"])
     assert elsewhere.states(lambda head: True) == []
+
+
+def test_where_the_parts_of_a_state_are() -> None:
+    """In the order of the ranks that say so; as many ranks as before need only their own part."""
+    here, there = Address("a", 1, b""), Address("b", 1, b"")
+    both, last = of(0, 1), of(1)
+    elsewhere = Elsewhere([(both, [Held(here, both)]), (last, [Held(there, last)])])
+    (state,) = elsewhere.states()
+    assert elsewhere.places(state.head) == {0: [here], 1: [here, there]}
+    assert elsewhere.own_places(state.head, 1, world_size=2) == {1: [here, there]}
+    assert elsewhere.own_places(state.head, 1, world_size=3) == {0: [here], 1: [here, there]}
+    assert elsewhere.places(state.head._replace(id="b")) == {}
