@@ -114,7 +114,8 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
     """
     known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
     if unknown := sorted(writer_options.keys() - known):
-        hint = did_you_mean(unknown[:1], [*own, *known]) or "."
+        choices = {*own, *known}.difference(unknown)  # the name of a constructor's ``**`` is none
+        hint = did_you_mean(unknown[:1], sorted(choices)) or "."
         raise TypeError(
             f"CheckpointManager has no option {unknown[0]!r}{hint} Besides its own it takes those of "
             f"TensorizerStorageWriter"

@@ -65,9 +65,12 @@ def test_options() -> None:
         ("keep_lates", "'keep_lates': did you mean 'keep_latest'? Besides its own"),
         ("sync_file", "'sync_file': did you mean 'sync_files'? Besides its own"),
         ("colour", "'colour'. Besides its own"),
+        ("writer_options", "'writer_options': did you mean 'reader_options'? Besides its own"),
     ):
         with pytest.raises(TypeError, match="^" + re.escape(f"CheckpointManager has no option {words}")):
-            split_limits({slip: 2, "overwrite": True}, own=["keep_latest", "keep_every"])
+            split_limits(
+                {slip: 2, "overwrite": True}, own=["keep_latest", "keep_every", "reader_options", "writer_options"]
+            )
     writer = {"storage_options": {"key": "k"}}
     expected = {"page_cache": False, "storage_options": {"key": "k"}, "timeout": 9.0, "verify": False}
     assert options_of_reader(writer, limits, {"timeout": 9.0, "verify": False}) == expected
