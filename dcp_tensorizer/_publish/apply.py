@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class Applied:
     deltas: int
     is_whole: bool
     nbytes: int
-    seconds: float
+    seconds: float = 0.0
 
 
 def apply_delta(
@@ -111,8 +111,7 @@ def apply_delta(
         work = _Tensors(target, published, wanted, on_progress)
     else:
         work = _Directory(target, published, wanted, on_progress, may_go_back=version is not None or named is not None)
-    before, deltas, is_whole, nbytes = work.apply()
-    return Applied(wanted, before, deltas, is_whole, nbytes, time.monotonic() - started)
+    return replace(work.apply(), seconds=time.monotonic() - started)
 
 
 def _published(
@@ -126,13 +125,6 @@ def _published(
         return Published(open_storage(path, storage_options)), None
     above = path.parent if isinstance(path, Path) else path.rstrip("/").rpartition("/")[0]
     return Published(open_storage(above, storage_options)), number
-
-
-class _Result(NamedTuple):
-    before: int | None
-    deltas: int
-    is_whole: bool
-    nbytes: int
 
 
 # --- a directory ------------------------------------------------------------------------------------------------------
@@ -168,7 +160,7 @@ class _Directory:
         self._on_progress, self._done = on_progress, 0
         self._lock = free_in_child(threading.Lock())
 
-    def apply(self) -> _Result:
+    def apply(self) -> Applied:
         target = self._published.manifest(self._version)
         if (self._path / _SGLANG).is_dir():
             raise WriteError(
@@ -184,14 +176,14 @@ class _Directory:
                 raise
             raise WriteError(f"cannot write {self._path}: {error}") from error
 
-    def _apply(self, target: Manifest) -> _Result:
+    def _apply(self, target: Manifest) -> Applied:
         current = self._current(target)
         before = None if current is None else current.version
         if current is not None:
             self._check_base(current)
         if current is not None and before == self._version:
             self._clear(current)
-            return _Result(before, 0, False, 0)
+            return Applied(self._version, before, 0, False, 0)
         if before is not None and before > self._version and not self._may_go_back:
             raise StateMismatch(
                 f"{self._path} has version {before}, and the newest in {self._published.path} is {self._version}: is "
@@ -212,7 +204,7 @@ class _Directory:
         sources = self._from_base(base, target) if is_whole else self._from_here(current, target)
         self._check_keys(sources, deltas)
         manifest = self._write(sources, Chain(deltas), current, base)
-        return _Result(before, len(deltas), is_whole, manifest.nbytes)
+        return Applied(self._version, before, len(deltas), is_whole, manifest.nbytes)
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -231,7 +223,7 @@ class _Directory:
     def _recognised(self, target: Manifest) -> Manifest:
         """Finds the version of a model by the SHA-256 of its files."""
         model = read_model(self._storage)
-        by_digest = {self._sha256(name): name for name in model.weights}
+        by_digest = {FileRecord.of(self._storage, name).sha256: name for name in model.weights}
         for candidate in reversed(self._published.manifests()):
             if {record.sha256 for record in candidate.files.values()} == set(by_digest):
                 files = {
@@ -259,12 +251,6 @@ class _Directory:
                 f"version {current.version} in {self._path} is not the one in {self._published.path}: it comes from "
                 f"another directory of versions. Name that one, or an empty directory"
             )
-
-    def _sha256(self, name: str) -> str:
-        hashed = hashlib.sha256()
-        for block in read_blocks(self._storage, name):
-            hashed.update(block)
-        return hashed.hexdigest()
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
         """Files beside the weights cannot change in one moment with them: a new directory must get them."""
@@ -441,7 +427,7 @@ class _Tensors:
         self._target, self._published, self._version = target, published, version
         self._on_progress = on_progress
 
-    def apply(self) -> _Result:
+    def apply(self) -> Applied:
         chain = self._published.chain(self._version)
         base, deltas = chain[0], [read_delta(self._published, manifest) for manifest in chain[1:]]
         tensors = self._places(base)
@@ -461,7 +447,7 @@ class _Tensors:
                 self._change(changes, tensors[key], views[key], is_final=is_final)
                 done += tensors[key].nbytes
                 self._on_progress(done, total)
-        return _Result(before, len(deltas) - start, False, total // 2)
+        return Applied(self._version, before, len(deltas) - start, False, total // 2)
 
     def _places(self, base: Manifest) -> dict[str, StoredBytes]:
         storage = self._published.folder(base.version)

@@ -58,6 +58,7 @@ class WeightFile:
 class Model:
     """The files of a model's directory."""
 
+    storage: Storage
     index: bytes | None  # the contents of its index; None if there is none, and all tensors are in one file
     weights: dict[str, WeightFile]  # its safetensors files, by name
     others: tuple[str, ...]  # the names of its other files: configuration, tokenizer, and what else lies there
@@ -79,7 +80,7 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
         names = set(_read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
     files = (file.name for file in storage.listing()[0])
-    return Model(index, weights, tuple(sorted(filter(_is_other, files))))
+    return Model(storage, index, weights, tuple(sorted(filter(_is_other, files))))
 
 
 def _is_other(name: str) -> bool:

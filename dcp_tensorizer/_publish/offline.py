@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from .._storage.base import Storage
 from .._storage.open import open_storage
 from ..errors import CheckpointError, NotCommitted, WriteError
 from .chain import Chain, copied, read_delta
-from .model import read_blocks, read_small, read_weight_file
+from .model import read_small, read_weight_file
 from .publisher import remove_old
 from .versions import FileRecord, Manifest, Published, decode_manifest
 
@@ -189,11 +188,7 @@ class _Verification:
     def compare_files(self, storage: Storage, files: Mapping[str, FileRecord]) -> None:
         """Compares files as they are."""
         for name, record in files.items():
-            hashed = hashlib.sha256()
-            for block in read_blocks(storage, name):
-                self._count(len(block))
-                hashed.update(block)
-            if hashed.hexdigest() != record.sha256:
+            if FileRecord.of(storage, name, self._count).sha256 != record.sha256:
                 raise CheckpointError(f"{storage.path}/{name} is not what was published")
             self._files += 1
 

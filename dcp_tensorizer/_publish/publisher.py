@@ -173,12 +173,12 @@ class Publication:
         ``own`` is the publisher's claim, if it has published there before.
         """
         zstd()
-        source = open_storage(self.directory, self.storage_options)
         folder = Published(open_storage(self.published, self.storage_options))
-        model = read_model(source, self.index)
-        publisher = _Publisher(folder, folder.ownership(own), source, model, self.step, on_progress)
+        model = self._model(self.directory, self.index)
+        previous = None if self.previous is None else self._model(self.previous, self.previous_index)
+        publisher = _Publisher(folder, folder.ownership(own), model, self.step, on_progress)
         try:
-            version = publisher.publish(self._before(), self.max_deltas)
+            version = publisher.publish(previous, self.max_deltas)
             removed = () if self.keep_latest is None else remove_old(folder, self.keep_latest)
         except OSError as error:
             if isinstance(error, CheckpointError):
@@ -188,18 +188,8 @@ class Publication:
         assert publisher.ownership.own is not None
         return replace(version, removed=removed), publisher.ownership.own
 
-    def _before(self) -> _OlderCopy | None:
-        if self.previous is None:
-            return None
-        storage = open_storage(self.previous, self.storage_options)
-        return _OlderCopy(storage, read_model(storage, self.previous_index))
-
-
-class _OlderCopy(NamedTuple):
-    """A copy of the model at the version before."""
-
-    storage: Storage
-    model: Model
+    def _model(self, directory: str, index: bytes | None) -> Model:
+        return read_model(open_storage(directory, self.storage_options), index)
 
 
 def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
@@ -216,14 +206,6 @@ def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) ->
     return tuple(removed)
 
 
-class _Encoded(NamedTuple):
-    """A file whose deltas are made: its record, the file of each tensor that changed, and their bytes."""
-
-    record: FileRecord
-    weight_map: dict[str, str]
-    nbytes: int
-
-
 class _Publisher:
     """The work on one version."""
 
@@ -231,14 +213,13 @@ class _Publisher:
         self,
         folder: Published,
         ownership: Ownership,
-        source: Storage,
         model: Model,
         step: int | None,
         on_progress: _Progress,
     ) -> None:
         self.ownership = ownership
         ownership.check()
-        self._folder, self._source, self._model, self._step = folder, source, model, step
+        self._folder, self._source, self._model, self._step = folder, model.storage, model, step
         self._newest = folder.newest()
         self._version = 1 if self._newest is None else self._newest.version + 1
         self._target = folder.folder(self._version)
@@ -247,9 +228,9 @@ class _Publisher:
         self._files = 0
         self._lock = free_in_child(threading.Lock())
 
-    def publish(self, previous: _OlderCopy | None, max_deltas: int) -> PublishedVersion:
+    def publish(self, previous: Model | None, max_deltas: int) -> PublishedVersion:
         """Writes the files of the version, and then its manifest."""
-        others = {name: self._record(name) for name in self._model.others}
+        others = {name: FileRecord.of(self._source, name) for name in self._model.others}
         base, why = self._base(others, max_deltas)
         self._folder.clear(self._version)
         self._target.make_directory()
@@ -305,13 +286,6 @@ class _Publisher:
         built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
         return _Base(storage, first, built, matched), ""
 
-    def _record(self, name: str) -> FileRecord:
-        hashed, nbytes = hashlib.sha256(), 0
-        for block in read_blocks(self._source, name):
-            hashed.update(block)
-            nbytes += len(block)
-        return FileRecord(nbytes, hashed.hexdigest())
-
     # --- a whole version ----------------------------------------------------------------------------------------------
 
     def _write_whole(self, others: dict[str, FileRecord]) -> Manifest:
@@ -358,7 +332,7 @@ class _Publisher:
 
     # --- what changed -------------------------------------------------------------------------------------------------
 
-    def _write_delta(self, base: _Base, previous: _OlderCopy | None) -> Manifest:
+    def _write_delta(self, base: _Base, previous: Model | None) -> Manifest:
         before = None if previous is None else _matching(previous, base)
         records: dict[str, FileRecord] = {}
         weight_map: dict[str, str] = {}
@@ -368,11 +342,11 @@ class _Publisher:
             nonlocal nbytes
             new, old = pair
             where = (base.storage, old) if before is None else before[old.name]
-            encoded = self._encoded(new, old, where, base, is_previous=before is not None)
+            record, of_tensors, written = self._encoded(new, old, where, base, is_previous=before is not None)
             with self._lock:
-                records[old.name] = encoded.record
-                weight_map.update(encoded.weight_map)
-                nbytes += encoded.nbytes
+                records[old.name] = record
+                weight_map.update(of_tensors)
+                nbytes += written
 
         self._in_threads(encode, base.pairs)
         assert self._newest is not None
@@ -387,8 +361,11 @@ class _Publisher:
         base: _Base,
         *,
         is_previous: bool,
-    ) -> _Encoded:
-        """Writes the deltas of a file, some of them at a time."""
+    ) -> tuple[FileRecord, dict[str, str], int]:
+        """Writes the deltas of a file, some of them at a time.
+
+        Returns its record, the file of the delta of each tensor that changed, and the bytes that were written.
+        """
         storage, file = where
         changes = Chain([]) if is_previous else base.chain
         hashed = hashlib.sha256(new.header)
@@ -416,7 +393,7 @@ class _Publisher:
                     written += self._write_frames(frames, weight_map)
                     held = 0
         written += self._write_frames(frames, weight_map)
-        return _Encoded(FileRecord(new.nbytes, hashed.hexdigest()), weight_map, written)
+        return FileRecord(new.nbytes, hashed.hexdigest()), weight_map, written
 
     def _write_frames(self, frames: dict[str, tuple[bytes, str]], weight_map: dict[str, str]) -> int:
         """Writes deltas to a file, as rows of bytes, with the digests of what they lead to; returns its size."""
@@ -485,9 +462,9 @@ class _Base(NamedTuple):
     pairs: list[tuple[WeightFile, WeightFile]]  # of the model, and of the whole version, with the same header
 
 
-def _matching(previous: _OlderCopy, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
+def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
     """The files of a copy of the version before, by their names in the last whole version."""
-    by_header = {file.header: file for file in previous.model.weights.values()}
+    by_header = {file.header: file for file in previous.weights.values()}
     found = {}
     for _, old in base.pairs:
         if old.header not in by_header:

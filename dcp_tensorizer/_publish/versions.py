@@ -16,9 +16,10 @@ what it looks for. All else is in one object, ``metadata.dcp_tensorizer``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,7 @@ from .._format.safetensors_header import INDEX
 from .._storage.base import Refused, Storage
 from .._storage.claim import Claim, Ownership
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
-from .model import check_plain_name, check_weight_name, read_small
+from .model import check_plain_name, check_weight_name, read_blocks, read_small
 
 FORMAT = 1
 _DIRECTORY = re.compile(r"weight_v(\d{6,15})")
@@ -46,6 +47,16 @@ class FileRecord(Struct, frozen=True, omit_defaults=True):
     nbytes: _Count
     sha256: _Sha256
     origin: str = ""  # the name of the same file in the base, where it has another one here
+
+    @classmethod
+    def of(cls, storage: Storage, name: str, on_read: Callable[[int], object] = lambda nbytes: None) -> FileRecord:
+        """The record of a file as it is; ``on_read`` is called with the bytes of each block that was read."""
+        hashed, nbytes = hashlib.sha256(), 0
+        for block in read_blocks(storage, name):
+            hashed.update(block)
+            nbytes += len(block)
+            on_read(len(block))
+        return cls(nbytes, hashed.hexdigest())
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True):
