@@ -46,6 +46,7 @@ from .reader import ReaderOptions
 __all__ = ["TensorizerTransport"]
 
 _STRUCTURE = "structure"  # other keys begin with a bracket
+_ELSEWHERE = "192.0.2.1"  # nobody has it (RFC 5737): the route to it is the default route
 _PLAIN = (bool, bytes, float, int, str, type(None))
 """The types of values that are sent together, each within its container; others have items of their own."""
 
@@ -75,7 +76,7 @@ class TensorizerTransport:
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
             place. Others are new, in host memory. Without it all are. A state with DTensors needs it.
         interface: The name or address of the network interface to listen on. None: the one towards torchft's
-            lighthouse, or that of the host's name.
+            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
             `TensorizerStorageReader`.
 
@@ -311,9 +312,11 @@ def _address_in(metadata: str) -> Address:
 
 
 def _own_address() -> str:
-    """The address of this host towards torchft's lighthouse, or by its name; a local one if it has no other."""
+    """The address of this host towards torchft's lighthouse, by its name, or towards the world; a local one if it has
+    no other.
+    """
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", "")).hostname
-    for name in (lighthouse, socket.gethostname()):
+    for name in (lighthouse, socket.gethostname(), _ELSEWHERE):
         with suppress(OSError):
             if name is not None and not is_local(address := address_towards(name)):
                 return address

@@ -44,7 +44,7 @@ class TransferProgress:
 
 @contextmanager
 def each_second(do: Callable[[], object]) -> Iterator[None]:
-    """Calls a function about once a second while a block runs, on a thread of its own."""
+    """Calls a function about once a second while a block runs, on a thread of its own, if one can be started."""
     is_over = threading.Event()
 
     def run() -> None:
@@ -52,7 +52,11 @@ def each_second(do: Callable[[], object]) -> Iterator[None]:
             do()
 
     thread = threading.Thread(target=run, name="progress", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, or there is a limit: whatever the block does goes on
+        yield
+        return
     try:
         yield
     finally:

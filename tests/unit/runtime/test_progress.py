@@ -58,3 +58,14 @@ def test_a_block_is_told_of_again_and_again(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(told.acquire(timeout=WAIT) for _ in range(3))
     (thread,) = threads
     assert not thread.is_alive()
+
+
+def test_where_no_thread_starts_the_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of the interpreter. Errors of the block come out."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ValueError, match="full"), each_second(lambda: pytest.fail("told")):
+        raise ValueError("full")
