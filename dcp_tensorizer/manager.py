@@ -371,7 +371,7 @@ class CheckpointManager:
             if is_with_all:
                 self._job.write_held()
                 if not self._stopping and not self._has_failed:
-                    self._job.saves.export_last()
+                    self._job.export_last()
             elif self._job.saves.held_step is not None:
                 logger.warning("%s: step %d is in memory alone", self._folder.path, self._job.saves.held_step)
         finally:

@@ -245,13 +245,21 @@ class Job:
             self.saves.wait_published(NEVER)
         self.saves.tell()
 
+    def export_last(self) -> None:
+        """Exports the last save of the job, if that is wanted, on all ranks."""
+        if self.exports is not None:
+            self.saves.wait()
+            self.saves.error = self.exports.run_last(self.saves.settled()) or self.saves.error
+
     def close(self, deadline: Deadline, *, is_with_all: bool) -> None:
         """Waits for all that is under way, up to the deadline, and ends everything; ``is_with_all``: on all ranks."""
-        self.saves.wait_exported(deadline)
+        if self.exports is not None:
+            self.saves.wait(deadline)  # an export reads the buffers, which the writer frees
         self._writer.close(deadline.left)
         self.saves.wait(deadline)
         self.saves.wait_published(deadline, on_all_ranks=is_with_all)
-        self.saves.end_exports()
+        if self.exports is not None:
+            self.exports.close()
         if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
             self.survival.leave(deadline)  # the newest step exists only in memory
         self.survival.end(deadline, has_saved=self.saves.has_saved)

@@ -186,14 +186,10 @@ class Saves:
         return self._exports.keeping(ties_in(collected) if ties is None else ties, on_staged)
 
     def _wait_exported(self) -> None:
+        """Waits for the export of the last save, because the next state is about to be staged."""
         if self._exports is not None:
-            self.wait_exported(NEVER)
+            self.wait()
             self._exports.let_go()
-
-    def wait_exported(self, deadline: Deadline) -> None:
-        """Waits for the export of the last save."""
-        if self._exports is not None:
-            self.wait(deadline)
 
     def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
         """Waits until the last export is published, which one rank does for all; notes an error on each rank.
@@ -213,11 +209,6 @@ class Saves:
         except WriteError as error:  # a rank is gone
             errors = [error]
         self.error = next((error for error in errors if error is not None), self.error)
-
-    def end_exports(self) -> None:
-        """Ends what belongs to exports, when the last one is over."""
-        if self._exports is not None:
-            self._exports.close()
 
     def hold(
         self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged, *, is_due: bool
@@ -292,12 +283,6 @@ class Saves:
     def forget(self) -> None:
         """Forgets the last save, which is over, because the job goes on from something else."""
         self._last = self._held = None
-
-    def export_last(self) -> None:
-        """Exports the last save of the job, if that is wanted, on all ranks."""
-        if self._exports is not None and self._last is not None:
-            self.wait()
-            self.error = self._exports.run_last(self._last.saved) or self.error
 
     def wait(self, deadline: Deadline = NEVER) -> None:
         """Waits for the last save and the work after it.

@@ -205,7 +205,7 @@ class RangeReader(abc.ABC):
         """Closes the file. Remote files have nothing open between requests."""
 
 
-class Shared(NamedTuple):
+class HardLinks(NamedTuple):
     """A file with several names (hard links). It takes space once, and the record is the same under each name."""
 
     device: int
@@ -222,7 +222,7 @@ class FileInfo(NamedTuple):
     """When it was last written, in seconds since the epoch; None where that is unknown. Copies may have it restored."""
     changed: float | None
     """When it was last created, changed, linked or unlinked here (ctime). No program can set it back."""
-    shared: Shared | None = None
+    shared: HardLinks | None = None
 
 
 class DirectoryLock:

@@ -22,9 +22,9 @@ from .base import (
     DirectoryLock,
     FileIdentity,
     FileInfo,
+    HardLinks,
     ReadTuning,
     Refused,
-    Shared,
     SharedFile,
     Storage,
     temporary_file_name,
@@ -602,7 +602,7 @@ def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
         with suppress(OSError):  # removed since then, or a link to nowhere or in a circle
             state = entry.stat()
             if stat.S_ISREG(state.st_mode):
-                shared = Shared(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
+                shared = HardLinks(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
                 files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime, shared))
     return files, folders
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from dcp_tensorizer._storage.base import FileIdentity, Shared
+from dcp_tensorizer._storage.base import FileIdentity, HardLinks
 from dcp_tensorizer._storage.local import LocalStorage, identity_of, link_file
 
 
@@ -146,5 +146,5 @@ def test_a_listing_says_which_files_have_other_names(source: Path, tmp_path: Pat
     (tmp_path / "single").touch()
     state = source.stat()
     files = {file.name: file.shared for file in LocalStorage(tmp_path).listing()[0]}
-    shared = Shared(state.st_dev, state.st_ino, 2)
+    shared = HardLinks(state.st_dev, state.st_ino, 2)
     assert files == {"source": shared, "other": shared, "single": None}
