@@ -607,12 +607,18 @@ class Job:
         return "\n".join(program.account() for program in self.programs)
 
     def until(self, condition: Callable[[], _T], timeout: float = _SECONDS) -> _T:
-        """Looks until a condition is true, and returns it. Fails at the timeout, with what all have printed."""
+        """Looks until a condition is true, and returns it.
+
+        Fails at the timeout, or when all have ended without it, with what all have printed.
+        """
         deadline = time.monotonic() + timeout
-        while not (value := condition()):
+        while True:
+            is_over = all(program.outer.poll() is not None for program in self.programs)
+            if value := condition():
+                return value
+            assert not is_over, f"it did not come about: {self.account()}"
             assert time.monotonic() < deadline, f"it did not come about in {timeout} s: {self.account()}"
             time.sleep(0.01)
-        return value
 
     def end(self) -> None:
         """Kills what still runs."""

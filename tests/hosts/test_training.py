@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ..e2e.ranks import eventually
 from .copied_job import copied_step, events
 from .lab import DISK, SHARED, Host, Job, Lab
 from .trained_job import go_on, start
@@ -58,7 +59,7 @@ def test_a_host_is_lost_in_each_phase(lab: Lab) -> None:
     job = start(lab, ranks, more=9)
     has_restored(lab, job, len(ranks), least)
     assert job.wait() == [0] * len(ranks), job.account()
-    job.until(lambda: not ranks[0].left_over())
+    eventually(lambda: not ranks[0].left_over())
 
 
 def test_a_host_is_lost_with_its_disk_in_a_flush(lab: Lab) -> None:
