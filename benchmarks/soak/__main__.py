@@ -19,6 +19,7 @@ from . import (
     hosts,
     interleavings,
     managers,
+    nfs,
     power_cuts,
     preemption,
     surroundings,
@@ -44,6 +45,7 @@ PARTS: dict[str, Part] = {
     "surroundings": surroundings.PART,
     "hosts": hosts.PART,
     **trainings.PARTS,
+    "nfs": nfs.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 

@@ -48,12 +48,13 @@ CONDITIONS = (
 )
 _SLOW = ("5% of a core for one host", "5% of packets lost")
 FILE_SYSTEMS = ("tmpfs", "ext4", "xfs", "btrfs", "overlay", "sshfs")
-_SFTP = """
+_SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+_SFTP = f"""
 import socket, subprocess
 server = socket.create_server(("", 5001))
 while True:
     connection, _ = server.accept()
-    subprocess.Popen(["/usr/lib/openssh/sftp-server"], stdin=connection, stdout=connection)
+    subprocess.Popen(["{_SFTP_SERVER}"], stdin=connection, stdout=connection)
     connection.close()
 """
 _DISK_FAULTS = ("the shared disk is full for a while", "the shared disk is read-only for a while")
@@ -410,14 +411,32 @@ def _run_conditions(rounds: int, seed: int, folder: Path) -> Tally:
 
 def _run_disks(rounds: int, seed: int, folder: Path) -> Tally:
     faults = (*_FAULTS[2:], *_DISK_FAULTS)
+    left_out = {kind: reason for kind in FILE_SYSTEMS if (reason := _lacks(kind))}
+    for kind, reason in left_out.items():
+        print(f"LEFT OUT: {kind}: {reason}", file=sys.stderr, flush=True)
+    kinds = [kind for kind in FILE_SYSTEMS if kind not in left_out]
 
     def plans(chance: random.Random) -> list[_Plan]:
         return [
             _Plan(layout, "", "", kind, tuple(f for f in faults if kind != "sshfs" or f not in _DISK_FAULTS))
-            for layout, kind in _deck(chance, tuple(_LAYOUTS), FILE_SYSTEMS)
+            for layout, kind in _deck(chance, tuple(_LAYOUTS), kinds)
         ]
 
-    return _campaigns(plans, rounds, seed, folder, needs=_needs("mkfs.xfs", "mkfs.btrfs", "sshfs"))
+    tally = _campaigns(plans, rounds, seed, folder)
+    for kind, reason in left_out.items():
+        tally.count(f"left out: {kind}: {reason}")
+    return tally
+
+
+def _lacks(kind: str) -> str:
+    """Why there is no such file system here; empty if there is one."""
+    own = "fuse" if kind == "sshfs" else kind
+    if own not in Path("/proc/filesystems").read_text().split():
+        return f"the kernel has no {own}"
+    programs = {"sshfs": ["sshfs"], "overlay": ["mkfs.ext4"], "tmpfs": []}.get(kind, [f"mkfs.{kind}"])
+    if kind == "sshfs" and not Path(_SFTP_SERVER).exists():
+        return f"there is no {_SFTP_SERVER}"
+    return _needs(*programs)
 
 
 _JOB = (
