@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -209,10 +210,10 @@ def _rank(rank: int, number: int, last: int) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     full = torch.arange(_NUMBERS, dtype=torch.float32)
     mesh = init_device_mesh("cpu", (2,))
-    state = {"w": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None), "step": 0}
+    state: dict[str, Any] = {"w": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None), "step": 0}
     with CheckpointManager(f"{_SHARED}/run", save_every=1, keep_latest=2, limits=SaveLimits(timeout=100.0)) as manager:
         step = manager.restore(state) or 0
-        right = torch.equal(state["w"].to_local(), _part(full, rank) + step) and state["step"] == step  # type: ignore[attr-defined]
+        right = torch.equal(state["w"].to_local(), _part(full, rank) + step) and state["step"] == step
         Path("/tmp/told").with_suffix(f".{rank}").write_text(str(step) if right else f"wrong at {step}")
         os.rename(f"/tmp/told.{rank}", f"/tmp/told-restored-{rank}")
         first = step

@@ -29,6 +29,7 @@ __all__ = ["CONDITIONS", "FILE_SYSTEMS", "PARTS"]
 
 _SECONDS = 240.0  # for a start of all ranks, on a busy machine
 _ROUNDS = 6  # of a campaign
+_ROUNDS_OF_CONDITION = 3  # of one that is slow
 _PARTITION = 15.0
 _PATIENCE = 20.0  # of a save
 _TIMEOUT = 20.0  # of the group, where a host is lost for good
@@ -72,9 +73,15 @@ class _Plan:
 
 
 def _campaigns(
-    plans: Callable[[random.Random], Sequence[_Plan]], rounds: int, seed: int, folder: Path, *, needs: str = ""
+    plans: Callable[[random.Random], Sequence[_Plan]],
+    rounds: int,
+    seed: int,
+    folder: Path,
+    *,
+    each: int = _ROUNDS,
+    needs: str = "",
 ) -> Tally:
-    """Runs campaigns until there have been so many rounds. Raises `Unavailable`."""
+    """Runs campaigns until there have been so many rounds, `each` of a number of them. Raises `Unavailable`."""
     if reason := missing() or needs:
         raise Unavailable(reason)
     chance, tally = random.Random(seed), Tally()
@@ -86,7 +93,7 @@ def _campaigns(
         place = folder / f"job-{number}"
         with Lab(place) as lab, ExitStack() as stack:
             print(f"job {number}: {plan}", file=sys.stderr, flush=True)
-            _Campaign(plan, lab, stack, tally, chance).run(min(_ROUNDS, rounds - tally.rounds))
+            _Campaign(plan, lab, stack, tally, chance).run(min(each, rounds - tally.rounds))
         if tally.is_good:
             shutil.rmtree(place)
     return tally
@@ -406,7 +413,7 @@ def _run_conditions(rounds: int, seed: int, folder: Path) -> Tally:
     def plans(chance: random.Random) -> list[_Plan]:
         return [_Plan(*choices) for choices in _deck(chance, tuple(_LAYOUTS), _ROADS, CONDITIONS)]
 
-    return _campaigns(plans, rounds, seed, folder, needs=_needs("cc", "nft"))
+    return _campaigns(plans, rounds, seed, folder, each=_ROUNDS_OF_CONDITION, needs=_needs("cc", "nft"))
 
 
 def _run_disks(rounds: int, seed: int, folder: Path) -> Tally:
@@ -440,9 +447,8 @@ def _lacks(kind: str) -> str:
 
 
 _JOB = (
-    f"A job trains a model with FSDP2 on hosts that are namespaces of this machine, in jobs of {_ROUNDS} rounds. In "
-    "each round it goes on from what it finds, stands still in a phase of a save, and something happens to a host "
-    "there. It has to go on from the newest step that all ranks had copied to other hosts, or from the newest "
+    "Jobs train a model with FSDP2 on hosts that are namespaces of this machine. In each round a job goes on from "
+    "what it finds, stands still in a phase of a save, and something happens to a host there. It has to go on from the newest step that all ranks had copied to other hosts, or from the newest "
     "checkpoint that all hosts see, whichever is newer, with the same values on all ranks. The last run of each job "
     "goes to its end, and nothing may be left over on any host. "
 )
