@@ -374,6 +374,8 @@ class _Campaign:
             time.sleep(0.05)
         if left:
             self.tally.blame("left", f"{where}: {left}")
+        if self.plan.condition == "5% of packets lost":
+            self.tally.count("packets lost in the last runs", sum(host.lost() for host in hosts))
         if self.folder is not None:
             collect_all(self.folder)
             for name in left_over(self.folder):

@@ -399,8 +399,8 @@ class Host:
         ]
         for pid, family, hook in places:
             table = f"{family} losses{self.number}"
-            words = f"add table {table}; add chain {table} all {{ type filter {hook} priority 0; }}; "
-            words += f"flush chain {table} all; add rule {table} all {drop}" if percent else f"delete table {table}"
+            words = f"add table {table}; add chain {table} drops {{ type filter {hook} priority 0; }}; "
+            words += f"flush chain {table} drops; add rule {table} drops {drop}" if percent else f"delete table {table}"
             command("nsenter", f"--target={pid}", "--net", "nft", words)
 
     def lost(self) -> int:
