@@ -11,8 +11,9 @@ part. The tensor's own memory is only read.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +36,9 @@ BUFFER_BYTES = 256 << 20
 _PIECE = 512 << 10
 
 _SMALL = _PIECE  # bytes of a tensor
+
+_Pair = tuple[int, bytes, memoryview]
+"""An offset in a file, and two runs of bytes that lie there, one behind the other."""
 
 _MIN_PARTS = 6  # five that one thread fills, and one that is being written
 
@@ -167,10 +171,11 @@ class _Encoding(Generic[T]):
 
     def _work(self, numbers: Iterator[int]) -> None:
         try:
-            while (number := next(numbers, None)) is not None:
+            taken: list[int] = []  # a large tensor's number that was met among small ones
+            while (number := taken.pop() if taken else next(numbers, None)) is not None:
                 entry = self._layout.entries[number]
                 if self._is_small(entry):
-                    self._encode_small(number, entry)
+                    self._parts.fill_pairs(self._encode_small(itertools.chain((number,), numbers), taken))
                 else:
                     header = self._encode(number, fill=True)
                     self._parts.fill(entry.header_offset, header)
@@ -181,13 +186,20 @@ class _Encoding(Generic[T]):
     def _is_small(self, entry: Entry[T]) -> bool:
         return entry.length <= _SMALL and not entry.has_sha256 and self._layout.cipher is None
 
-    def _encode_small(self, number: int, entry: Entry[T]) -> None:
-        """Hashes a small tensor in one call, and fills its parts: with thousands of them, each call counts."""
-        data = self._contents(entry.tensor)
-        assert data.nbytes == entry.length
-        self._items[number] = self._item(entry, digests_of(data))
-        header = np.frombuffer(entry.with_hashes(crc32_of(entry.header, data)), dtype=np.uint8)
-        self._parts.fill_both(entry.header_offset, header, np.frombuffer(data, dtype=np.uint8))
+    def _encode_small(self, numbers: Iterable[int], taken: list[int]) -> Iterator[_Pair]:
+        """Hashes small tensors in one call each, because with thousands of them each call counts.
+
+        Yields the offset of each, its header and its bytes. A larger tensor ends it, and its number goes to ``taken``.
+        """
+        for number in numbers:
+            entry = self._layout.entries[number]
+            if not self._is_small(entry):
+                taken.append(number)
+                return
+            data = self._contents(entry.tensor)
+            assert data.nbytes == entry.length
+            self._items[number] = self._item(entry, digests_of(data))
+            yield entry.header_offset, entry.with_crc32(crc32_of(entry.header, data)), data
 
     def _encode(self, number: int, *, fill: bool) -> np.ndarray:
         """Hashes or encrypts a tensor, and returns its header. With ``fill`` it fills the tensor's parts on the way."""
@@ -399,19 +411,31 @@ class FileParts:
             offset += count
             data = data[count:]
 
-    def fill_both(self, offset: int, head: np.ndarray, data: np.ndarray) -> None:
-        """Fills two runs of bytes, one behind the other, in one call: small ones mostly share a part."""
-        middle = offset + head.nbytes
-        number, begin = divmod(offset, self._sink.part_bytes)
-        end = begin + head.nbytes + data.nbytes
-        if end > self._sink.part_bytes:
-            self.fill(offset, head)
-            self.fill(middle, data)
-            return
-        part = self._part(number)
-        part[begin : begin + head.nbytes] = head
-        part[begin + head.nbytes : end] = data
-        self._filled(number, end - begin)
+    def fill_pairs(self, pairs: Iterable[_Pair]) -> None:
+        """Fills small runs of bytes, in order, each with another one behind it.
+
+        What has been filled is noted once for each part, before anything waits.
+        """
+        size = self._sink.part_bytes
+        part, number, filled = memoryview(b""), -1, 0
+        for offset, head, data in pairs:
+            own, begin = divmod(offset, size)
+            middle = begin + len(head)
+            end = middle + len(data)
+            if own != number or end > size:
+                if filled:
+                    self._filled(number, filled)
+                number, filled = -1, 0
+                if end > size:
+                    self.fill(offset, np.frombuffer(head, dtype=np.uint8))
+                    self.fill(offset + len(head), np.frombuffer(data, dtype=np.uint8))
+                    continue
+                part, number = self._part(own).data, own
+            part[begin:middle] = head
+            part[middle:end] = data
+            filled += end - begin
+        if filled:
+            self._filled(number, filled)
 
     def _filled(self, number: int, count: int) -> None:
         with self._changed:

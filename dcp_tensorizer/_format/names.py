@@ -90,6 +90,8 @@ class Seal(NamedTuple):
 
 def block_size(nbytes: int, *, encrypted: bool = False) -> int:
     """Bytes that one digest covers in an item of ``nbytes`` bytes; the last block may be shorter."""
+    if nbytes <= _MIN_BLOCK:  # most tensors are small
+        return _MIN_BLOCK
     per_block = -(-nbytes // _MAX_BLOCKS)
     if encrypted:
         return min(_MAX_ENCRYPTED_BLOCK, max(_MIN_BLOCK, _round_up(per_block, _ENCRYPTED_ALIGNMENT)))

@@ -204,8 +204,8 @@ def _fill(structure: Any, staged: _Staged) -> Any:
     if isinstance(structure, torch.Tensor):
         return _rebuild_tensor(structure, staged)
     if type(structure) is dict:
-        for name, item in structure.items():
-            structure[name] = _fill(item, staged)
+        for name, item in structure.items():  # nearly all are plain tensors: every call counts
+            structure[name] = staged.take(item) if is_plain_class(item) else _fill(item, staged)
         return structure
     if isinstance(structure, tuple) and not isinstance(structure, _ATOMIC):
         filled = tuple.__new__(type(structure), [_fill(item, staged) for item in structure])
