@@ -225,7 +225,8 @@ class KeptReader(TensorizerStorageReader):
     """
 
     def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
-        super().__init__("/", **{name: value for name, value in options.items() if name in _KEPT_OPTIONS})
+        kept = {name: value for name, value in options.items() if name in _KEPT_OPTIONS}
+        super().__init__("/", **kept, page_cache=False)  # there is none: ranges are read once
         self._open = lambda path: checkpoint
         self._checkpoint = checkpoint
 

@@ -38,7 +38,6 @@ from .protocol import Extent, Keep, KeptContent, KeptHead
 from .replicas import RemotePart
 
 _SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
-_REMOTE_SLICE = 8 << 20  # each is a request
 _STREAMS = 4  # at once from other hosts, where there are fewer cores
 
 
@@ -64,9 +63,7 @@ class KeptCheckpoint(Storage):
         self.path = self.location = path
         is_remote = any(isinstance(buffer, RemotePart) for _, buffer in states)
         threads = max(cores(), _STREAMS) if is_remote else cores()
-        self.reads = ReadTuning(
-            max_threads=threads, min_threads=threads, slice_bytes=_REMOTE_SLICE if is_remote else _SLICE
-        )
+        self.reads = ReadTuning(max_threads=threads, min_threads=threads, slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
         self._buffers = {
             _names(content.state.head)[0]: _reader(buffer, content.state.nbytes) for content, buffer in states

@@ -48,7 +48,6 @@ _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
 _WAIT_SECONDS = 20.0  # the other end gives up after 60
 _DROP_SECONDS = 10.0  # and twice as long to connect: less than the trainer waits for its keeper
-_MAX_LENGTHS = 4096
 _ASK_SECONDS = 0.02  # between two questions for a part that is not there yet
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
@@ -101,13 +100,13 @@ class TakeRecord(Struct, tag="take", array_like=True):
     rank: _Count
 
 
-class ReadRanges(Struct, tag="read", array_like=True):
-    """Give me bytes of a part, from an offset on, in pieces of these lengths."""
+class ReadRange(Struct, tag="read", array_like=True):
+    """Give me bytes of a part, from an offset on."""
 
     id: _Id
     rank: _Count
     offset: _Count
-    lengths: Annotated[list[_Count], Meta(max_length=_MAX_LENGTHS)]
+    nbytes: _Count
 
 
 class Accepted(Struct, tag="accepted", array_like=True):
@@ -279,7 +278,7 @@ class ReplicaServer:
                 reader = _PartReader(self._parts)
                 stack.callback(reader.close)
                 while True:
-                    match wire.receive(ReplicaOffer | Join | Record | Drop | TakeRecord | ReadRanges):
+                    match wire.receive(ReplicaOffer | Join | Record | Drop | TakeRecord | ReadRange):
                         case ReplicaOffer() as offer:
                             self._offered(wire, offer, own)
                         case Join(name):
@@ -294,7 +293,7 @@ class ReplicaServer:
                             wire.send(self._dropped(head))
                         case TakeRecord(state_id, rank):
                             self._give_record(wire, state_id, rank)
-                        case ReadRanges() as wanted:
+                        case ReadRange() as wanted:
                             reader.give(wire, wanted)
         except (OSError, ValueError):
             pass  # the other end is gone, or has sent something invalid: it can begin anew
@@ -398,9 +397,8 @@ class _PartReader:
         self._parts = parts
         self._open: tuple[str, int] | None = None
         self._fd: int | None = None
-        self._room = memoryview(bytearray(MAX_BYTES))
 
-    def give(self, wire: Wire, wanted: ReadRanges) -> None:
+    def give(self, wire: Wire, wanted: ReadRange) -> None:
         if self._open != (wanted.id, wanted.rank):
             self.close()
             self._fd = self._parts.buffer(wanted.id, wanted.rank)
@@ -408,17 +406,12 @@ class _PartReader:
         if self._fd is None:
             wire.send(ReplicaRefused("it is not kept"))
             return
-        offset = wanted.offset
-        if offset + sum(wanted.lengths) > os.fstat(self._fd).st_size:
+        fd, offset = self._fd, wanted.offset
+        if offset + wanted.nbytes > os.fstat(fd).st_size:
             wire.send(ReplicaRefused("it has not so many bytes"))
             return
-        wire.send(Following(sum(wanted.lengths)))
-        for length in wanted.lengths:
-            for start in range(0, length, MAX_BYTES):
-                part = self._room[: min(MAX_BYTES, length - start)]
-                read_into(self._fd, [part], offset + start)
-                wire.send_bytes(part)
-            offset += length
+        wire.send(Following(wanted.nbytes))
+        wire.send_filled(wanted.nbytes, lambda frame, start: read_into(fd, [frame], offset + start))
 
     def close(self) -> None:
         fd, self._fd, self._open = self._fd, None, None
@@ -566,6 +559,7 @@ class RemotePart(RangeReader):
     def __init__(self, address: Address, state_id: str, rank: int) -> None:
         self._address, self._id, self._rank = address, state_id, rank
         self._idle: list[Wire] = []
+        self._bringing: set[Wire] = set()
         self._is_over = False
         self._lock = free_in_child(threading.Lock())
         self.nbytes = 0
@@ -605,33 +599,27 @@ class RemotePart(RangeReader):
         return answer
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        for start in range(0, len(buffers), _MAX_LENGTHS):
-            some = buffers[start : start + _MAX_LENGTHS]
-            self._read(some, offset)
-            offset += sum(buffer.nbytes for buffer in some)
+        self.once(offset, sum(buffer.nbytes for buffer in buffers)).read_into(buffers, offset)
 
-    def _read(self, buffers: Sequence[memoryview], offset: int) -> None:
+    def once(self, offset: int, nbytes: int) -> RangeReader:
+        """Asks for a range, whose bytes then arrive while the parts before them are used."""
         wire = self._taken()
         if wire is not None:  # the other end may have closed it because it was idle
-            try:
-                self._read_by(wire, buffers, offset)
-                return
-            except OSError:
-                pass
-        self._read_by(self._address.connect(), buffers, offset)
+            with suppress(OSError):
+                return self._asked(wire, offset, nbytes)
+        return self._asked(self._address.connect(), offset, nbytes)
 
-    def _read_by(self, wire: Wire, buffers: Sequence[memoryview], offset: int) -> None:
+    def _asked(self, wire: Wire, offset: int, nbytes: int) -> RangeReader:
         try:
-            lengths = [buffer.nbytes for buffer in buffers]
-            answer = wire.ask(ReadRanges(self._id, self._rank, offset, lengths), Following | ReplicaRefused)
+            answer = wire.ask(ReadRange(self._id, self._rank, offset, nbytes), Following | ReplicaRefused)
             if isinstance(answer, ReplicaRefused):
                 raise OSError(f"the keeper at {self._address!r}: {answer.why}")
-            for buffer in buffers:
-                wire.receive_bytes(buffer.cast("B"))
         except BaseException:
             wire.close()
             raise
-        self._give_back(wire)
+        with self._lock:
+            self._bringing.add(wire)
+        return _Arriving(wire, offset, nbytes, self._give_back)
 
     def _taken(self) -> Wire | None:
         with self._lock:
@@ -639,6 +627,7 @@ class RemotePart(RangeReader):
 
     def _give_back(self, wire: Wire) -> None:
         with self._lock:
+            self._bringing.discard(wire)
             if not self._is_over:
                 self._idle.append(wire)
                 return
@@ -648,6 +637,43 @@ class RemotePart(RangeReader):
         """Closes its connections for good."""
         with self._lock:
             self._is_over = True
-            idle, self._idle = self._idle, []
-        for wire in idle:
+            wires = [*self._idle, *self._bringing]
+            self._idle, self._bringing = [], set()
+        for wire in wires:
             wire.close()
+
+
+class _Arriving(RangeReader):
+    """A range of a part that is on its way, read from front to back by one thread."""
+
+    def __init__(self, wire: Wire, offset: int, nbytes: int, give_back: Callable[[Wire], None]) -> None:
+        self._wire, self._offset, self._left, self._give_back = wire, offset, nbytes, give_back
+        self._rest = memoryview(b"")  # of a frame that has bytes for the next buffer
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        assert offset == self._offset, "parts are read in order"
+        try:
+            for buffer in buffers:
+                self._fill(buffer.cast("B"))
+                self._offset += buffer.nbytes
+        except BaseException:
+            self._wire.close()
+            raise
+        if not self._left and not self._rest:
+            self._give_back(self._wire)
+
+    def _fill(self, target: memoryview) -> None:
+        while target:
+            count = min(MAX_BYTES, self._left)
+            if self._rest:
+                count = min(self._rest.nbytes, target.nbytes)
+                target[:count], self._rest = self._rest[:count], self._rest[count:]
+            elif target.nbytes < count:
+                self._rest = memoryview(bytearray(count))
+                self._wire.receive_bytes(self._rest)
+                self._left -= count
+                continue
+            else:
+                self._wire.receive_bytes(target[:count])
+                self._left -= count
+            target = target[count:]

@@ -17,6 +17,7 @@ import hmac
 import os
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,8 +27,8 @@ from .._format.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, 
 
 MAX_MESSAGE = 1 << 20
 """Bytes of a message, at most."""
-MAX_BYTES = 4 << 20
-"""Bytes of a frame of raw bytes, at most."""
+MAX_BYTES = 1 << 20
+"""Bytes of a frame of raw bytes, at most. It is read, sealed and sent while it is in the cache of a core."""
 SECRET_BYTES = 32
 
 _MAGIC = b"DCPTZR2"  # ends with the version
@@ -36,7 +37,8 @@ _PROOF = 32
 _HEADER = struct.Struct("<BI")
 _MESSAGE, _BYTES = 1, 2
 _HANDSHAKE_SECONDS = 10.0
-_SECONDS = 60.0  # for each frame: of 4 MiB, which a slow network carries in a second
+_SECONDS = 60.0  # for each frame
+_SILENT = "the other end has not answered for too long"
 _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers look at it
 
 
@@ -63,7 +65,7 @@ class Wire:
             sock.close()
             raise
         self._sealing, self._opening = FrameCipher(mine, cipher), FrameCipher(theirs, cipher)
-        sock.settimeout(seconds)
+        _set_timeout(sock, seconds)
 
     def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes, FrameCipherKind]:
         """Proves that both ends know the secret; returns the keys of this end's frames, and of the other's.
@@ -129,6 +131,17 @@ class Wire:
         for start in range(0, data.nbytes, MAX_BYTES):
             self._send(_BYTES, data[start : start + MAX_BYTES])
 
+    def send_filled(self, nbytes: int, fill: Callable[[memoryview, int], object]) -> None:
+        """Sends bytes that a message has announced, and that ``fill`` puts where they are sealed.
+
+        It gets the memory of each frame, and how many bytes come before it.
+        """
+        for start in range(0, nbytes, MAX_BYTES):
+            frame = self._frame(_BYTES, min(MAX_BYTES, nbytes - start))
+            content = frame[_HEADER.size : -FRAME_MAC_BYTES]
+            fill(content, start)
+            self._send_frame(frame, content)
+
     def receive_bytes(self, target: memoryview) -> None:
         """Receives bytes that a message has announced into the target, which is undefined after an error."""
         for start in range(0, target.nbytes, MAX_BYTES):
@@ -140,11 +153,20 @@ class Wire:
     # --- frames -----------------------------------------------------------------------------------------------------
 
     def _send(self, kind: int, content: memoryview | bytes) -> None:
-        header = _HEADER.pack(kind, len(content))
-        frame = self._room("_out", _HEADER.size + len(content) + FRAME_MAC_BYTES)
-        frame[: _HEADER.size] = header
-        self._sealing.seal(content, frame[_HEADER.size :], header)
-        self._sock.sendall(frame)
+        self._send_frame(self._frame(kind, len(content)), content)
+
+    def _frame(self, kind: int, nbytes: int) -> memoryview:
+        """The memory of a frame, which begins with its header."""
+        frame = self._room("_out", _HEADER.size + nbytes + FRAME_MAC_BYTES)
+        _HEADER.pack_into(frame, 0, kind, nbytes)
+        return frame
+
+    def _send_frame(self, frame: memoryview, content: memoryview | bytes) -> None:
+        self._sealing.seal(content, frame[_HEADER.size :], bytes(frame[: _HEADER.size]))
+        try:
+            self._sock.sendall(frame)
+        except BlockingIOError:
+            raise TimeoutError(_SILENT) from None
 
     def _header(self, kind: int, most: int) -> int:
         found, nbytes = _HEADER.unpack(self._read(_HEADER.size))
@@ -172,7 +194,10 @@ class Wire:
 
     def _fill(self, view: memoryview) -> None:
         while view:
-            count = self._sock.recv_into(view)
+            try:
+                count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError(_SILENT) from None
             if not count:
                 raise ConnectionResetError("the other end is gone")
             view = view[count:]
@@ -184,6 +209,14 @@ class Wire:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+
+def _set_timeout(sock: socket.socket, seconds: float) -> None:
+    """Lets the kernel end waits. With Python's own timeouts, each call would ask first, and take what there is."""
+    sock.settimeout(None)
+    timeout = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
 def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
