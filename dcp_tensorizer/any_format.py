@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_committed, unreadable
 from ._publish.model import read_weight_files
 from ._restart.checkpoint import KeptCheckpoint
-from ._restart.find import find_orphan
+from ._restart.find import committed_id, find_orphan
 from ._runtime.validation import check_path
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["AnyFormatReader", "KeptReader", "open_reader"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 _KEPT_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
 """The reader options that apply to checkpoints in memory."""
@@ -109,6 +112,7 @@ class AnyFormatReader(StorageReader):
         self._extensions: Any = None  # set by `install`: decoders of streams that torch's own writer has encoded
         self._reader: StorageReader | None = None
         self._error: CheckpointError | None = None
+        self._set_up: dict[str, Any] = {}  # with what DCP has set up the format's reader
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -148,6 +152,7 @@ class AnyFormatReader(StorageReader):
         """Raises the error of `read_metadata`, if there was one; otherwise calls the format's reader."""
         if self._error is not None:
             raise self._error
+        self._set_up = kwargs
         self._chosen.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -172,8 +177,21 @@ class AnyFormatReader(StorageReader):
         return self._chosen.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Calls the format's reader."""
-        return self._chosen.read_data(plan, planner)
+        """Calls the format's reader. What is damaged in memory is read from another copy there, or from storage.
+
+        Raises:
+            ReadError: also if a state in memory is damaged, and storage does not have the same.
+        """
+        damaged: set[tuple[int, str]] = set()
+        while True:
+            try:
+                return self._chosen.read_data(plan, planner)
+            except ReadError as error:
+                if not isinstance(self._reader, KeptReader):
+                    raise
+                self._reader = self._instead_of(self._reader.checkpoint, error, damaged)
+            self._reader.set_up_storage_reader(self._reader.read_metadata(), False, **self._set_up)
+            plan = self._reader.prepare_local_plan(plan)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -185,10 +203,40 @@ class AnyFormatReader(StorageReader):
         assert self._reader is not None, "read_metadata comes first"
         return self._reader
 
+    def _instead_of(
+        self, checkpoint: KeptCheckpoint, error: ReadError, damaged: set[tuple[int, str]]
+    ) -> TensorizerStorageReader:
+        """A reader of the same state, after a part of it in memory could not be read; raises `ReadError`.
+
+        Other ranks may read the state from memory. So storage serves only if it has the same save.
+        """
+        storage, part = self._storage(self._path), checkpoint.part_in(str(error))
+        if part is not None:
+            place = checkpoint.places[part]
+            damaged.add((part, place))
+            logger.error("rank %d's part of %s, from %s, is not used: %s", part, storage.path, place, str(error))
+            other = find_orphan(absolute_path(self._path), storage, *_rank_and_size(), damaged)
+            if other is not None and other.save_id == checkpoint.save_id:
+                return KeptReader(other, self._options)
+            if other is not None:
+                other.close()
+        if committed_id(storage) != checkpoint.save_id:
+            advice = "load what storage has with open_reader(path, from_memory=False), on all ranks"
+            logger.error(
+                "%s cannot be loaded from memory, and storage does not have that save: %s", storage.path, advice
+            )
+            raise ReadError(f"{error} No other copy is left. Storage does not have that save: {advice}.") from error
+        logger.error(
+            "%s cannot be loaded from memory: it is loaded from storage, which has the same save", storage.path
+        )
+        reader = TensorizerStorageReader(self._root, **(self._options | {"exchange": None}))
+        reader.reset(self._path)
+        return reader
+
     def _open(self) -> StorageReader:
         """The reader for the checkpoint at the path; raises `CheckpointError` if there is none that can be loaded."""
         storage = self._storage(self._path)
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+        rank, world_size = _rank_and_size()
         if self._looks_in_memory:
             orphan = find_orphan(absolute_path(self._path), storage, rank, world_size)
             if orphan is not None:
@@ -228,7 +276,7 @@ class KeptReader(TensorizerStorageReader):
         kept = {name: value for name, value in options.items() if name in _KEPT_OPTIONS}
         super().__init__("/", **kept, page_cache=False)  # there is none: ranges are read once
         self._open = lambda path: checkpoint
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Sets up as if ranks had saved for themselves: only what this rank loads must be there."""
@@ -239,11 +287,13 @@ class KeptReader(TensorizerStorageReader):
         try:
             return super().read_data(plan, planner)
         finally:
-            self._checkpoint.close()
+            self.checkpoint.close()
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+def _rank_and_size() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    is_distributed = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
 
 
 def _unknown(storage: Storage) -> CheckpointError:

@@ -50,6 +50,7 @@ class KeptCheckpoint(Storage):
             have an item, the last one's is loaded: the loading rank comes last.
 
     Attributes:
+        save_id: Of the state.
         is_whole: The states of all ranks are there.
         places: Where the part of each rank is, for messages.
 
@@ -59,6 +60,7 @@ class KeptCheckpoint(Storage):
 
     def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor | RemotePart]]) -> None:
         self.places: dict[int, str] = {}
+        self.save_id = states[0][0].state.head.id
         self.is_whole = len(states) == states[0][0].state.head.world_size
         self.path = self.location = path
         is_remote = any(isinstance(buffer, RemotePart) for _, buffer in states)
@@ -69,7 +71,7 @@ class KeptCheckpoint(Storage):
             _names(content.state.head)[0]: _reader(buffer, content.state.nbytes) for content, buffer in states
         }
         indexes = [_index(content.state) for content, _ in states]
-        meta = StorageMeta(save_id=states[0][0].state.head.id)
+        meta = StorageMeta(save_id=self.save_id)
         metadata = Metadata({}, planner_data=_merged(indexes), storage_meta=meta)
         for index in indexes:
             _add_entries(index.state_dict_metadata, metadata.state_dict_metadata)

@@ -334,11 +334,13 @@ elsewhere = Elsewhere()
 """That of this process."""
 
 
-def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) -> KeptCheckpoint | None:
+def find_orphan(
+    path: str | Path, storage: Storage, rank: int, world_size: int, damaged: Collection[tuple[int, str]] = ()
+) -> KeptCheckpoint | None:
     """Finds the state of a save that was killed, if it is newer than the checkpoint at its path.
 
-    ``path`` is absolute, and ``storage`` is that directory. Returns None if this rank can load nothing by itself; the
-    log says why, if there is something.
+    ``path`` is absolute, and ``storage`` is that directory. ``damaged`` is as in `Predecessors.open`. Returns None if
+    this rank can load nothing by itself; the log says why, if there is something.
     """
     name = location_of(path)
 
@@ -355,7 +357,7 @@ def find_orphan(path: str | Path, storage: Storage, rank: int, world_size: int) 
             logger.warning("%s is in memory, but its folder is another one now: it is not used", name)
         elif (chosen := _newest(states, storage, rank, world_size)) is not None:
             places = elsewhere.own_places(chosen, rank, world_size)
-            checkpoint = found.open(chosen.id, rank, f"{name} (in memory)", places)
+            checkpoint = found.open(chosen.id, rank, f"{name} (in memory)", places, damaged)
             loaded.add(chosen, found.nbytes)
             logger.info("%s is loaded from memory, where an ended process has left it", name)
             return checkpoint

@@ -4,6 +4,9 @@ It has the descriptors of the trainer's staging buffers, not copies of them. It 
 successor checks its copy. The writer process takes the digests of states that a save writes. The keeper takes those of
 the others, and of states that no save had written when the trainer was gone. Then it waits for a successor, and ends
 after some seconds. It neither reads nor writes storage.
+
+Nobody waits for digests and copies as long as the trainer lives, so they have low priorities: training takes ten times
+as much of a core that both need. A successor waits for the keeper, which then has the priority of any other process.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -22,7 +25,7 @@ from types import MappingProxyType
 from .._format.checksums import Digester
 from .._format.names import block_size
 from .._runtime.channel import Channel, Done, Failed, Ready
-from .._runtime.child import at_end_of, begin
+from .._runtime.child import at_end_of, begin, lower_priority, set_session_priority
 from .._runtime.forks import free_in_child
 from .._storage.local_io import read_into
 from ..errors import WriteError, describe
@@ -43,11 +46,11 @@ from .protocol import (
     Take,
     WrittenDigests,
 )
-from .replicas import NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
+from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
-_NICENESS = 10  # below the writer process, because nobody waits for its digests
+_NICENESS = 10  # of the thread that takes digests, and of the session: below the writer process, which is waited for
 _SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days, and a connection does not renew them
 _NEEDED = "its memory was needed"
@@ -112,12 +115,16 @@ class Keeper:
     """Holds the states that are kept, and knows for whom.
 
     It waits for a successor for ``seconds`` while it has no state, and otherwise as long as its states say.
+    ``when_orphaned`` is called when its trainer is gone.
     """
 
-    def __init__(self, job: str, trainer: int, seconds: float) -> None:
+    def __init__(
+        self, job: str, trainer: int, seconds: float, when_orphaned: Callable[[], object] = lambda: None
+    ) -> None:
         self._job = job
         self._trainer = trainer
         self._seconds = seconds
+        self._when_orphaned = when_orphaned
         self._kept: dict[tuple[str, int], _KeptState] = {}  # by id and rank: the trainer's own, and replicas
         self._claimed_by = ""  # the last run of a job that has claimed this keeper
         self._server: ReplicaServer | None = None
@@ -125,10 +132,10 @@ class Keeper:
         self._copying: _KeptState | None = None  # the state of that copy
         self._copied: tuple[Address, KeptHead] | None = None  # where copies are, and of what
         self._claims: dict[object, str] = {}  # by connection: the run of a job that has claimed this keeper
-        self._is_orphaned = self._is_over = False
+        self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        self._digesting = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower_priority, initargs=(_NICENESS,))
 
     def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
         """Answers the requests of one connection until its other end is gone."""
@@ -146,8 +153,9 @@ class Keeper:
     def orphan(self) -> None:
         """Notes that the trainer is gone, or needs its keeper no longer."""
         with self._changed:
-            if not self._is_orphaned:
-                self._is_orphaned = True
+            if not self.is_orphaned:
+                self.is_orphaned = True
+                self._when_orphaned()
                 self._wait_anew()
                 for kept in reversed(list(self._kept.values())):  # the newest one is wanted first
                     self._digest(kept)
@@ -164,7 +172,7 @@ class Keeper:
 
     def _wait_anew(self) -> None:
         """Restarts the time for a successor to come, unless one is there."""
-        if self._is_orphaned:
+        if self.is_orphaned:
             seconds = max((kept.state.seconds for kept in self._kept.values()), default=self._seconds)
             self._deadline = None if self._claims else time.monotonic() + seconds
             self._changed.notify_all()
@@ -194,7 +202,7 @@ class Keeper:
                 with self._changed:
                     heads = tuple(kept.state.head for kept in self._kept.values())
                     address = None if self._server is None else self._server.address
-                    return Found(self._job, self._trainer, self._is_orphaned, heads, address), []
+                    return Found(self._job, self._trainer, self.is_orphaned, heads, address), []
             case ClaimRequest(job):
                 return self._claim(job, channel), []
             case Take(state_id, rank):
@@ -214,7 +222,7 @@ class Keeper:
         with self._changed:
             self._kept[state.head.id, state.head.rank] = kept
             self._wait_anew()
-            if self._is_orphaned or not state.digests_follow:
+            if self.is_orphaned or not state.digests_follow:
                 self._digest(kept)
         return Done()
 
@@ -249,7 +257,7 @@ class Keeper:
 
     def _claim(self, job: str, channel: Channel) -> Answer:
         with self._changed:
-            if not self._is_orphaned or any(other != job for other in self._claims.values()):
+            if not self.is_orphaned or any(other != job for other in self._claims.values()):
                 return Failed("its trainer lives, or another job has claimed it")
             self._claims[channel] = self._claimed_by = job
             self._wait_anew()
@@ -298,6 +306,7 @@ class Keeper:
 
     def _run_copy(self, request: Copy, kept: _KeptState, fd: int) -> None:
         status = CopyStatus(request.id)
+        lower_priority(NICENESS_OF_COPIES)
         try:
             digests = kept.digests.result(_DIGEST_SECONDS)
             throttle = Throttle(request.rate)
@@ -312,7 +321,8 @@ class Keeper:
                 is_given_up=kept.is_forgotten,
             )
         except BaseException as error:
-            status = CopyStatus(request.id, problem=describe(error), is_given_up=kept.is_forgotten)
+            problem = _NEEDED if kept.is_forgotten else describe(error)
+            status = CopyStatus(request.id, problem=problem, is_given_up=kept.is_forgotten)
         finally:
             os.close(fd)
             with self._changed:
@@ -377,8 +387,9 @@ def main(arguments: Sequence[str]) -> None:
     """Arguments: those of `begin`, the trainer's process id, the run of its job, the seconds, and the path of the
     socket.
     """
-    channel, pidfd, (trainer, run, seconds, path) = begin(arguments, _NICENESS)
-    keeper = Keeper(run, int(trainer), float(seconds))
+    channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
+    keeper = Keeper(run, int(trainer), float(seconds), when_orphaned=lambda: set_session_priority(0, lambda: True))
+    set_session_priority(_NICENESS, lambda: not keeper.is_orphaned)  # it has a session of its own
     listener = listen(Path(path))
     try:
         channel.send(Ready())

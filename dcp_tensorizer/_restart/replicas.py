@@ -28,6 +28,7 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
+from .._runtime.child import lower_priority
 from .._runtime.forks import anonymous_file, free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import cores
@@ -41,6 +42,9 @@ BLOCK = 1 << 20
 """Bytes that are copied, and checked, at once."""
 RESERVE = 256 << 20
 """Bytes of memory that are left to others beside a replica."""
+
+NICENESS_OF_COPIES = 19
+"""Each of their threads gets 1.5% of a core that training needs, too; a copy has several."""
 
 _STREAMS = 4  # of a copy; one carries some 1 GB/s
 _ALLOCATE = 256 << 20  # at once, so that what others allocate meanwhile is seen
@@ -383,6 +387,7 @@ class ReplicaServer:
 
 
 def _receive_blocks(wire: Wire, copy: _Incoming) -> None:
+    lower_priority(NICENESS_OF_COPIES)  # nobody waits for a copy, and its connections bring nothing else
     room = memoryview(bytearray(BLOCK))
     while not isinstance(block := wire.receive(Block | Sent), Sent):
         data = room[: block.nbytes]

@@ -13,8 +13,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from . import process_context
@@ -24,6 +26,7 @@ from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_c
 END_SECONDS = 5.0
 """For a process with a request under way. An idle one ends in milliseconds."""
 
+_SESSION_SECONDS = 0.05
 _KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
 _OUTPUT_TAIL = 4000  # bytes
 _OF_JOB = tuple(
@@ -165,6 +168,31 @@ def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[s
     with suppress(OSError):
         os.nice(niceness)
     return Channel(socket.socket(fileno=int(arguments[0]))), int(arguments[1]), list(arguments[2:])
+
+
+def lower_priority(niceness: int) -> None:
+    """Lowers the priority of the calling thread, and of the threads that it will start."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
+    """Sets the priority of this process's session, to 0 or lower, where the kernel schedules sessions; in background.
+
+    There, each session gets as much of the processor as any other, and the niceness of a process counts only beside
+    others of its own session. It is set unless ``is_wanted`` returns False before.
+    """
+
+    def work() -> None:
+        with suppress(OSError):
+            while is_wanted():
+                try:
+                    Path("/proc/self/autogroup").write_text(str(niceness))
+                    return
+                except BlockingIOError:  # all processes of all users may do so ten times a second
+                    time.sleep(_SESSION_SECONDS)
+
+    threading.Thread(target=work, name="priority", daemon=True).start()
 
 
 def at_end_of(trainer: int, do: Callable[[], object]) -> None:

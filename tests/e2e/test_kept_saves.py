@@ -1,6 +1,8 @@
 """Saves by ``dcp.async_save`` alone whose ranks are really killed while they write, and what a later run loads."""
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -85,6 +87,61 @@ def test_what_was_saved_there_since_counts(tmp_path, keepers):
     run_ranks(2, _is_killed_while_it_writes, tmp_path, ["newest", "newest"], [1, 2], killed=(0, 1))
     run_ranks(2, _saves, tmp_path / "newest", 7)
     assert run_ranks(2, _loads, tmp_path / "newest") == [values_at(7)] * 2
+    _end_all(keepers)
+
+
+def _is_killed_after(rank, path, step):
+    """Commits a save, whose state is then also in memory."""
+    _save(rank, path, step)
+    dist.barrier(group=rank.saves)
+    kill_self()
+
+
+def _damage(keepers):
+    """Changes every byte of the states in memory."""
+    for process in keepers_below(keepers):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            if os.readlink(link).startswith("/memfd:dcp_tensorizer "):
+                with open(link, "r+b", buffering=0) as file:
+                    content = file.read()
+                    os.pwrite(file.fileno(), bytes(byte ^ 1 for byte in content), 0)
+
+
+def _loads_and_logs(rank, path):
+    """What is loaded, and what errors the log has."""
+    said = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("dcp_tensorizer").addHandler(handler)
+    return _loads(rank, path), said
+
+
+def test_memory_that_is_damaged_and_the_same_save_on_storage(tmp_path, keepers):
+    """The checkpoint is loaded from there: each rank that has met damage says so at ERROR."""
+    run_ranks(2, _is_killed_after, tmp_path / "step-1", 1, killed=(0, 1))
+    _damage(keepers)
+    for loaded, (of_part, of_storage) in run_ranks(2, _loads_and_logs, tmp_path / "step-1"):
+        assert loaded == values_at(1)
+        assert "part of" in of_part and "is not used" in of_part and "are not what was saved" in of_part
+        assert of_storage.endswith(
+            "step-1 cannot be loaded from memory: it is loaded from storage, which has the same save"
+        )
+    _end_all(keepers)
+
+
+def _errors_of_load(rank, path):
+    failure = attempt(lambda: _loads(rank, path))
+    return [f"{type(cause).__name__}: {cause}" for cause in failure.causes.values()]
+
+
+def test_memory_that_is_damaged_and_another_save_on_storage(tmp_path, keepers):
+    """Nothing is loaded, or else ranks could have different saves: the error says how to load what is on storage."""
+    run_ranks(2, _is_killed_while_it_writes, tmp_path, ["newest", "newest"], [1, 2], killed=(0, 1))
+    _damage(keepers)
+    for errors in run_ranks(2, _errors_of_load, tmp_path / "newest"):
+        assert all(error.startswith("ReadError: ") for error in errors) and len(errors) == 2
+        assert all("load what storage has with open_reader(path, from_memory=False)" in error for error in errors)
+    assert run_ranks(2, _loads_from_storage, tmp_path / "newest") == [values_at(1)] * 2
     _end_all(keepers)
 
 

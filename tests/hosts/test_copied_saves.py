@@ -22,6 +22,7 @@ from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer.tools import list_kept
 
+from .copied_job import damage
 from .lab import SHARED, Lab
 
 OPTIONS = {"survive": 600, "copies": 2, "copy_rate": None}
@@ -76,15 +77,22 @@ def loading(installs: bool) -> None:
 
 
 def test_a_host_is_lost_while_a_writer_saves(lab: Lab) -> None:
-    """Ranks find what all hosts have by a collective, and read from afar; also by torch's own calls, or as one rank."""
+    """Ranks find what all hosts have by a collective, and read from afar; also by torch's own calls, or as one rank.
+
+    Before the host is lost, what is damaged there is read from the other one.
+    """
     here, there = lab.hosts(2)
     for installs in (False, True):
         job = lab.forked([here, there], saving, installs)
         copied = [lab.shared / f"copied-{rank}" for rank in range(2)]
         job.until(lambda: all(path.exists() and path.read_text() for path in copied))  # noqa: B023
         assert [json.loads(path.read_text()) for path in copied] == ["", ""], job.account()
-        there.die()
         job.end()
+        assert damage(there, "dcp_tensorizer") > 0  # rank 1's own part, of which the other host has a copy
+        job = lab.forked([here, there], loading, installs)
+        assert job.wait() == [0, 0], job.account()
+        assert job.account().count("ERROR rank 1's part of ") == 1, job.account()
+        there.die()
         there = lab.host()
         for hosts in ([here, there], [there, here], [here]):
             job = lab.forked(hosts, loading, installs)

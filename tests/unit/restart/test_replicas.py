@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -323,3 +325,39 @@ def test_the_rate() -> None:
     for thread in threads:
         thread.join()
     assert time.monotonic() - started >= 0.05
+
+
+def niceness_of_session(keeper: KeeperProcess) -> int | None:
+    """The priority of a keeper's session; None where the kernel does not schedule sessions."""
+    with suppress(FileNotFoundError):
+        return int(Path(f"/proc/{keeper.pid}/autogroup").read_text().split()[-1])
+    return None
+
+
+def runs_at(keeper: KeeperProcess, priorities: set[int]) -> bool:
+    """Returns whether a keeper has threads of each of these priorities."""
+    found = set[int]()
+    for thread in Path(f"/proc/{keeper.pid}/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            found.add(os.getpriority(os.PRIO_PROCESS, int(thread.name)))
+    return found >= priorities
+
+
+def test_copies_are_of_low_priority(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
+    """Where the kernel schedules threads, and where it schedules sessions. Nothing else at a keeper waits for them."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert eventually(lambda: niceness_of_session(source) in (None, 10))
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    source.keep(part("a"), buffer)
+    source.copy("a", address, 1e6, "")  # it takes two seconds
+    for keeper in (source, partner):
+        assert eventually(functools.partial(runs_at, keeper, {own, 19}))
+    source.forget(["a"])
+
+
+def test_a_successor_does_not_wait_behind_others(source: KeeperProcess) -> None:
+    """A keeper whose trainer is gone has the priority of any other process."""
+    source.leave()
+    assert eventually(lambda: niceness_of_session(source) in (None, 0))
+    with closing(found("test-source")) as visit:
+        visit.end()
