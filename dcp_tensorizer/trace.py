@@ -18,13 +18,12 @@ from ._loading.report import LoadReport
 from ._runtime.forks import free_in_child
 from ._runtime.spans import PARENTS, Span
 from ._saving.report import SaveReport
+from ._storage.local import boot_id
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 __all__ = ["OpenTelemetrySpans", "Span", "TraceFile"]
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class TraceFile:
@@ -146,6 +145,6 @@ def _nanoseconds(moment: float, report: SaveReport | LoadReport) -> int:
 def _host() -> tuple[str, str]:
     """The name of this host, and what tells its clock from those of others: the id of its last start."""
     try:
-        return socket.gethostname(), _BOOT_ID.read_text().strip()
+        return socket.gethostname(), boot_id().strip()
     except OSError:  # not Linux
         return socket.gethostname(), socket.gethostname()

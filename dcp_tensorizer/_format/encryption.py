@@ -289,9 +289,11 @@ class FrameCipher:
         """
         assert sealed.nbytes == target.nbytes + FRAME_MAC_BYTES
         if self._aes is not None:
+            from cryptography.exceptions import InvalidTag
+
             try:
                 self._aes.decrypt_into(self._next_nonce(), sealed, header, target)
-            except Exception:  # InvalidTag
+            except InvalidTag:
                 return False
             return True
         _, open_ = _aead()

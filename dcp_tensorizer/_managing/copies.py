@@ -46,7 +46,7 @@ class PeerCopies:
         self.confirmed = ""
         self._agreement = agreement
         self._options = options
-        self._arrangement = Arrangement([], [], "nobody has looked yet")
+        self._arrangement = Arrangement([], [], "nobody has looked yet", {}, {})
         self._partner: Address | None = None
         self._rate = 0.0
         self._has_room = False

@@ -113,7 +113,7 @@ class Predecessors:
     def states(self, wanted: Callable[[KeptHead], bool] = lambda head: True) -> list[KeptParts]:
         """The wanted states. A save's state is wanted only if the folder is still the one that it went to."""
         states: dict[str, dict[int, KeptHead]] = {}
-        for head in (head for visit in self._visits for head in visit.found.heads):
+        for head in self.heads:
             if wanted(head) and _is_there(head):
                 states.setdefault(head.id, {})[head.rank] = head
         return [KeptParts(by_rank) for by_rank in states.values()]

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -63,11 +64,6 @@ def partners(peers: Sequence[Peer]) -> list[int]:
     return found
 
 
-def ranks_beside(peers: Sequence[Peer], rank: int) -> list[int]:
-    """The ranks of the host that a rank is on."""
-    return [other for other, peer in enumerate(peers) if peer.host == peers[rank].host]
-
-
 def address_towards(other: str) -> str:
     """The address of this host on the interface by which another one is reached; raises `OSError`."""
     found = socket.getaddrinfo(other, _ANY_PORT, type=socket.SOCK_DGRAM)
@@ -111,16 +107,18 @@ def lack_of_room(
 
     ``reserve`` bytes are left to others on each host.
     """
-    for first in {peer.host: rank for rank, peer in reversed(list(enumerate(peers)))}.values():
-        ranks = set(ranks_beside(peers, first))
+    ranks_of, held_by = defaultdict[str, list[int]](list), defaultdict[str, int](int)
+    for rank, peer in enumerate(peers):
+        ranks_of[peer.host].append(rank)
+        held_by[peers[partner_of[rank]].host] += replicas * rooms[rank].nbytes
+    for host, ranks in ranks_of.items():
         bounds = [room.available for rank in ranks if (room := rooms[rank]).available is not None]
         if not bounds:
             continue
-        staging = sum(rooms[rank].missing * rooms[rank].nbytes for rank in ranks)
-        needed = sum(replicas * room.nbytes for rank, room in enumerate(rooms) if partner_of[rank] in ranks)
+        staging, needed = sum(rooms[rank].missing * rooms[rank].nbytes for rank in ranks), held_by[host]
         if staging + needed + reserve > min(bounds):
             return (
-                f"the host of rank {first} has {min(bounds):,} bytes of memory available. Replicas there take "
+                f"the host of rank {ranks[0]} has {min(bounds):,} bytes of memory available. Replicas there take "
                 f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to others"
             )
     return ""

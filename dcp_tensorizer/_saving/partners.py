@@ -10,7 +10,8 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from .._format.encryption import require_libsodium
 from .._restart.client import KeeperProcess
-from .._restart.peers import Peer, address_of, address_towards, is_local, partners, ranks_beside, this_host
+from .._restart.peers import Peer, address_of, address_towards, is_local, partners, this_host
 from .._restart.wire import SECRET_BYTES, Address
 from .._runtime.torch_compat import store_host
 from .._runtime.validation import check_count
@@ -73,6 +74,8 @@ class Arrangement(NamedTuple):
     peers: Sequence[Peer]  # all ranks
     partner_of: Sequence[int]
     why: str
+    beside: Mapping[str, int]  # how many ranks each host has
+    addresses: Mapping[str, str]  # one of each host by which others reach it, for those that have one
 
     def partner(self, rank: int) -> Address | None:
         """The keeper that holds the copies of a rank; None if there is none."""
@@ -80,7 +83,7 @@ class Arrangement(NamedTuple):
 
     def rate(self, rank: int, options: CopyOptions) -> float:
         """The bytes a second that a rank may send; 0 for any number."""
-        return (options.rate or 0.0) / len(ranks_beside(self.peers, rank))
+        return (options.rate or 0.0) / self.beside[self.peers[rank].host]
 
     def towards(self, rank: int) -> str:
         """The address of another host, for a rank whose own leads to itself; empty if that is not so, or none is known.
@@ -88,8 +91,8 @@ class Arrangement(NamedTuple):
         The coordinator's own name may lead it to itself alone: the route to another host says more.
         """
         own = self.peers[rank]
-        others = [peer.address for peer in self.peers if peer.host != own.host and not is_local(peer.address)]
-        return others[0] if others and is_local(own.address) else ""
+        others = (address for host, address in self.addresses.items() if host != own.host)
+        return next(others, "") if is_local(own.address) else ""
 
 
 def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Peer:
@@ -122,7 +125,11 @@ def arrange(peers: Sequence[Peer], options: CopyOptions) -> Arrangement:
     if not partner_of:
         what = "on one host" if options.failure_domain is None else "in one failure domain"
         why = f"all ranks are {what}, and no other one can hold replicas"
-    return Arrangement(peers, partner_of, why)
+    addresses = dict[str, str]()
+    for peer in peers:
+        if peer.host not in addresses and not is_local(peer.address):
+            addresses[peer.host] = peer.address
+    return Arrangement(peers, partner_of, why, Counter(peer.host for peer in peers), addresses)
 
 
 def _coordinator() -> str:

@@ -14,7 +14,6 @@ from dcp_tensorizer._restart.peers import (
     is_local,
     lack_of_room,
     partners,
-    ranks_beside,
     this_host,
 )
 from dcp_tensorizer._storage.local import boot_id
@@ -50,7 +49,6 @@ def test_hosts() -> None:
     """A machine that is started again is another one, and so is a clone that has another name."""
     assert this_host().split(" ")[0] == boot_id().strip()
     assert this_host().endswith(socket.gethostname())
-    assert ranks_beside(peers("aba"), 2) == [0, 2]
 
 
 def test_addresses() -> None:

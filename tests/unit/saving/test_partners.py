@@ -11,6 +11,7 @@ from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._restart.peers import Peer, Room
 from dcp_tensorizer._restart.replicas import RESERVE
 from dcp_tensorizer._restart.wire import Address
+from dcp_tensorizer._saving import partners as partners_module
 from dcp_tensorizer._saving.keeping import Keeping, KeepingRank, KeptState
 from dcp_tensorizer._saving.partners import CopyOptions, arrange, introduce
 
@@ -57,6 +58,17 @@ def test_an_address_that_leads_a_host_to_itself() -> None:
     assert own.keeper is None and "127.0.0.1 leads each host to itself. Pass interface=" in own.problem
     found = arrange([own, rank("y", 1, "10.0.0.7")], COPIES)
     assert [found.towards(n) for n in range(2)] == ["10.0.0.7", ""]
+
+
+def test_what_many_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each address is looked at twice at most, however many ranks there are."""
+    looks = list[str]()
+    monkeypatch.setattr(partners_module, "is_local", lambda address: looks.append(address) or not address)
+    many = [rank(f"host {n // 8}", 0, "10.0.0.1" if n % 8 else "") for n in range(4096)]
+    found = arrange(many, COPIES)
+    told = [(found.partner(n), found.rate(n, COPIES), found.towards(n)) for n in range(4096)]
+    assert told == [(keeper(0), 5e5, "" if n % 8 else "10.0.0.1") for n in range(4096)]
+    assert len(looks) <= 2 * 4096
 
 
 def test_what_a_coordinator_tells_its_ranks(caplog: pytest.LogCaptureFixture) -> None:
