@@ -3,7 +3,8 @@ it restarts or joins as a replica of torchft.
 
 ``python -m benchmarks.peers`` (about 4 minutes), as root. Two hosts are namespaces of this machine, with a network
 between them that is as fast as its memory. Beside each figure is that of raw sockets in the same run: as many streams,
-the same bytes, the same rate, and nothing else: no digests, no encryption.
+the same bytes, the same rate, and nothing else: no digests, no encryption. A restart also has beside it what raw
+sockets take with the same cipher at both ends, and a digest of each byte: on this machine no restart can be quicker.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+import xxhash
 
 from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer._format.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 from dcp_tensorizer._restart.checkpoint import _STREAMS
 from dcp_tensorizer._restart.replicas import Throttle
+from dcp_tensorizer._restart.wire import MAX_BYTES
 from dcp_tensorizer._runtime.threads import cores
 from dcp_tensorizer._saving.partners import DEFAULT_RATE
 from dcp_tensorizer.torchft import TensorizerTransport
@@ -46,7 +50,8 @@ _SECONDS = 300.0
 _PORT = 4711
 _PIECE = 1 << 20
 _COSTS = ("copies=1", "copies=2", "copies=1, and raw sockets")
-_RESTARTS = ("from a peer", "raw sockets")
+_SEALED = "raw sockets, with the same cipher and a digest"
+_RESTARTS = ("from a peer", "raw sockets", _SEALED)
 _HEALING = ("healing", "raw sockets")
 _WHAT = (
     "what it costs to copy each state to another host while nothing fails, and how long a rank takes to load a state "
@@ -66,8 +71,17 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def _state(gib: float, value: float) -> dict[str, torch.Tensor]:
-    rank, elements = dist.get_rank(), int(gib * 2**30 / 4 / _TENSORS)
+    rank, elements = dist.get_rank(), _elements(gib)
     return {f"t{rank}.{n}": torch.full((elements,), value) for n in range(_TENSORS)}
+
+
+def _elements(gib: float) -> int:
+    return int(gib * 2**30 / 4 / _TENSORS)
+
+
+def _state_of_lost(gib: float, value: float) -> dict[str, torch.Tensor]:
+    """All of the state is that of the rank whose host is lost: the other one's restart would take its cores."""
+    return _state(gib if dist.get_rank() else 0.001, value)
 
 
 def _begin() -> int:
@@ -202,7 +216,7 @@ def restart(case: Case, folder: Path) -> dict[str, float]:
 def copied(case: Case) -> None:
     """Saves a step, and waits until it is copied and its host is lost."""
     rank = _begin()
-    state = _state(case["gib"], 1.0)
+    state = _state_of_lost(case["gib"], 1.0)
     manager = CheckpointManager(
         SHARED / "run", save_every=1000, survive=_SURVIVE, survive_every=1, copies=2, copy_rate=None, stop_signals=()
     )
@@ -224,7 +238,7 @@ def copied(case: Case) -> None:
 def restored(case: Case, address: str) -> None:
     """Restores; then the rank that has nothing on its host gets as many bytes by raw sockets."""
     rank = _begin()
-    state = _state(case["gib"], 0.0)
+    state = _state_of_lost(case["gib"], 0.0)
     manager = CheckpointManager(SHARED / "run", survive=_SURVIVE, copies=2, stop_signals=())
     dist.barrier()
     began, started = _cpu(), time.perf_counter()
@@ -232,37 +246,88 @@ def restored(case: Case, address: str) -> None:
     seconds = time.perf_counter() - started
     cpu = _cpu() - began
     assert step is not None and step > 1 and all(float(tensor[-1]) >= step - 1 for tensor in state.values())
-    streams, nbytes = max(cores(), _STREAMS), sum(tensor.nbytes for tensor in state.values())
-    listener = socket.create_server((address, _PORT)) if rank == 0 else None
-    dist.barrier()
-    if listener is not None:
-        _serve_raw(listener, nbytes, streams)
-    else:
-        _tell("restored-1", {"from a peer": seconds, "cpu": cpu, "raw sockets": _raw_seconds(address, nbytes, streams)})
+    measured = {"from a peer": seconds, "cpu": cpu}
+    streams, nbytes = max(cores(), _STREAMS), 4 * _TENSORS * _elements(case["gib"])
+    listener, memory = socket.create_server((address, _PORT)) if rank == 0 else None, _memory(nbytes // streams)
+    for name, give, get in (("raw sockets", _give, _get), (_SEALED, _give_sealed, _get_sealed)):
+        dist.barrier()
+        if listener is not None:
+            _serve_raw(listener, memory, streams, give)
+        else:
+            measured[name] = _raw_seconds(address, nbytes, streams, get)
+    if rank:
+        _tell("restored-1", measured)
     dist.barrier()
     os._exit(0)
 
 
-def _serve_raw(listener: socket.socket, nbytes: int, streams: int) -> None:
-    piece = memoryview(bytes(nbytes // streams))
+_Carry = Callable[[socket.socket, memoryview], object]
+
+
+def _serve_raw(listener: socket.socket, memory: memoryview, streams: int, give: _Carry) -> None:
+    """Sends each stream all of the memory."""
+
+    def serve(number: int) -> None:
+        with listener.accept()[0] as target:
+            give(target, memory)
+
     with ThreadPoolExecutor(streams) as pool:
-        list(pool.map(lambda _: listener.accept()[0].sendall(piece), range(streams)))
+        list(pool.map(serve, range(streams)))
 
 
-def _raw_seconds(address: str, nbytes: int, streams: int) -> float:
-    memory = memoryview(bytearray(nbytes // streams * streams))
-    memory[::4096] = bytes(len(memory[::4096]))  # it is there
+def _raw_seconds(address: str, nbytes: int, streams: int, get: _Carry) -> float:
+    memory = _memory(nbytes // streams * streams)
     parts = [memory[start : start + nbytes // streams] for start in range(0, memory.nbytes, nbytes // streams)]
 
     def fetch(part: memoryview) -> None:
         with socket.create_connection((address, _PORT)) as source:
-            while part and (count := source.recv_into(part)):
-                part = part[count:]
+            get(source, part)
 
     started = time.perf_counter()
     with ThreadPoolExecutor(streams) as pool:
         list(pool.map(fetch, parts))
     return time.perf_counter() - started
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Memory that is there: a page that nobody has written to is the same one page of zeros everywhere."""
+    memory = memoryview(bytearray(nbytes))
+    memory[::4096] = bytes([1]) * len(memory[::4096])
+    return memory
+
+
+def _give(target: socket.socket, part: memoryview) -> None:
+    target.sendall(part)
+
+
+def _get(source: socket.socket, part: memoryview) -> None:
+    while part and (count := source.recv_into(part, 0, socket.MSG_WAITALL)):
+        part = part[count:]
+
+
+def _give_sealed(target: socket.socket, part: memoryview) -> None:
+    cipher, room = _cipher(), memoryview(bytearray(MAX_BYTES + FRAME_MAC_BYTES))
+    for start in range(0, part.nbytes, MAX_BYTES):
+        piece = part[start : start + MAX_BYTES]
+        frame = room[: piece.nbytes + FRAME_MAC_BYTES]
+        cipher.seal(piece, frame, b"")
+        target.sendall(frame)
+
+
+def _get_sealed(source: socket.socket, part: memoryview) -> None:
+    cipher, room, digest = _cipher(), memoryview(bytearray(MAX_BYTES + FRAME_MAC_BYTES)), xxhash.xxh3_64()
+    for start in range(0, part.nbytes, MAX_BYTES):
+        piece = part[start : start + MAX_BYTES]
+        frame = room[: piece.nbytes + FRAME_MAC_BYTES]
+        _get(source, frame)
+        assert cipher.open(frame, piece, b"")
+        digest.update(piece)
+
+
+def _cipher() -> FrameCipher:
+    """The better cipher of those that are there, as keepers take it."""
+    kind = FrameCipherKind.AES if frame_ciphers() & FrameCipherKind.AES else FrameCipherKind.CHACHA
+    return FrameCipher(bytes(32), kind)
 
 
 # --- healing ----------------------------------------------------------------------------------------------------------
@@ -293,13 +358,13 @@ def replica(case: Case, addresses: Sequence[str]) -> None:
         started = time.perf_counter()
         transport.send_checkpoint([1], 1, state, wait)
         staged = time.perf_counter() - started
-        listener = socket.create_server((addresses[0], _PORT))
+        listener, memory = socket.create_server((addresses[0], _PORT)), _memory(nbytes // streams)
         dist.barrier()
         beside = _steps_until_met()
         transport.shutdown()
         if os.fork() == 0:
             os.nice(10)  # as a keeper is
-            _serve_raw(listener, nbytes, streams)
+            _serve_raw(listener, memory, streams, _give)
             os._exit(0)
         dist.barrier()
         found = {"staged": staged, "steps, healing": beside, "steps, raw sockets": _steps_until_met()}
@@ -311,7 +376,7 @@ def replica(case: Case, addresses: Sequence[str]) -> None:
         assert all(bool((tensor == 1).all()) for tensor in state.values())
         dist.barrier()
         dist.barrier()
-        found = {"healing": seconds, "raw sockets": _raw_seconds(addresses[0], nbytes, streams)}
+        found = {"healing": seconds, "raw sockets": _raw_seconds(addresses[0], nbytes, streams, _get)}
         dist.barrier()
         transport.shutdown()
     _tell(f"healed-{rank}", found)
@@ -343,7 +408,7 @@ def render(content: Content) -> str:
         found.setdefault(result["case"]["what"], []).extend(ranks if isinstance(ranks, list) else [ranks])
 
     def of(kind: str, name: str) -> Spread | None:
-        values = (one[name] for one in found.get(kind, ()))
+        values = (one[name] for one in found.get(kind, ()) if name in one)
         return spread(x for value in values for x in (value if isinstance(value, list) else [value]))
 
     one, two, raw = _COSTS
@@ -360,6 +425,16 @@ def render(content: Content) -> str:
             "a restart from a peer / raw sockets, speed",
             ">= 0.8",
             quotient(of("restart", "raw sockets"), of("restart", "from a peer")),
+        ),
+        (
+            "a restart from a peer / raw sockets with the same cipher and a digest, speed",
+            ">= 0.9",
+            quotient(of("restart", _SEALED), of("restart", "from a peer")),
+        ),
+        (
+            "raw sockets with the same cipher and a digest / raw sockets, speed",
+            "",
+            quotient(of("restart", "raw sockets"), of("restart", _SEALED)),
         ),
         ("healing / raw sockets, speed", ">= 0.9", quotient(of("healing", "raw sockets"), of("healing", "healing"))),
         (
