@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -55,3 +56,41 @@ def test_an_interruption_while_a_part_is_handed_over(monkeypatch: pytest.MonkeyP
     memory.allow(PART, 2)
     with memory.changed:
         assert [memory.take() is not None for _ in range(3)] == [True, True, False]
+
+
+class _Kept(_Sink):
+    """Keeps the bytes of the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[int, bytes] = {}
+
+    def put_part(self, number: int, data: memoryview) -> None:
+        self.parts[number] = bytes(data)
+
+
+def test_pairs_of_runs_fill_parts_with_little_memory() -> None:
+    """Some lie across the border of two parts. Each part is handed over before another one is waited for."""
+    content = bytes(np.random.default_rng(0).integers(0, 256, 5 * PART + 100, dtype=np.uint8))
+    bounds = [
+        0,
+        10,
+        700,
+        1000,
+        PART - 5,
+        PART,
+        PART + 1,
+        2 * PART - 3,
+        3 * PART + 5,
+        4 * PART,
+        5 * PART + 99,
+        len(content),
+    ]
+    sink = _Kept()
+    parts = FileParts(len(content), sink, filling=1, writing=1)
+    parts.fill_pairs(
+        (start, content[start : (start + stop) // 2], memoryview(content)[(start + stop) // 2 : stop])
+        for start, stop in itertools.pairwise(bounds)
+    )
+    parts.finish()
+    assert b"".join(sink.parts[number] for number in range(6)) == content
