@@ -37,7 +37,7 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What `CheckpointManager` exports for inference, and when: ``CheckpointManager(..., export=Export("models/{}"))``.
+    """The models that `CheckpointManager` exports, and when: ``CheckpointManager(..., export=Export("models/{}"))``.
 
     An export is written from the copy that a save has made anyway, when that save is committed. Training waits for no
     second copy; it waits for the export where it would wait for the save. A failure is logged, and raised by ``wait``

@@ -189,7 +189,7 @@ class _Pattern:
         self._regex = re.compile("".join(regex), re.DOTALL)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int] | None:
-        """What the stars stand for, and the number."""
+        """Returns the texts that the stars stand for, and the number."""
         if (found := self._regex.fullmatch(key)) is None:
             return None
         signs = list(zip(self._pieces[1::2], found.groups(), strict=True))

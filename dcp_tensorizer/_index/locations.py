@@ -63,7 +63,7 @@ class RankPlaces(NamedTuple):
     check: bytes = b""
     """The check value of the encryption key (`Cipher.check_value`)."""
     unchanged: tuple[str, ...] | None = None
-    """What `Freshness.compare` has found."""
+    """The result of `Freshness.compare`."""
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ from .._storage.base import RangeReader, Storage
 from ..errors import MetadataError, NotCommitted, ReadError, WriteError
 
 READ_BYTES = 8 * PIECE
-"""What is read at once: an object store takes as long for less."""
+"""Bytes that are read at once: an object store takes as long for less."""
 
 _ENDING = ".safetensors"
 _MAX_NAME = 255

@@ -33,7 +33,7 @@ _OF_JOB = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTSTP", "SIGXCPU")
 )
-"""What terminals and schedulers send to every process of a job. The trainer decides what becomes of it."""
+"""Signals that terminals and schedulers send to every process of a job. The trainer decides what they do."""
 _unended: list[subprocess.Popen[bytes]] = []
 """Killed, and not waited for to the end: that is done later, or else they would stay zombies."""
 

@@ -10,7 +10,7 @@ class Span(NamedTuple):
     """A span of time, on the clock that all processes of a host share (``time.perf_counter()``)."""
 
     name: str
-    """What was done: a name of `PARENTS`."""
+    """The kind of work: a name of `PARENTS`."""
     began: float
     """Seconds."""
     ended: float

@@ -64,7 +64,7 @@ class Destination:
     meta = StorageMeta
     """The class of the storage's metadata that DCP sends to all ranks when the save is committed."""
     has_one_id = False
-    """Whether the file names of all ranks contain the coordinator's id of the save."""
+    """True if the file names of all ranks contain the coordinator's id of the save."""
 
     def __init__(self, context: SaveContext, storage: Storage, staged_save: StagedSave | None) -> None:
         self.storage = storage

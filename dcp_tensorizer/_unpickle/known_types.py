@@ -265,7 +265,7 @@ CALLED: Mapping[str, Maker] = {
     "types.SimpleNamespace": _with_state(by_name),
     "zoneinfo.ZoneInfo._unpickle": _zone_info,
 } | {f"{module}.{name}": _strings for module in ("pathlib", "pathlib._local") for name in _PATHS}
-"""What a pickle may call, by name. Python 3.13 has paths in ``pathlib._local``."""
+"""Functions and classes that a pickle may call, by name. Python 3.13 has paths in ``pathlib._local``."""
 
 CREATED: Mapping[str, Maker] = {
     "_io.BytesIO": _with_state(_bytes_io_state),
@@ -279,7 +279,7 @@ CREATED: Mapping[str, Maker] = {
 """Classes of which a pickle may make an instance by ``__new__`` without arguments, by name."""
 
 PASSIVE = _FACTORIES | {"builtins.Ellipsis", "builtins.NotImplemented", "builtins.object", "zoneinfo.ZoneInfo"}
-"""What a stream may name, and not call."""
+"""Names that a stream may contain, and not call."""
 
 
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
@@ -441,4 +441,4 @@ NUMPY_CALLED: Mapping[str, Maker] = {"numpy.dtype": _dtype} | {
 NUMPY_PASSIVE = {"numpy.ndarray", "numpy.bool", "numpy.bool_"} | {
     f"numpy.{kind.__name__}" for kind in np.sctypeDict.values()
 }
-"""What a stream may name, and not call."""
+"""Names that a stream may contain, and not call."""

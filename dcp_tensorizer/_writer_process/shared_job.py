@@ -80,7 +80,7 @@ class SharedFilePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartsWritten:
-    """What one process has written to shared files."""
+    """One process's writes to shared files."""
 
     # by the number of the file, the result of `SharedSink.finish`
     parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
