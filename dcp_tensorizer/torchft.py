@@ -69,7 +69,7 @@ class TensorizerTransport:
     - ``disallow_checkpoint`` frees the copy. A replica that is reading it may finish.
 
     torchft logs the metadata of a transport where a replica joins. Whoever reads that log, and reaches the network of
-    the job, can read the state while it is offered.
+    the job, can read the state while it is offered. So the next state has another keeper, with another secret.
 
     Args:
         state_dict: Returns the state to load into, nested as the one that is sent: what torchft's manager sends is
@@ -99,11 +99,15 @@ class TensorizerTransport:
         self._run = uuid.uuid4().hex
         self._saves = StagedSaves()
         self._held = ""  # the id of the state that is offered
+        self._has_offered = False  # the keeper has
         self._keeper, self._address = self._start()
 
     def metadata(self) -> str:
-        """The place where the other replicas reach the keeper, with the secret; starts another one if it has died."""
-        if not self._keeper.alive:
+        """The place where the other replicas reach the keeper, with the secret.
+
+        Starts another keeper if this one has died, or has offered a state and does no more.
+        """
+        if not self._keeper.alive or (self._has_offered and not self._held):
             self._keeper.end()
             self._keeper, self._address = self._start()
         return msgspec.json.encode(self._address).decode()
@@ -141,7 +145,7 @@ class TensorizerTransport:
                 buffer.is_kept = False
             self._saves.close()
             raise
-        self._held = head.id
+        self._held, self._has_offered = head.id, True
 
     def disallow_checkpoint(self) -> None:
         """Offers the state no longer, and frees its memory."""
@@ -187,6 +191,7 @@ class TensorizerTransport:
 
     def _start(self) -> tuple[KeeperProcess, Address]:
         """Starts a keeper that the other replicas reach, and that ends with this process."""
+        self._has_offered = False
         keeper = KeeperProcess(job_name(f"torchft {self._run}"), self._run, 0.0)
         try:
             return keeper, keeper.open_to_peers(self._host, secrets.token_bytes(SECRET_BYTES))

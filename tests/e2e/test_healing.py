@@ -154,6 +154,21 @@ def test_who_does_not_know_the_secret_reads_nothing(make):
         target.recv_checkpoint(0, "http://host:1234/checkpoint/", 1, AT_ONCE)
 
 
+def test_a_secret_serves_for_one_state(make):
+    """The metadata stays as long as the state is offered, and before; torchft asks for it in each step."""
+    source, target = make(), make()
+    before = source.metadata()
+    source.send_checkpoint([1], 1, {"weight": torch.ones(10)}, SECONDS)
+    assert source.metadata() == before
+    source.disallow_checkpoint()
+    after = source.metadata()
+    assert after != before
+    source.send_checkpoint([1], 2, {"weight": torch.ones(10)}, SECONDS)
+    with pytest.raises(ReadError, match="does not give the state"):
+        target.recv_checkpoint(0, before, 2, AT_ONCE)
+    assert target.recv_checkpoint(0, after, 2, SECONDS)["weight"].all()
+
+
 def test_objects_that_could_run_code_are_refused(make):
     """By name, and nothing has changed; ``allow_pickle`` allows them."""
     own = {"weight": torch.zeros(10)}
