@@ -29,7 +29,7 @@ __all__ = ["CONDITIONS", "FILE_SYSTEMS", "PARTS"]
 
 _SECONDS = 240.0  # for a start of all ranks, on a busy machine
 _ROUNDS = 6  # of a campaign
-_ROUNDS_OF_CONDITION = 3  # of one that is slow
+_ROUNDS_OF_CONDITION = 2  # of one that is slow
 _PARTITION = 15.0
 _PATIENCE = 20.0  # of a save
 _TIMEOUT = 20.0  # of the group, where a host is lost for good
@@ -221,7 +221,7 @@ class _Campaign:
         if len(hosts) == 1:  # it copies to nobody, and is cut off from nobody
             phase = "training" if phase == "copy" else phase
             fault = "a host is lost" if "partition" in fault or "two" in fault else fault
-        lasts = fault in ("a partition of 15 s", *_DISK_FAULTS) or self.plan.condition in _SLOW
+        lasts = fault in ("a partition of 15 s", *_DISK_FAULTS) or self.plan.condition == CONDITIONS[0]
         job = self._start(ranks, phase=phase, after=chance.randint(0, 12), timeout=_LONG if lasts else _TIMEOUT)
         self._restored(where, job, len(ranks))
         name = "" if phase in ("commit", "after the commit") else victim.name
@@ -323,7 +323,7 @@ class _Campaign:
         self._goes_on(job)
         victim.heal()
         for program in old:
-            if program.wait(_SECONDS) == 0:
+            if program.wait(_LONG + _SECONDS) == 0:
                 self.tally.blame("wrong", f"{where}: the older run ended well: {program.account()}")
         self._goes_on(job)
         job.end()
