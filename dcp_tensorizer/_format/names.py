@@ -37,6 +37,7 @@ _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
 _RECORD_FILE = re.compile(r"__[0-9a-f]{32}\.saving")
 _SAVE_ID = re.compile(r"(?<=[_.])[0-9a-f]{32}(?=\.(tensors|saving|tmp)$)")
 _TEMPORARY_FILE = re.compile(r"((__\d+)?\.metadata|[^/]+\.safetensors(\.index\.json)?)\.[0-9a-f]{32}\.tmp")
+_TEMPORARY_FILE_OF_JOB = re.compile(r"(latest|\.[^/]+\.claim)\.[0-9a-f]{32}\.tmp")
 
 
 class StoredItem(NamedTuple):
@@ -111,6 +112,11 @@ def is_metadata_file_name(name: str) -> bool:
 def is_temporary_file_name(name: str) -> bool:
     """Returns whether ``name`` is one that `temporary_file_name` makes of a metadata file's, or of a model's."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
+
+
+def is_temporary_file_of_job(name: str) -> bool:
+    """Returns whether ``name`` is one that `temporary_file_name` makes of a file that a job keeps beside its steps."""
+    return _TEMPORARY_FILE_OF_JOB.fullmatch(name) is not None
 
 
 def name_of_temporary(name: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from .._format.names import is_data_file_name, is_ours
+from .._format.names import is_data_file_name, is_ours, is_temporary_file_of_job
 from .._saving.commit import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from ..errors import describe
@@ -64,7 +64,9 @@ def plan_collection(
         removals += _old_checkpoints(top, keep or 1, older_than, only_data)
     whole = {listed.path for removal in removals if removal.whole for listed in removal.folder.checkpoints}
     for folder in top.walk():
-        if folder.listed is not None and folder.listed.path not in whole:
+        if folder.listed is None:
+            removals += _leftovers_of_jobs(folder, older_than)
+        elif folder.listed.path not in whole:
             removals += _leftovers(folder, folder.listed, older_than)
     return list(_with_shared(removals))
 
@@ -168,6 +170,14 @@ def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iter
         yield Removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
     if listed.unknown:
         yield Removal(folder, (), whole=False, kept=listed.unknown, failed=True)
+
+
+def _leftovers_of_jobs(folder: Folder, older_than: float | None) -> Iterator[Removal]:
+    """What jobs that were killed have left beside their checkpoints."""
+    files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
+    if files:
+        kept = "" if _are_old(files, older_than) else _MAY_BE_UNDER_WAY
+        yield Removal(folder, files, whole=False, kept=kept)
 
 
 def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:

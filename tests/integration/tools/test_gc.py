@@ -680,3 +680,19 @@ def test_what_a_link_leads_to_stays(tmp_path: Path, target: str) -> None:
         "step-2": "",
     }
     assert names(tmp_path) == {"exported", "step-1", "step-3"}
+
+
+def test_what_a_killed_job_leaves_beside_its_checkpoints(tmp_path: Path) -> None:
+    """Its half-written `latest` and claim go when they are old enough; what has other names stays."""
+    make(tmp_path / "step-1", 500.0)
+    (tmp_path / "latest").write_text("step-1\n")
+    strays = [tmp_path / f"{name}.{'a' * 32}.tmp" for name in ("latest", ".step-N.claim")]
+    others = [tmp_path / name for name in (f"notes.{'a' * 32}.tmp", "latest.tmp")]
+    for path in (*strays, *others):
+        path.write_text("s")
+        os.utime(path, (NOW - 100, NOW - 100))
+    (removal,) = plan_collection(open_storage(tmp_path), None, 1000.0)
+    assert "may be under way" in removal.kept
+    (removal,) = [collect(planned) for planned in plan_collection(open_storage(tmp_path), None, 0.0)]
+    assert (removal.kept, {file.name for file in removal.files}) == ("", {path.name for path in strays})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(p.name for p in others), "latest", "step-1"])
