@@ -124,6 +124,7 @@ class Job:
     ) -> tuple[Decision, Future[str] | None]:
         """Carries out all ranks' decision about a step; returns it, and the result of `CheckpointManager.save`."""
         self.survival.begin()
+        self.survival.begin_copies()
         self._claim()
         if self.place is None:
             settle(self._flushing, self._agreement)

@@ -105,6 +105,7 @@ class Survival:
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None
+        self._has_begun_copies = False
         self._predecessors = Predecessors()
         self._keeping: Future[None] | None = None
         self._count = 0
@@ -135,8 +136,19 @@ class Survival:
             self._keeper = KeeperProcess(job, self.run, self._seconds)
         except WriteError as error:
             self._stop_keeping(str(error))
-        self.copies.begin(self._keeper)
         self._saver.engine.saves.spares[self] = self._most_buffers - 1
+
+    def begin_copies(self) -> None:
+        """Finds the partners of all ranks; only the first call does so. Every rank calls it, after `begin`.
+
+        It waits for the keeper to start, which a restart need not do. Raises `WriteError` if a rank is gone.
+        """
+        if self._has_begun_copies:
+            return
+        self.copies.begin(self._keeper)
+        self._has_begun_copies = True
+        if self in self._saver.engine.saves.spares:
+            self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def settle(self) -> tuple[bool, bool]:
         """Waits until the newest state is kept; returns whether that failed, and whether this rank keeps no more."""
