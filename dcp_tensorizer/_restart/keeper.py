@@ -389,7 +389,8 @@ def main(arguments: Sequence[str]) -> None:
     """
     channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
     keeper = Keeper(run, int(trainer), float(seconds), when_orphaned=lambda: set_session_priority(0, lambda: True))
-    set_session_priority(_NICENESS, lambda: not keeper.is_orphaned)  # it has a session of its own
+    if float(seconds):  # of 0 it serves peers that wait for a live state: nothing is kept for later
+        set_session_priority(_NICENESS, lambda: not keeper.is_orphaned)  # it has a session of its own
     listener = listen(Path(path))
     try:
         channel.send(Ready())
