@@ -218,7 +218,9 @@ class LoadPlanner(DefaultLoadPlanner):
         takes_apart, self.flatten_sharded_tensors = self.flatten_sharded_tensors, False
         try:
             super().set_up_planner(state_dict, metadata, is_coordinator)
-        except ValueError:  # two keys with one path, of which torch takes the second
+        except ValueError:  # two keys have the same path; torch's own search keeps the second
+            if not takes_apart:
+                raise
             is_flat = False
         else:
             kinds = set(map(type, self.state_dict.values()))

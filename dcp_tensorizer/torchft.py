@@ -39,7 +39,7 @@ from ._saving.keeping import described
 from ._staging.buffer_pool import StagedSaves
 from ._staging.stager import Stager
 from .any_format import KeptReader
-from .errors import ReadError, StagingError, StateMismatch
+from .errors import ReadError, StagingError, StateMismatch, WriteError
 from .planner import LoadPlanner, SavePlanner
 from .reader import ReaderOptions
 
@@ -66,7 +66,8 @@ class TensorizerTransport:
       sends it: encrypted, and only to those who know the secret in ``metadata``, which torchft passes on.
     - ``recv_checkpoint`` compares everything with its digests. Objects load under the rules of this package, and run no
       code.
-    - ``disallow_checkpoint`` frees the copy. A replica that is reading it may finish.
+    - ``disallow_checkpoint`` frees the copy. A replica that is still reading it gets a `ReadError`. Under torchft's
+      manager there is none: a step ends when the replicas that join have their state.
 
     torchft logs the metadata of a transport where a replica joins. Whoever reads that log, and reaches the network of
     the job, can read the state while it is offered. So the next state has another keeper, with another secret.
@@ -99,13 +100,13 @@ class TensorizerTransport:
         self._run = uuid.uuid4().hex
         self._saves = StagedSaves()
         self._held = ""  # the id of the state that is offered
-        self._has_offered = False  # the keeper has
+        self._has_offered = False  # the present keeper has offered a state
         self._keeper, self._address = self._start()
 
     def metadata(self) -> str:
         """The place where the other replicas reach the keeper, with the secret.
 
-        Starts another keeper if this one has died, or has offered a state and does no more.
+        Starts another keeper if this one has died, or if the state that it offered is withdrawn.
         """
         if not self._keeper.alive or (self._has_offered and not self._held):
             self._keeper.end()
@@ -152,7 +153,8 @@ class TensorizerTransport:
         held, self._held = self._held, ""
         try:
             if held:
-                self._keeper.forget([held])
+                with suppress(WriteError):  # a keeper that has ended offers nothing
+                    self._keeper.forget([held])
         finally:
             self._saves.close()
 
@@ -163,7 +165,8 @@ class TensorizerTransport:
             src_rank: The replica, for messages.
             metadata: As `metadata` of that transport has returned it.
             step: The step that it offers.
-            timeout: How long to wait until it does.
+            timeout: How long to wait until it does. A connection that hangs ends after 10 s while it begins, and
+                after 60 s later on.
 
         Returns:
             The state, with the containers of the one that was sent.
@@ -172,7 +175,8 @@ class TensorizerTransport:
             ReadError: it is not offered in time, cannot be reached, or ends meanwhile.
             ChecksumMismatch: it is not what was sent; names the key.
             UntrustedObject: an object could run code; nothing has changed.
-            StateMismatch: there is a DTensor, and no ``state_dict`` with its mesh; names the key.
+            StateMismatch: there is a DTensor, and no ``state_dict`` with its mesh; or a tensor of ``state_dict`` is
+                sharded otherwise. Names the key; tensors of ``state_dict`` may have changed.
         """
         part = RemotePart(_address_in(metadata), _state_id(step), 0)
         try:
@@ -263,7 +267,8 @@ def _read(reader: KeptReader, own: Mapping[str, Any]) -> Any:
             target[key] = None
             continue
         local = _local(own.get(key))
-        if local is not None and (local.shape, local.dtype) == (entry.size, entry.properties.dtype):
+        alike = local is not None and (local.shape, local.dtype) == (entry.size, entry.properties.dtype)
+        if local is not None and alike and not local.is_meta:
             in_place.add(key)
             target[key] = local
         else:

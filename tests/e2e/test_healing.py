@@ -97,6 +97,19 @@ def test_what_is_sent_may_change_at_once(make):
         target.recv_checkpoint(0, source.metadata(), 1, AT_ONCE)
 
 
+def test_tensors_of_any_size_arrive(make):
+    """Parts of a range need not follow each other: between them is the alignment of tensors, or what nobody wants."""
+    state = {f"w{number}": torch.arange(300_001 + 7 * number).to(torch.uint8) for number in range(12)}
+    received = healed(make(), make(), state)
+    assert all(torch.equal(received[key], tensor) for key, tensor in state.items())
+
+
+def test_a_tensor_without_memory_is_not_filled_in_place(make):
+    """A meta tensor is replaced by a new one with the values."""
+    own = {"weight": torch.empty(4, device="meta")}
+    assert torch.equal(healed(make(), make(lambda: own), {"weight": torch.arange(4.0)})["weight"], torch.arange(4.0))
+
+
 def test_tensors_that_are_there_are_filled_in_place(make):
     """Where key, shape and dtype are the same; others are new."""
     own = {"weight": torch.zeros(1000), "other": torch.zeros(3), "cast": torch.zeros(2), "step": 0}
@@ -212,6 +225,7 @@ def test_a_keeper_that_died_is_replaced(make):
     source._keeper._popen.wait()
     with pytest.raises(ReadError, match="does not give the state"):
         target.recv_checkpoint(0, before, 1, AT_ONCE)
+    source.disallow_checkpoint()
     assert source.metadata() != before
     assert healed(source, target, {"weight": torch.ones(10)}, 2)["weight"].all()
 

@@ -247,3 +247,12 @@ def test_a_state_is_taken_apart_as_torch_does(flattens: bool) -> None:
         assert planners[0].flatten_sharded_tensors
         if flattens:
             assert all(ours[key] is theirs[key] or ours[key] == theirs[key] for key in theirs)
+
+
+@pytest.mark.parametrize("cls", [LoadPlanner, DefaultLoadPlanner])
+def test_two_keys_of_one_path_are_refused_where_nothing_is_taken_apart(cls: type[DefaultLoadPlanner]) -> None:
+    """As by torch's planner: a planner that was used before does not load into the state of then."""
+    planner = cls(flatten_sharded_tensors=False)
+    planner.set_up_planner({"a": torch.ones(1)}, Metadata({}), True)
+    with pytest.raises(ValueError, match=r"duplicated flatten key a\.b"):
+        planner.set_up_planner({"a.b": torch.ones(2), "a": {"b": torch.ones(3)}}, Metadata({}), True)
