@@ -412,7 +412,7 @@ class FileParts:
             data = data[count:]
 
     def fill_pairs(self, pairs: Iterable[_Pair]) -> None:
-        """Fills small runs of bytes, in order, each with another one behind it.
+        """Fills pairs of small runs, in order. The second run of a pair follows the first in the file.
 
         What has been filled is noted once for each part, before anything waits.
         """

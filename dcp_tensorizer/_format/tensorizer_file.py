@@ -182,9 +182,7 @@ def lay_out(
 
 @functools.lru_cache(4096)  # most of thousands of tensors have the same dtype and shape
 def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, int, int]:
-    """The dtype and the shape as a file has them, the least data version that has room for the shape, and that of a
-    file.
-    """
+    """Returns the dtype and the shape as a file has them, and the least data versions of this entry and of its file."""
     least = LONG if any(extent >> 32 for extent in shape) else _PLAIN
     packed = struct.pack(f"<B{len(shape)}{'Q' if least == LONG else 'I'}", len(shape), *shape)
     name = _dtype_name(dtype, shape, nbytes)

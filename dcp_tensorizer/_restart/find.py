@@ -321,7 +321,7 @@ class Elsewhere:
         return self._places.get(head.id, {})
 
     def own_places(self, head: KeptHead, rank: int, world_size: int) -> dict[int, list[Address]]:
-        """Those of the parts that a rank needs: its own, or all if another number of ranks had saved."""
+        """The keepers of the parts that a rank needs: its own, or all if another number of ranks had saved."""
         places = self.places(head)
         return places if head.world_size != world_size else {rank: places[rank]} if rank in places else {}
 

@@ -180,7 +180,7 @@ def set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
     """Sets the priority of this process's session, to 0 or lower, where the kernel schedules sessions; in background.
 
     There, each session gets as much of the processor as any other, and the niceness of a process counts only beside
-    others of its own session. It is set unless ``is_wanted`` returns False before.
+    others of its own session. Nothing is set once ``is_wanted`` returns False.
     """
 
     def work() -> None:
