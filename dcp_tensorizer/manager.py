@@ -216,7 +216,7 @@ class CheckpointManager:
 
         It returns when the state is copied, and the save goes on in the background. If the save before is still
         running, it waits for that (with ``survive``, see ``buffers``). A step that is being saved, or is saved already,
-        is not saved again. When the job is to stop, it waits for the save, and not until that is published.
+        is not saved again. When the job is to stop, it waits for the save.
 
         Args:
             step: The step of training, the same on every rank.
@@ -248,7 +248,7 @@ class CheckpointManager:
         )
         self._stopping = decision.vote.stop
         if decision.action is not Action.NOTHING and (wait or self._stopping):
-            self._wait(until_published=not self._stopping)
+            self._wait(until_published=False)  # for which all ranks would have to come here
         self._clock.stalled(since, saves=decision.action is Action.SAVE)
         return future
 
@@ -316,8 +316,8 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits for the save under way; then rank 0 deletes old checkpoints. Raises what `close` raises.
 
-        A step that is only in memory is saved first. It also waits until the last export is published. A forked child
-        does not wait.
+        Every rank calls it. A step that is only in memory is saved first. It also waits until the last export is
+        published. A forked child does not wait.
         """
         self._wait(until_published=True)
 
@@ -357,8 +357,8 @@ class CheckpointManager:
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
-            CheckpointError: the last save has failed, or its export, or what was to be published of it, and no call has
-                raised that yet. Every rank raises it; with a timeout, only rank 0 raises that of publishing.
+            CheckpointError: the last save, its export or its publication has failed, and no call has raised that yet.
+                Every rank raises it; with a timeout, only rank 0 raises that of publishing.
         """
         if self._is_over or self._is_copy:
             return

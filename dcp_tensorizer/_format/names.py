@@ -115,7 +115,7 @@ def is_temporary_file_name(name: str) -> bool:
 
 
 def is_temporary_file_of_job(name: str) -> bool:
-    """Returns whether ``name`` is one that `temporary_file_name` makes of a file that a job keeps beside its steps."""
+    """Returns whether ``name`` is the temporary name of a file that a job keeps beside its checkpoints."""
     return _TEMPORARY_FILE_OF_JOB.fullmatch(name) is not None
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -172,7 +172,8 @@ class RollCall:
 
     def here(self, number: int) -> None:
         """Notes that this rank has come to the operation with this number."""
-        self._store.set(str(self._rank), str(number))
+        with suppress(RuntimeError):  # the store's host is gone: so the collective fails, too, and says why
+            self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
         """Says for which ranks a failed collective has waited, and how long.

@@ -258,12 +258,14 @@ class Job:
             self.saves.wait(deadline)  # an export reads the buffers, which the writer frees
         self._writer.close(deadline.left)
         self.saves.wait(deadline)
-        self.saves.wait_published(deadline, on_all_ranks=is_with_all)
-        if self.exports is not None:
-            self.exports.close()
-        if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
-            self.survival.leave(deadline)  # the newest step exists only in memory
-        self.survival.end(deadline, has_saved=self.saves.has_saved)
+        try:
+            self.saves.wait_published(deadline, on_all_ranks=is_with_all)
+        finally:
+            if self.exports is not None:
+                self.exports.close()
+            if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
+                self.survival.leave(deadline)  # the newest step exists only in memory
+            self.survival.end(deadline, has_saved=self.saves.has_saved)
 
     def members(self) -> list[Step]:
         """The checkpoints of the job's branch; raises what `read_members` raises."""

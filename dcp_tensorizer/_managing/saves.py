@@ -203,7 +203,7 @@ class Saves:
             self.error = exports.wait_published(deadline) or self.error
             return
         try:
-            with self._together.accompany("published the model"):
+            with self._together.accompany("published"):
                 own = exports.wait_published(deadline)
             errors = self._agreement.gathered(own)
         except WriteError as error:  # a rank is gone

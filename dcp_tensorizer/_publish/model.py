@@ -164,8 +164,10 @@ def read_weight_file(storage: Storage, name: str) -> WeightFile:
 
 
 def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:
-    """Reads a file from front to back; yields nothing if it does not exist. Raises `ReadError`."""
-    nbytes = storage.head(name) or 0
+    """Reads a file from front to back; yields nothing if it is empty. Raises `ReadError`."""
+    nbytes = storage.head(name)
+    if nbytes is None:
+        raise ReadError(f"cannot open {storage.path}/{name}: it does not exist")
     if nbytes:
         with storage.reading(name) as reader:
             for start in range(0, nbytes, READ_BYTES):

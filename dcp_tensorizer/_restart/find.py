@@ -278,8 +278,8 @@ def list_kept(folder: str | os.PathLike[str], *, process_group: ProcessGroup | N
 
 
 class Elsewhere:
-    """The memory of all hosts of the job, as its ranks have told each other: for each rank, all heads that are on its
-    host, and what its keepers give to other hosts.
+    """The memory of all hosts of the job, as the ranks have told each other. For each rank: the heads on its host,
+    and the parts that its keepers give to other hosts.
     """
 
     def __init__(self, found: Sequence[tuple[Sequence[KeptHead], Sequence[Held]]] = ()) -> None:

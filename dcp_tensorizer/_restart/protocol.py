@@ -36,8 +36,8 @@ class KeptHead(NamedTuple):
         path: Where it was being saved; empty if that is for a manager to say.
         replaces: The id of the checkpoint that was at the path; None if there was none.
         host: That kept it (see `this_host`), whose name for the folder that is; empty if it is not known.
-        line: The ids of the checkpoints that it goes on from, the newest first, as far as its run has saved or restored
-            them.
+        line: The ids of the checkpoints that it goes on from, the newest first; only those that its run saved or
+            restored.
     """
 
     id: str

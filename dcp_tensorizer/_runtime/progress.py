@@ -54,7 +54,7 @@ def each_second(do: Callable[[], object]) -> Iterator[None]:
     thread = threading.Thread(target=run, name="progress", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter ends, or there is a limit: whatever the block does goes on
+    except RuntimeError:  # the interpreter is ending, or a limit is reached: the block runs all the same
         yield
         return
     try:

@@ -106,7 +106,7 @@ def files_of_models(storage: Storage, names: Sequence[str], of_saves: Sequence[s
     """The files of models that a save has marked as its own, and that are not part of a model.
 
     A killed save has written them without an index that names them, or was about to remove them. ``of_saves`` are the
-    temporary files and records of the saves: by default of all. ``names`` are all files of the directory.
+    temporary files and records of the saves; by default those of all saves. ``names`` are all files of the directory.
     """
     of_saves = names if of_saves is None else of_saves
     temporary = filter(is_temporary_file_name, of_saves)

@@ -110,7 +110,7 @@ class SaveCallbacks(NamedTuple):
 
     @contextmanager
     def progress(self, path: str, nbytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-        """Gives a function that takes the bytes written so far, while a block writes; ``nbytes`` are those in all."""
+        """Gives a function that takes the bytes written so far, while a block writes; ``nbytes`` returns all."""
         transfer, total = TransferProgress("saving", path, self.on_progress), functools.cache(nbytes)
         is_shown = self.on_progress is not None and total() > 0
         if is_shown:

@@ -1,7 +1,7 @@
 """Uploads of a model's files, where no lock tells whether a save is under way.
 
-A record of a save there has the uploads that it has begun. The next save to the same place aborts them: if the one that
-began them was still alive after all, it fails. Files that were complete by then say themselves of which save they are.
+A record of a save there has the uploads that it has begun. The next save to the same place aborts them. A save that is
+still alive then fails. Completed files carry the id of their save.
 """
 
 from __future__ import annotations

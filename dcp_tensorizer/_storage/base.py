@@ -348,7 +348,8 @@ class Storage(abc.ABC):
     def is_marked(self, name: str, temporary: str) -> bool:
         """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file.
 
-        Where a file has one name, it says itself of which save it is: then whether ``temporary`` is of that save.
+        On storages without hard links, a file carries the id of its save. There: whether ``temporary`` belongs to the
+        same save.
         """
         return False
 

@@ -251,9 +251,9 @@ def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None
 class LocalSharedSink(SharedSink):
     """This process's part in an existing file that others write, too. Where it can, it writes past the page cache.
 
-    Parts of blocks, at the edges of its runs, go through the page cache. Such a write waits for all others to the file,
-    of every process, and they wait for it. So these come last: with 60 tensors in a file of two processes, a thread had
-    to wait 726 times instead of 984.
+    Parts of blocks, at the edges of its runs, go through the page cache. Such a write and every other write to the file
+    wait for each other, across processes. So the edges are written last: with 60 tensors in a file of two processes, a
+    thread had to wait 726 times instead of 984.
     """
 
     concurrency = 6
@@ -275,6 +275,8 @@ class LocalSharedSink(SharedSink):
                 _put(self._fd, data, offset)
                 return
             for place, edge in (offset, data[:head]), (offset + head + whole, data[head + whole :]):
+                if not edge.nbytes:
+                    continue
                 if len(self._edges) < _MAX_EDGES:
                     self._edges.append((place, bytes(edge)))
                 else:

@@ -15,8 +15,8 @@ from .._storage.redact import is_in_process, redact
 from ..errors import WriteError
 
 _LONGEST_LOOK = 20.0
-"""The most seconds between two looks at a flush that count as waiting: what a slow disk or remote takes, or the time
-between two tries.
+"""Seconds. A longer pause between two looks at a flush does not count as waiting. A slow disk takes less, and so does
+the time between two tries.
 """
 
 

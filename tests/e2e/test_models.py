@@ -313,6 +313,41 @@ def test_a_manager_exports_what_it_saves(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+class StateOf:
+    """A member of a state, which fails to give it once."""
+
+    def __init__(self, failure):
+        self.failure = failure
+
+    def state_dict(self):
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        return {"value": torch.ones(4)}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def save_where_a_rank_fails(rank, folder):
+    """Saves and waits, while one rank cannot give its state; then again, and closes."""
+    warnings.simplefilter("ignore")
+    export = Export(folder / "models" / "{}", every=1, publish=Publish(folder / "published"))
+    manager = CheckpointManager(folder / "run", save_every=1, export=export)
+    state = {"model": {"weight": torch.ones(3)}, "other": StateOf(ValueError("none") if rank.index == 1 else None)}
+    failed = attempt(lambda: manager.save(1, state, wait=True))
+    manager.save(2, state, wait=True)
+    manager.close()
+    return [type(error).__name__ for error in failed.causes.values()]
+
+
+def test_a_save_that_one_rank_fails_waits_for_no_publication(tmp_path):
+    """That rank has raised, and does not come to where all ranks agree on what was published."""
+    assert run_ranks(2, save_where_a_rank_fails, tmp_path) == [["StagingError"], ["ValueError"]]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["2"]
+    assert (tmp_path / "published" / "weight_v000001").is_dir()
+
+
 def publish_in_vain(rank, folder):
     """Exports two steps, of which neither can be published; returns what `wait` and `close` have raised."""
     warnings.simplefilter("ignore")

@@ -63,6 +63,16 @@ def test_any_damage_is_named(versions: Path, version: int) -> None:
     assert damage.startswith(f"version {3 if version < 4 else 6}: ")
 
 
+def test_a_missing_empty_file_is_named(tmp_path: Path) -> None:
+    """Its SHA-256 is that of nothing, and so would be that of a file that is not there."""
+    publish_versions(tmp_path, 1)
+    (tmp_path / "model-1" / "merges.txt").touch()
+    publish(tmp_path / "model-1", tmp_path / "own")
+    next((tmp_path / "own").glob("*/merges.txt")).unlink()
+    (damage,) = verify_versions(tmp_path / "own").damages
+    assert damage.endswith("merges.txt: it does not exist")
+
+
 def test_missing_files_are_named(tmp_path: Path, versions: Path) -> None:
     """Of what was published, and of a copy."""
     next((versions / "weight_v000005").glob("delta-00001*")).unlink()
