@@ -21,7 +21,7 @@ quick: $(READY)
 # These run with the end-to-end tests, and with the storages and the docs, so that the three suites take about as long.
 WITH_E2E := tests/integration/tiers
 WITH_DOCS := tests/unit/publish tests/integration/test_crash_consistency.py \
-	$(patsubst %,tests/e2e/test_%.py,kept_saves memory recipe remote soak survival)
+	$(patsubst %,tests/e2e/test_%.py,kept_saves memory recipe remote survival)
 
 unit-integration: $(READY)
 	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage \

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -76,7 +77,7 @@ def _round(chance: random.Random, tally: Tally, folder: Path, first: int, durabl
                 break
         time.sleep(chance.uniform(0.0, 0.4))
         if dies_in == "trainer":
-            killed.kill()
+            _kill(killed)
         else:
             _kill_writer(killed.pid)
             for line in killed.stdout:  # a fresh writer process goes on by itself
@@ -84,8 +85,7 @@ def _round(chance: random.Random, tally: Tally, folder: Path, first: int, durabl
                 if "flushed" in said:
                     break
                 durable[said["place"]] = said["durable"]
-            killed.kill()
-        killed.wait(HANG)
+            _kill(killed)
         for line in killed.stdout:  # what it had said in its last moments
             said = json.loads(line)
             if "durable" in said:
@@ -109,6 +109,14 @@ def _round(chance: random.Random, tally: Tally, folder: Path, first: int, durabl
         if place != "latest":  # so that the disk does not fill up
             shutil.rmtree(folder / "remote" / place)
             del durable[place]
+
+
+def _kill(job: subprocess.Popen[str]) -> None:
+    """Kills a trainer, and waits for the end of its writer process: until then the save that it wrote is not dead."""
+    children = psutil.Process(job.pid).children()
+    job.kill()
+    job.wait(HANG)
+    psutil.wait_procs(children, HANG)
 
 
 def _kill_writer(trainer: int) -> None:

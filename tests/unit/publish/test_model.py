@@ -25,13 +25,16 @@ class SecretStorage(LocalStorage):
 
 
 def test_a_file_is_read_in_blocks(tmp_path: Path) -> None:
-    """All of it, in order; of a file that is not there, nothing."""
+    """All of it, in order; of an empty file nothing. One that is not there is an error."""
     content = np.random.default_rng(0).bytes(READ_BYTES + 5)
     (tmp_path / "a").write_bytes(content)
     blocks = list(read_blocks(LocalStorage(tmp_path), "a"))
     assert [len(block) for block in blocks] == [READ_BYTES, 5]
     assert b"".join(blocks) == content
+    (tmp_path / "b").touch()
     assert list(read_blocks(LocalStorage(tmp_path), "b")) == []
+    with pytest.raises(ReadError, match=f"cannot open {tmp_path}/c: it does not exist"):
+        list(read_blocks(LocalStorage(tmp_path), "c"))
 
 
 def test_an_error_names_the_file_that_it_is_of(tmp_path: Path) -> None:
