@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._runtime.gc_pause import collector_paused
 from ..errors import CheckpointError, DecryptionError, WriteError
 from .names import MAC_BYTES, NONCE_BYTES, Derivation, Seal
 
@@ -306,6 +307,7 @@ class FrameCipher:
 
 
 @functools.cache
+@collector_paused()  # a quarter of a second of a restart goes to the collector otherwise
 def _aes() -> Any:
     """OpenSSL's AES-GCM; None if it is not there, or too old to encrypt into memory that is there already."""
     try:
