@@ -124,6 +124,7 @@ class Job:
     ) -> tuple[Decision, Future[str] | None]:
         """Carries out all ranks' decision about a step; returns it, and the result of `CheckpointManager.save`."""
         self.survival.begin()
+        self.survival.start_keeper()
         self.survival.begin_copies()
         self._claim()
         if self.place is None:
@@ -225,6 +226,7 @@ class Job:
         else:
             place = self._restore_from_storage(state, selection, found, kept)
             record = None if place is None or place.tip is None else place.tip.record
+        self.survival.start_keeper()
         if place is None:
             return None
         self.place = place

@@ -115,14 +115,13 @@ class Survival:
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Looks for states of earlier runs, and starts the keeper; only the first call does so. Every rank calls it.
+        """Looks for states of earlier runs; only the first call does so. Every rank calls it.
 
         Raises `WriteError`, on all ranks, if another run of the job is alive or a rank is gone.
         """
         if self._stage is not _Stage.READY:
             return
-        job = job_name(f"{self._folder.real_path} {self._template}")
-        found, silent = visits(job, _LOOK_SECONDS)
+        found, silent = visits(self._job_name, _LOOK_SECONDS)
         for visit in found:
             if visit.found.job == self.run:  # another rank has claimed it first
                 visit.close()
@@ -132,16 +131,28 @@ class Survival:
             self._predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
+
+    @property
+    def _job_name(self) -> str:
+        return job_name(f"{self._folder.real_path} {self._template}")
+
+    def start_keeper(self) -> None:
+        """Starts the keeper; only the first call after `begin` does so.
+
+        Its start takes a fifth of a second of a core, which a restore needs for itself.
+        """
+        if self._stage is not _Stage.ON or self._keeper is not None:
+            return
         try:
-            self._keeper = KeeperProcess(job, self.run, self._seconds)
+            self._keeper = KeeperProcess(self._job_name, self.run, self._seconds)
         except WriteError as error:
             self._stop_keeping(str(error))
         self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def begin_copies(self) -> None:
-        """Finds the partners of all ranks; only the first call does so. Every rank calls it, after `begin`.
+        """Finds the partners of all ranks; only the first call does so. Every rank calls it, after `start_keeper`.
 
-        It waits for the keeper to start, which a restart need not do. Raises `WriteError` if a rank is gone.
+        It waits until the keeper has started. Raises `WriteError` if a rank is gone.
         """
         if self._has_begun_copies:
             return
