@@ -23,6 +23,8 @@ from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.names import StoredItem, block_size
 from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import lay_out
+from dcp_tensorizer._restart.client import Visit
+from dcp_tensorizer._restart.runtime_directory import connect
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local_io import Residency
 from dcp_tensorizer._writer_process.protocol import TensorSource
@@ -275,6 +277,19 @@ def keepers_below(folder: Path) -> list[psutil.Process]:
     """The processes whose sockets are in a folder: other jobs on this machine may keep something, too."""
     processes = psutil.process_iter(["cmdline"])
     return [p for p in processes if any(word.startswith(f"{folder}/") for word in p.info["cmdline"] or ())]
+
+
+def wait_until_digested(folder: Path) -> None:
+    """Waits until keepers whose trainers are gone have the digests of all that they keep: they see no damage before."""
+    for path in folder.iterdir():
+        connection = connect(path)
+        assert connection is not None
+        visit = Visit(connection)
+        visit.look(60.0)
+        for head in visit.found.heads:
+            _, memory = visit.take(head.id, head.rank)
+            memory.close()
+        visit.close()
 
 
 def end_keepers(folder: Path) -> None:

@@ -50,7 +50,7 @@ from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, co
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
-_NICENESS = 10  # of the thread that takes digests, and of the session: below the writer process, which is waited for
+_NICENESS = 10  # of the thread that takes digests, and of the session with copies: below the writer process
 _SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days, and a connection does not renew them
 _NEEDED = "its memory was needed"
@@ -115,16 +115,16 @@ class Keeper:
     """Holds the states that are kept, and knows for whom.
 
     It waits for a successor for ``seconds`` while it has no state, and otherwise as long as its states say.
-    ``when_orphaned`` is called when its trainer is gone.
+    ``set_priority`` sets that of its session, as a niceness: lower while it copies beside its trainer.
     """
 
     def __init__(
-        self, job: str, trainer: int, seconds: float, when_orphaned: Callable[[], object] = lambda: None
+        self, job: str, trainer: int, seconds: float, set_priority: Callable[[int], object] = lambda niceness: None
     ) -> None:
         self._job = job
         self._trainer = trainer
         self._seconds = seconds
-        self._when_orphaned = when_orphaned
+        self._set_priority = set_priority
         self._kept: dict[tuple[str, int], _KeptState] = {}  # by id and rank: the trainer's own, and replicas
         self._claimed_by = ""  # the last run of a job that has claimed this keeper
         self._server: ReplicaServer | None = None
@@ -155,7 +155,7 @@ class Keeper:
         with self._changed:
             if not self.is_orphaned:
                 self.is_orphaned = True
-                self._when_orphaned()
+                self._set_priority(0)
                 self._wait_anew()
                 for kept in reversed(list(self._kept.values())):  # the newest one is wanted first
                     self._digest(kept)
@@ -277,6 +277,8 @@ class Keeper:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def _open_to_peers(self, host: str, secret: bytes) -> Answer:
+        if self._seconds and not self.is_orphaned:  # with 0 seconds it serves peers that wait for a live state
+            self._set_priority(_NICENESS)
         try:
             self._server = self._server or ReplicaServer(self, host, secret)
         except (OSError, WriteError) as error:
@@ -388,9 +390,11 @@ def main(arguments: Sequence[str]) -> None:
     socket.
     """
     channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
-    keeper = Keeper(run, int(trainer), float(seconds), when_orphaned=lambda: set_session_priority(0, lambda: True))
-    if float(seconds):  # of 0 it serves peers that wait for a live state: nothing is kept for later
-        set_session_priority(_NICENESS, lambda: not keeper.is_orphaned)  # it has a session of its own
+
+    def set_priority(niceness: int) -> None:
+        set_session_priority(niceness, lambda: niceness == 0 or not keeper.is_orphaned)
+
+    keeper = Keeper(run, int(trainer), float(seconds), set_priority)
     listener = listen(Path(path))
     try:
         channel.send(Ready())

@@ -13,7 +13,7 @@ from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
 from dcp_tensorizer._restart.find import list_kept
 from dcp_tensorizer._saving.destination import Destination
 
-from ..support import keepers_below
+from ..support import keepers_below, wait_until_digested
 from .kept_state import SECONDS, sharded_state, values_at, values_of
 from .ranks import attempt, eventually, kill_self, run_ranks
 
@@ -99,6 +99,7 @@ def _is_killed_after(rank, path, step):
 
 def _damage(keepers):
     """Changes every byte of the states in memory."""
+    wait_until_digested(keepers)
     for process in keepers_below(keepers):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             if os.readlink(link).startswith("/memfd:dcp_tensorizer "):

@@ -10,7 +10,7 @@ import torch
 from dcp_tensorizer import CheckpointManager, WriteError
 
 from ..managers import wait_kept
-from ..support import keepers_below, quietly
+from ..support import keepers_below, quietly, wait_until_digested
 from .kept_state import SECONDS, sharded_state, values_at, values_of
 from .ranks import eventually, kill_self, run_ranks
 
@@ -104,6 +104,7 @@ def _saves_and_waits(rank, folder):
 def test_memory_that_has_changed_is_not_loaded(tmp_path, keepers):
     """The digests of the copy are not those that were taken: the run goes on from storage."""
     run_ranks(2, _saves_and_dies, tmp_path / "run", 2, killed=(0, 1))
+    wait_until_digested(keepers)
     changed = 0
     for process in keepers_below(keepers):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
