@@ -346,8 +346,9 @@ def runs_at(keeper: KeeperProcess, priorities: set[int]) -> bool:
 def test_copies_are_of_low_priority(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
     """Where the kernel schedules threads, and where it schedules sessions. Nothing else at a keeper waits for them."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert eventually(lambda: niceness_of_session(source) in (None, 10))
     address = partner.open_to_peers("127.0.0.1", SECRET)
+    source.open_to_peers("127.0.0.1", SECRET)
+    assert eventually(lambda: niceness_of_session(source) in (None, 10))
     source.keep(part("a"), buffer)
     source.copy("a", address, 1e6, "")  # it takes two seconds
     for keeper in (source, partner):
