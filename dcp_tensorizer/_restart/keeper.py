@@ -5,8 +5,9 @@ successor checks its copy. The writer process takes the digests of states that a
 the others, and of states that no save had written when the trainer was gone. Then it waits for a successor, and ends
 after some seconds. It neither reads nor writes storage.
 
-Nobody waits for digests and copies as long as the trainer lives, so they have low priorities: training takes ten times
-as much of a core that both need. A successor waits for the keeper, which then has the priority of any other process.
+Nobody waits for digests and copies as long as the trainer lives, so their threads have low priorities. So has the
+session of a keeper that copies: training takes ten times as much of a core that both need. A successor waits for the
+keeper, which then has the priority of any other process.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ class Keeper:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def _open_to_peers(self, host: str, secret: bytes) -> Answer:
-        if self._seconds and not self.is_orphaned:  # with 0 seconds it serves peers that wait for a live state
+        if self._seconds:  # with 0 seconds it serves peers that wait for a live state
             self._set_priority(_NICENESS)
         try:
             self._server = self._server or ReplicaServer(self, host, secret)
