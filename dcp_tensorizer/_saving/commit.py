@@ -31,7 +31,7 @@ from .._runtime.recent import Recent
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, Storage
 from ..errors import CheckpointError, WriteError
-from .uploads import marks_of_uploads
+from .uploads import marks_of_uploads, recorded_uploads
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
@@ -99,21 +99,19 @@ def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str]
     temporary = [name for name in names if is_temporary_file_name(name) and is_wanted(name)]
     data = [name for name in names if is_data_file_name(name) and name not in kept and is_wanted(name)]
     records = [name for name in names if is_record_file_name(name) and is_wanted(name)]
-    return [*files_of_models(storage, names, [*temporary, *records]), *data, *temporary, *records]
+    of_models = files_of_models(storage, names, [*temporary, *marks_of_uploads(recorded_uploads(storage, records))])
+    return [*of_models, *data, *temporary, *records]
 
 
-def files_of_models(storage: Storage, names: Sequence[str], of_saves: Sequence[str] | None = None) -> list[str]:
-    """The files of models that a save has marked as its own, and that are not part of a model.
+def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[str]) -> list[str]:
+    """The files of models that saves have marked as their own, and that are not part of a model.
 
-    A killed save has written them without an index that names them, or was about to remove them. ``of_saves`` are the
-    temporary files and records of the saves; by default those of all saves. ``names`` are all files of the directory.
+    A killed save has written them without an index that names them, or was about to remove them. ``names`` are all
+    files of the directory, and ``temporary`` the temporary names by which saves mark files.
     """
-    of_saves = names if of_saves is None else of_saves
-    temporary = filter(is_temporary_file_name, of_saves)
-    pairs = [(name, of_save) for of_save in temporary if (name := name_of_temporary(of_save)).endswith(".safetensors")]
-    pairs += marks_of_uploads(storage, of_saves)
-    there = set(names)
-    found = {name for name, of_save in pairs if name in there and storage.is_marked(name, of_save)}
+    pairs = [(name_of_temporary(mark), mark) for mark in temporary]
+    there = {name for name in names if name.endswith(".safetensors")}
+    found = {name for name, mark in pairs if name in there and storage.is_marked(name, mark)}
     if not found:
         return []
     try:
@@ -217,15 +215,19 @@ def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], *
         raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
 
 
-def remove(storage: Storage, names: Iterable[str]) -> None:
-    """Removes files that belong to no checkpoint. Files that cannot be removed only take space."""
+def remove(storage: Storage, names: Iterable[str]) -> bool:
+    """Removes files that belong to no checkpoint; returns whether all are gone. The others only take space."""
     names = tuple(names)
-    try:
+    with suppress(Exception):
         storage.remove(*names)
-    except Exception:
-        for name in names:  # one by one, so that a failure does not keep the others
-            with suppress(Exception):
-                storage.remove(name)
+        return True
+    are_gone = True
+    for name in names:  # one by one, so that a failure does not keep the others
+        try:
+            storage.remove(name)
+        except Exception:
+            are_gone = False
+    return are_gone
 
 
 def remove_with_records(storage: Storage, names: Iterable[str]) -> None:

@@ -16,11 +16,11 @@ from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import NotCommitted, WriteError, describe
-from .commit import files_of_models, put_records, remove_records
+from .commit import files_of_models, put_records, remove, remove_records
 from .context import SaveContext
 from .destination import Destination
 from .model_layout import ModelOptions, ModelPlan
-from .uploads import abort_uploads, put_uploads, remove_uploads
+from .uploads import abort_uploads, marks_of_uploads, put_uploads, recorded_uploads, remove_uploads
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """The suffixes of files that hold weights or list them."""
@@ -65,16 +65,16 @@ class ModelDestination(Destination):
         self._index = None if self._is_adapter else storage.read(INDEX)
         self._has_single = storage.head(self._single) is not None
         names = _names_in(storage)
+        uploads = recorded_uploads(storage, names)  # elsewhere `begin` has removed what dead saves have left
+        self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
         has_model = self._index is not None or self._has_single
         weights = set() if has_model else {name for name in names if name.endswith(".safetensors")}
-        if storage.uploads_are_hidden:  # elsewhere they have been removed by now
-            self._left = weights.intersection(files_of_models(storage, names))
         others = sorted(weights - self._left)
         if (has_model or others) and not self.model.overwrite:
             what = f"{others[0]}, which no index lists" if others else "a model already"
             raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
         self._is_fresh = not has_model and not weights
-        dead = abort_uploads(storage, names)
+        dead = list(uploads) if abort_uploads(storage, uploads) else []
         if self._left:  # they stay until there is a model, and with them the records that prove whose they are
             self._dead = dead
         else:
@@ -176,9 +176,10 @@ class ModelDestination(Destination):
         except OSError as error:
             message = f"cannot write {storage.path}/{file.name}: {describe(error)}"
             raise WriteError(storage.scrub(message)) from storage.cause(error)
-        names, replaced = {file.name for file in self._begun}, set[str]()
+        names = {file.name for file in self._begun}
+        replaced = self._left - names
         if not is_lone:
-            replaced = (_named_files(self._index) | self._left) - names
+            replaced |= _named_files(self._index) - names
             storage.mark(self._save_id, *replaced)
             self.index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
@@ -215,18 +216,16 @@ class ModelDestination(Destination):
         return found
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes the files of a model that was replaced, and the record of the save that has replaced it."""
+        """Removes the files of a model that was replaced, and then the records that prove whose they were."""
 
-        def remove() -> None:
-            for name in names:
+        def clean_up() -> None:
+            if remove(self.storage, names):
                 with suppress(Exception):
-                    self.storage.remove(name)
-            with suppress(Exception):
-                remove_uploads(self.storage, *self._dead)
-            self._forget(*names)
+                    remove_uploads(self.storage, *self._dead)
+                self._forget(*names)
 
         names = tuple(names)
-        self._after_held(lambda: self._clean_up(remove))
+        self._after_held(lambda: self._clean_up(clean_up))
 
     def end(self) -> None:
         """Releases the directory, so that others may clean up there. Idempotent."""

@@ -6,7 +6,7 @@ still alive then fails. Completed files carry the id of their save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -40,18 +40,16 @@ def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[s
     return found
 
 
-def marks_of_uploads(storage: Storage, names: Iterable[str]) -> list[tuple[str, str]]:
-    """The files that saves with a record have uploaded, and the temporary names that mark them as theirs."""
-    recorded = recorded_uploads(storage, names)
-    return [(name, temporary_file_name(name, save)) for save, uploads in recorded.items() for name in uploads]
+def marks_of_uploads(recorded: Mapping[str, Iterable[str]]) -> list[str]:
+    """The temporary names that mark files as those of `recorded_uploads`."""
+    return [temporary_file_name(name, save_id) for save_id, names in recorded.items() for name in names]
 
 
-def abort_uploads(storage: Storage, names: Iterable[str]) -> list[str]:
-    """Aborts the uploads of saves with a record among the files of a directory, where possible; returns these saves."""
-    recorded = recorded_uploads(storage, names)
+def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -> bool:
+    """Aborts `recorded_uploads`; returns whether all of them are gone."""
     with suppress(OSError):
         for uploads in recorded.values():
             for name, token in uploads.items():
                 storage.abort_shared(SharedFile(name, token, 0))
-        return list(recorded)
-    return []
+        return True
+    return False

@@ -378,7 +378,8 @@ def killed(self, *arguments, **options):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(self, *arguments, **options)
 setattr(S3Storage, sys.argv[3], killed)
-writer = SafetensorsStorageWriter(sys.argv[1], storage_options=eval(sys.argv[2]), max_shard_bytes=1_000_000)
+options = {"storage_options": eval(sys.argv[2]), "max_shard_bytes": 1_000_000}
+writer = SafetensorsStorageWriter(sys.argv[1], overwrite=len(sys.argv) > 4, **options)
 dcp.save({"a": torch.ones(250_000), "b": torch.ones(250_000)}, storage_writer=writer, no_dist=True)
 """
 
@@ -428,3 +429,29 @@ def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -
             assert f"holds {files[0].removeprefix('model/')}, which no index lists" in message
         for key in s3.objects(prefix):
             s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
+
+
+@pytest.mark.parametrize("has_index", [True, False], ids=["several files", "one file"])
+def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, has_index: bool) -> None:
+    """The next save with overwrite=True removes them; until then, also after a save that fails, their record stays."""
+    prefix = uuid.uuid4().hex
+    url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
+    state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+    shards = {"max_shard_bytes": 1_000_000} if has_index else {}
+    save(url, state, storage_options=options, **shards)
+    before = s3.objects(prefix)
+    kill = [sys.executable, "-c", _KILLED, url, repr(options), "put", "overwrite"]
+    if not has_index:  # readers prefer the one file, so a save of several refuses: these are of a save before it
+        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{before[0]}")
+    assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+    left = set(s3.objects(prefix)) - set(before)
+    assert len(left) == 3, "two files and a record"
+    if not has_index:
+        s3.client().put_object(Bucket=s3.bucket, Key=f"{prefix}/{before[0]}", Body=b"a model")
+    assert "holds a model already" in refused(url, state, storage_options=options, **shards)
+    assert set(s3.objects(prefix)) == {*before, *left}
+    save(url, state, storage_options=options, overwrite=True, **shards)
+    assert len(s3.objects(prefix)) == len(before)
+    assert left.isdisjoint(s3.objects(prefix))
+    for key in s3.objects(prefix):
+        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
