@@ -179,7 +179,7 @@ class CheckpointManager:
         except BaseException:
             self._writer.close()
             raise
-        self._stopping = self._closed = self._is_over = self._has_failed = False
+        self._stopping = self._closed = self._is_over = False
         self._home = self._home_of_job = Home()
         self._signals.install()
 
@@ -195,7 +195,6 @@ class CheckpointManager:
             return
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self._job.survival.leave()
-            self._has_failed = True
         with suppress(*() if kind is None else (CheckpointError,)):  # the error of the block itself is raised
             self.close()
 
@@ -349,7 +348,8 @@ class CheckpointManager:
         """Waits for the save under way and the deletions after it, and ends the writer process. Idempotent.
 
         Without a timeout, a step that is only in memory is saved first, so every rank has to close. The memory of kept
-        states is freed, unless the last save has failed. In a forked child it does nothing.
+        states is freed, unless the last save has failed. A job that is `stopping` waits for a publication up to
+        ``limits.timeout`` seconds; the log names a model that is not published then. In a forked child it does nothing.
 
         Args:
             timeout: Seconds that this may take. After that the save under way is abandoned, and the checkpoint before
@@ -370,13 +370,13 @@ class CheckpointManager:
         try:
             if is_with_all:
                 self._job.write_held()
-                if not self._stopping and not self._has_failed:
+                if not self._stopping:
                     self._job.export_last()
             elif self._job.saves.held_step is not None:
                 logger.warning("%s: step %d is in memory alone", self._folder.path, self._job.saves.held_step)
         finally:
             self._signals.restore()
-            self._job.close(deadline, is_with_all=is_with_all)
+            self._job.close(deadline, is_with_all=is_with_all, is_stopping=self._stopping)
         logger.info("%s: %s", self._folder.path, self.report())
         self._job.retaining.wait(deadline)
         self._is_over = True  # last, so that after an interruption it can be closed again

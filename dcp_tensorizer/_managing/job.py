@@ -254,14 +254,19 @@ class Job:
             self.saves.wait()
             self.saves.error = self.exports.run_last(self.saves.settled()) or self.saves.error
 
-    def close(self, deadline: Deadline, *, is_with_all: bool) -> None:
-        """Waits for all that is under way, up to the deadline, and ends everything; ``is_with_all``: on all ranks."""
+    def close(self, deadline: Deadline, *, is_with_all: bool, is_stopping: bool) -> None:
+        """Waits for all that is under way, up to the deadline, and ends everything; ``is_with_all``: on all ranks.
+
+        A job that ``is_stopping`` does not wait longer for a publication than for a storage.
+        """
         if self.exports is not None:
             self.saves.wait(deadline)  # an export reads the buffers, which the writer frees
         self._writer.close(deadline.left)
         self.saves.wait(deadline)
+        timeout = self._writer.saver.options.limits.timeout
         try:
-            self.saves.wait_published(deadline, on_all_ranks=is_with_all)
+            until = Deadline(deadline.within(timeout)) if is_stopping else deadline
+            self.saves.wait_published(until, on_all_ranks=is_with_all)
         finally:
             if self.exports is not None:
                 self.exports.close()

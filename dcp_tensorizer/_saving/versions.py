@@ -103,6 +103,8 @@ class VersionsOfWriter:
         with suppress(WriteError):  # it has been logged
             self.wait(deadline)
         with self._changed:
+            if (left := self._waiting) is not None:
+                logger.error("%s: not published, because the writer was closed before that", left.storage.path)
             self._waiting, self._published, self._is_closed = None, None, True
         self._client.end_process(deadline)
         with suppress(WriteError):

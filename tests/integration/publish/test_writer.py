@@ -152,7 +152,9 @@ def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch:
     assert weights_of(tmp_path / "published" / "weight_v000001") == weights_of(tmp_path / "model-2")
 
 
-def test_a_closed_writer_leaves_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_writer_leaves_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also if one waits to be published when time is up, and the one before it has just been."""
     begun, goes_on = threading.Event(), threading.Event()
     publish_one, end_process = WriterClient.publish, WriterClient.end_process
@@ -177,6 +179,36 @@ def test_a_closed_writer_leaves_one_model(tmp_path: Path, monkeypatch: pytest.Mo
     writer.close(0)
     assert len(list(model.glob("*.safetensors"))) == 4
     assert not [path for path in model.iterdir() if path.suffix not in (".safetensors", ".json")]
+    assert f"{model}: not published, because the writer was closed before that" in caplog.text
+
+
+def test_a_job_that_stops_waits_for_a_publication_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scheduler that sends SIGTERM does not wait for ever; the model is saved, and the log says what is missing."""
+    closes, end_process = threading.Event(), WriterClient.end_process
+
+    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        assert closes.wait(WAIT)
+        raise WriteError("the writer was closed before that")
+
+    def ended(self: WriterClient, deadline: Deadline) -> None:
+        if self is client:
+            closes.set()
+        end_process(self, deadline)
+
+    monkeypatch.setattr(WriterClient, "publish", held)
+    monkeypatch.setattr(WriterClient, "end_process", ended)
+    model = tmp_path / "model-1"
+    export = Export(tmp_path / "model-{}", every=1, publish=Publish(tmp_path / "published"))
+    manager = CheckpointManager(tmp_path / "run", export=export, limits=SaveLimits(timeout=5.0))
+    client = job_of(manager).exports.writer.saver.versions._client  # type: ignore[union-attr]
+    os.kill(os.getpid(), signal.SIGTERM)
+    manager.save(1, {"model": state(1)})
+    assert manager.stopping
+    manager.close()
+    assert f"the model is saved to {model}, and cannot be published: the writer was closed before that" in caplog.text
+    assert (model / "model.safetensors").exists()
 
 
 def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
