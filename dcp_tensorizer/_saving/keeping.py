@@ -141,8 +141,18 @@ class KeptSave:
             return
         if state.has_saved:
             loaded.release()
-        where = None, None, None, identity(Path(self._path).parent), self._path, state.replaces
-        head = KeptHead(state.id, state.number, self._keeping.run, rank, state.world_size, *where, host=this_host())
+        head = KeptHead(
+            id=state.id,
+            number=state.number,
+            job=self._keeping.run,
+            rank=rank,
+            world_size=state.world_size,
+            record=None,
+            folder=identity(Path(self._path).parent),
+            path=self._path,
+            replaces=state.replaces,
+            host=this_host(),
+        )
         self._state = state
         self._keeping.saves[state.id] = self
         try:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,6 @@ from .session import SaveSession
 from .ties import live_state, ties_of
 from .versions import SavedModel, VersionsOfWriter
 from .write_plan import Item, plan_with, resolve
-
-
-class RankParts(NamedTuple):
-    """A rank's parts as the coordinator needs them to complete the files, by the number of the file."""
-
-    rank: int
-    parts: Mapping[int, Mapping[int, Mapping[str, str]]]
 
 
 class ModelSession(SaveSession):
@@ -89,9 +82,9 @@ class ModelSession(SaveSession):
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
         """Makes the save the model at its path; returns the files of the one that it replaces."""
         assert self._model is not None
-        parts: dict[int, dict[int, Mapping[str, str]]] = {}
+        parts: dict[int, dict[int, Mapping[str, str]]] = {}  # by the number of the file
         for result in (result for of_rank in results for result in of_rank):
-            for number, of_file in result.storage_data.parts.items():
+            for number, of_file in result.storage_data.items():
                 parts.setdefault(number, {}).update(of_file)
         self._begin_commit(metadata)
         return self._destination.commit_files(self._model, parts)
@@ -132,8 +125,11 @@ class ModelSession(SaveSession):
         names = [layout.files[number].file for number in sorted(job.touched)]
         files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
         written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, attempts=done.attempts)
-        part = RankParts(self._destination.rank, done.parts)
-        return job.items, written, [WriteResult(MetadataIndex(f"rank {part.rank}"), done.nbytes, part)]
+        return (
+            job.items,
+            written,
+            [WriteResult(MetadataIndex(f"rank {self._destination.rank}"), done.nbytes, done.parts)],
+        )
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """The items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
