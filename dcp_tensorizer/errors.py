@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _KEYS_SHOWN = 5
+_RANKS_SHOWN = 8
 
 
 class CheckpointError(Exception):
@@ -117,6 +118,11 @@ def unwrap(error: BaseException) -> BaseException:
 def describe(error: BaseException) -> str:
     """An error as a part of another one's message: this package's errors without their type, others with it."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """The first of some ranks, as a part of a message."""
+    return ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (", ..." if len(ranks) > _RANKS_SHOWN else "")
 
 
 def listed(keys: Sequence[object]) -> str:

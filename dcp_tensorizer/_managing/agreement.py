@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import group_store, group_timeout, set_group_timeout
-from ..errors import CheckpointError, WriteError, describe
+from ..errors import CheckpointError, WriteError, describe, listed_ranks
 from ..writer import TensorizerStorageWriter
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -153,7 +153,6 @@ class Agreement:
 
 _LOOK_SECONDS = 2.0  # ranks that have just come report within that
 _STORE_SECONDS = 5.0  # a store on an unreachable host does not answer
-_SHOWN = 8
 _CLOSED = "pair closure"  # gloo's words for a group in which a collective has timed out before
 
 
@@ -221,8 +220,7 @@ class RollCall:
 
 
 def _have(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
-    return f"Rank {shown} has" if len(ranks) == 1 else f"Ranks {shown} have"
+    return f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {listed_ranks(ranks)} have"
 
 
 # --- keeping ranks together while each writes or reads its own part ---------------------------------------------------

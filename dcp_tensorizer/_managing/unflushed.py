@@ -14,11 +14,10 @@ from typing import NamedTuple
 from .._format.names import is_data_file_name, metadata_file_name, save_id_in
 from .._runtime.threads import Deadline
 from .._saving.flushing import Flushing
-from .._storage.base import Storage
 from .._storage.local import LocalStorage
-from .._tiers.flush import discard, drop, missing_files, named_files
+from .._tiers.flush import discard, drop, missing_files, named_files, remove_unused
 from .._tiers.queue import OPEN, TOLD, FlushEntry, FlushRecord
-from ..errors import CheckpointError, ReadError
+from ..errors import CheckpointError, ReadError, listed_ranks
 from .agreement import Agreement
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -150,7 +149,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
         except CheckpointError as error:
             logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, place, str(error))
             continue
-        ranks = ", ".join(str(part.record.rank) for part in parts[:8]) + (", ..." if len(parts) > 8 else "")
+        ranks = listed_ranks([part.record.rank for part in parts])
         is_known = any(part.is_confirmed for part in parts)
         lost = "its node is lost" if is_known else "the save was not over, or its node is lost"
         reason = f"no node of this job has its metadata, but data of rank {ranks}: {lost}"
@@ -194,16 +193,7 @@ def _clear(flushing: Flushing, loss: _Loss) -> None:
         with suppress(CheckpointError):
             found = {file.name for file in remote.listing()[0] if is_data_file_name(file.name)}
         discard(remote, *loss.files, *(name for name in found if save_id_in(name) in ids))
-        _remove_empty(remote)
-
-
-def _remove_empty(remote: Storage) -> None:
-    lock = remote.lock_directory()
-    try:
-        if lock.is_exclusive or not remote.locks_are_visible:
-            remote.remove_directory()
-    finally:
-        lock.release()
+        remove_unused(remote)
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:

@@ -30,7 +30,7 @@ from .._index.writer import encode
 from .._runtime.recent import Recent
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, Storage
-from ..errors import CheckpointError, WriteError
+from ..errors import CheckpointError, WriteError, listed_ranks
 from .uploads import marks_of_uploads, recorded_uploads
 
 
@@ -191,9 +191,9 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
         ranks = sorted({data_file_rank(name) for name in missing})
         raise Refused(
             f"{storage.path} lacks data that was just written there, of rank{'s' if len(ranks) > 1 else ''} "
-            f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''} ({missing[0]}): the ranks do not "
-            f"share this path (a relative path in different working directories, a disk of each machine's own), or "
-            f"the directory was moved or emptied meanwhile. Nothing is committed."
+            f"{listed_ranks(ranks)} ({missing[0]}): the ranks do not share this path (a relative path in different "
+            f"working directories, a disk of each machine's own), or the directory was moved or emptied meanwhile. "
+            f"Nothing is committed."
         )
 
 

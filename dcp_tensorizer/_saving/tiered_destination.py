@@ -19,7 +19,7 @@ from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, 
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
-from ..errors import CheckpointError, WriteError, WriterProcessDied, describe
+from ..errors import CheckpointError, WriteError, WriterProcessDied, describe, listed_ranks
 from .commit import agree_on_key, encoded, remove
 from .context import SaveContext
 from .destination import Destination
@@ -235,7 +235,7 @@ class TieredDestination(Destination):
         """Describes what a commit waits for."""
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})
-            return f"data of rank {', '.join(map(str, ranks[:8]))} ({min(missing)})"
+            return f"data of rank {listed_ranks(ranks)} ({min(missing)})"
         entry, record = ahead[0]
         trouble = self._flushing.queue.trouble(entry)
         words = f"{record.place or 'what'} was saved before, lies in {self._flushing.target.folder(record.place)}, and"

@@ -22,7 +22,7 @@ from .._runtime.threads import Patience, in_threads
 from .._storage.base import Refused, Sink, Storage, temporary_file_name
 from .._storage.claim import read_claim
 from .._storage.local import LocalStorage
-from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe
+from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, listed_ranks
 from .queue import LOST, OPEN, REMOTE, SENT, TOLD, UNFLUSHED, WRITING, Commit, FlushEntry, FlushRecord, Queue, Writing
 from .target import FlushTarget, below
 
@@ -211,8 +211,9 @@ class Flusher:
             self._waits[entry.stem] = patience
             if patience.is_over():
                 ranks = sorted({data_file_rank(name) for name in missing})
-                listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-                reason = f"data of rank {listed} has not come for {self.target.timeout:g} s ({min(missing)})"
+                reason = (
+                    f"data of rank {listed_ranks(ranks)} has not come for {self.target.timeout:g} s ({min(missing)})"
+                )
                 self._give_up(entry, record, f"{reason}: its node is lost, or no job flushes its local folder")
             return
         self._gate()
@@ -523,12 +524,17 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
     with suppress(CheckpointError, OSError):
         names = [file.name for file in local.listing()[0]]
         local.remove(*(n for n in names if n.startswith(f"__{record.rank}_") and n.endswith(f"_{record.id}.tensors")))
-        lock = local.lock_directory()
-        try:
-            if lock.is_exclusive or not local.locks_are_visible:
-                local.remove_directory()
-        finally:
-            lock.release()
+        remove_unused(local)
+
+
+def remove_unused(storage: Storage) -> None:
+    """Removes a directory if it is empty and no save is under way there, as far as that can be seen."""
+    lock = storage.lock_directory()
+    try:
+        if lock.is_exclusive or not storage.locks_are_visible:
+            storage.remove_directory()
+    finally:
+        lock.release()
 
 
 # --- the commit on the remote, after every file of every rank is there ------------------------------------------------
