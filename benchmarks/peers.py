@@ -225,7 +225,7 @@ def copied(case: Case) -> None:
         for tensor in state.values():
             tensor.fill_(step)
         manager.save(step, state, force=step == 1, wait=step == 1)
-        survival.settle()
+        survival.wait_kept()
         while survival.copies.ordered and survival._keeper is not None and survival._keeper.copy_status().is_running:
             time.sleep(0.01)
         if survival.copies.confirmed:

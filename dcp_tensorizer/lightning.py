@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from ._managing.agreement import Together, make_group
+from ._managing.agreement import Heartbeats, make_group
 from ._runtime.forks import free_in_child
 from .any_format import open_reader
 from .errors import WriteError
@@ -115,7 +115,7 @@ class _Asynchronous:
         self.wait_for_save()
         if self._group is None:
             self._group = make_group()
-            Together(self._group).accompany_saves(self._writer, self._writer.saver.options.limits.timeout)
+            Heartbeats(self._group).watch_saves(self._writer, self._writer.saver.options.limits.timeout)
         replaced = path.with_name(f"{path.name}.replaced")
         failure = None
         if self.is_global_zero:

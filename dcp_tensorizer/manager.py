@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._managing.agreement import Agreement, Together, make_groups
+from ._managing.agreement import Agreement, Heartbeats, make_groups
 from ._managing.goodput import GoodputClock, GoodputReport
 from ._managing.job import Job
 from ._managing.lineage import logger
@@ -173,9 +173,9 @@ class CheckpointManager:
                 reader_options=options_of_reader(options, limits, reader_options),
             )
             of_saves, of_agreements = make_groups(process_group)
-            agreement, together = Agreement(of_agreements), Together(of_saves)
-            together.accompany_saves(self._writer, limits.timeout)
-            self._job = Job(self._folder, self._writer, agreement, together, job_options, policy, self._clock)
+            agreement, heartbeats = Agreement(of_agreements), Heartbeats(of_saves)
+            heartbeats.watch_saves(self._writer, limits.timeout)
+            self._job = Job(self._folder, self._writer, agreement, heartbeats, job_options, policy, self._clock)
         except BaseException:
             self._writer.close()
             raise
@@ -380,7 +380,7 @@ class CheckpointManager:
         logger.info("%s: %s", self._folder.path, self.report())
         self._job.retaining.wait(deadline)
         self._is_over = True  # last, so that after an interruption it can be closed again
-        self._job.saves.tell()
+        self._job.saves.raise_error()
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
 

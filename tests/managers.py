@@ -15,4 +15,4 @@ def job_of(manager: CheckpointManager) -> Job:
 
 def wait_kept(manager: CheckpointManager) -> None:
     """Waits until the newest state is kept in memory (``survive``)."""
-    job_of(manager).survival.settle()
+    job_of(manager).survival.wait_kept()

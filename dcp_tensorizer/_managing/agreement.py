@@ -223,12 +223,12 @@ def _have(ranks: list[int]) -> str:
     return f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {listed_ranks(ranks)} have"
 
 
-# --- keeping ranks together while each writes or reads its own part ---------------------------------------------------
+# --- heartbeats of ranks while each writes or reads its own part -----------------------------------------------------
 
-_TO_SAY_SO = 30.0  # seconds to tell the other ranks that the time for a commit is over
+_ERROR_SECONDS = 30.0  # seconds to tell the other ranks that the time for a commit is over
 
 
-class Together:
+class Heartbeats:
     """Makes the saves and loads of a group wait no longer than its timeout for a rank that shows no sign of life.
 
     DCP gathers the ranks' results when each has them. A rank that has written its part within seconds waits there for a
@@ -239,16 +239,16 @@ class Together:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._calls = None if group is None else RollCall(group, "together")
+        self._calls = None if group is None else RollCall(group, "heartbeats")
         self._number = 0
         self._failure: str | None = None
 
-    def accompany_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
-        """Keeps a writer's saves together. Only the coordinator's commit may take ``commit_seconds``."""
+    def watch_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
+        """Sends heartbeats in each save of a writer. Only the coordinator's commit may take ``commit_seconds``."""
         if (calls := self._calls) is None:
             return
         begin, write = writer.storage_meta, writer.write_data
-        longer = max(calls.timeout, timedelta(seconds=commit_seconds + _TO_SAY_SO))
+        longer = max(calls.timeout, timedelta(seconds=commit_seconds + _ERROR_SECONDS))
 
         def storage_meta() -> Any:
             self._begin(calls)
@@ -260,8 +260,8 @@ class Together:
 
         vars(writer).update(storage_meta=storage_meta, write_data=write_data)
 
-    def accompany_load(self, reader: StorageReader) -> None:
-        """Keeps the next load by this reader together."""
+    def watch_load(self, reader: StorageReader) -> None:
+        """Sends heartbeats in the next load by this reader."""
         if (calls := self._calls) is None:
             return
         read = reader.read_data
@@ -276,8 +276,8 @@ class Together:
         vars(reader).update(read_data=read_data)
 
     @contextmanager
-    def accompany(self, done: str) -> Iterator[None]:
-        """Keeps work between saves together, of which one rank may have more than the others: see `_until_all_have`."""
+    def watch(self, done: str) -> Iterator[None]:
+        """Sends heartbeats in work between saves, of which one rank may have more than the others."""
         if (calls := self._calls) is None:
             yield
             return
@@ -312,9 +312,9 @@ class Together:
         """
         is_done, self._failure = threading.Event(), None
         arguments = (is_done, done, calls)
-        signs = threading.Thread(target=self._give_signs, args=arguments, name="signs-of-life", daemon=True)
+        beats = threading.Thread(target=self._beat, args=arguments, name="heartbeats", daemon=True)
         try:
-            signs.start()
+            beats.start()
             is_beside = True
         except RuntimeError:  # the interpreter is ending, and starts no more threads
             is_beside = False
@@ -323,16 +323,16 @@ class Together:
         finally:
             is_done.set()
             if is_beside:
-                signs.join()
+                beats.join()
             else:
-                self._give_signs(*arguments)
+                self._beat(*arguments)
             if self._failure is not None:
                 raise WriteError(self._failure)
             if then is not None:
                 assert self.group is not None
                 set_group_timeout(self.group, then)
 
-    def _give_signs(self, is_done: threading.Event, done: str, calls: RollCall) -> None:
+    def _beat(self, is_done: threading.Event, done: str, calls: RollCall) -> None:
         every = calls.patience.total_seconds()
         while True:
             self._number += 1

@@ -66,18 +66,18 @@ class Exports:
         self._planner = SavePlanner()
         self._staged: StagedStateDict | None = None
         self._exported = 0
-        self._stands_at = 0
+        self._continued_from = 0
 
-    def stand_at(self, step: int) -> None:
+    def continue_from(self, step: int) -> None:
         """Notes that the job goes on from a step: exports that were due up to there have been made."""
-        self._stands_at = self._exported = step
+        self._continued_from = self._exported = step
 
     def is_due(self, step: int) -> bool:
         """Returns whether a save of a step is to be exported, too."""
         every = self._export.every
         return every is not None and step // every > self._exported // every
 
-    def let_go(self) -> None:
+    def release_staged(self) -> None:
         """Lets go of the state that was staged last. Must be called before the next one is staged, and at the end."""
         staged, self._staged = self._staged, None
         if staged is not None and not self._keeps_states and staged.staged_save.buffer is not None:
@@ -132,7 +132,7 @@ class Exports:
             not self._export.at_end
             or saved is None
             or saved.number == self._exported
-            or saved.number <= self._stands_at
+            or saved.number <= self._continued_from
         ):
             return None
         return self.run(saved)
@@ -152,7 +152,7 @@ class Exports:
 
     def close(self) -> None:
         """Lets go of the last state, and closes the writer of exports."""
-        self.let_go()
+        self.release_staged()
         self.writer.close(0.0)
 
     def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:

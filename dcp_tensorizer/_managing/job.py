@@ -23,7 +23,7 @@ from .._storage.claim import Ownership, claim_file_name
 from .._tiers.tiered_storage import NearestStorage
 from ..errors import CheckpointError, ReadError, WriteError
 from ..writer import TensorizerStorageWriter
-from .agreement import Agreement, Together
+from .agreement import Agreement, Heartbeats
 from .exports import Exports
 from .goodput import GoodputClock
 from .lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
@@ -34,7 +34,7 @@ from .restore import Selection, StatePart, load_first
 from .retention import Retaining
 from .saves import NewStep, Saves
 from .step_folder import Step, leave, read_steps
-from .unflushed import settle
+from .unflushed import finish_unflushed
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -46,7 +46,7 @@ class Job:
         folder: Of the checkpoints.
         writer: Writes all of them.
         agreement: Of all ranks.
-        together: Keeps the ranks' saves and loads together.
+        heartbeats: Of the ranks, in saves and loads.
         options: Of the job.
         policy: When a save is due.
         clock: Measures the times of saves.
@@ -65,7 +65,7 @@ class Job:
         folder: Storage,
         writer: TensorizerStorageWriter,
         agreement: Agreement,
-        together: Together,
+        heartbeats: Heartbeats,
         options: JobOptions,
         policy: SavePolicy,
         clock: GoodputClock,
@@ -78,7 +78,7 @@ class Job:
         self._names = options.names
         self._writer = writer
         self._agreement = agreement
-        self._together = together
+        self._heartbeats = heartbeats
         self._options = options
         self._policy = policy
         self._clock = clock
@@ -94,9 +94,9 @@ class Job:
         self.exports = None
         if options.export is not None:
             keeps_states = options.survive > 0
-            self.exports = Exports(options.export, writer, together.group, self._owner, keeps_states=keeps_states)
+            self.exports = Exports(options.export, writer, heartbeats.group, self._owner, keeps_states=keeps_states)
         self.saves = Saves(
-            writer, agreement, together, options, clock, after=self.retaining.after, exports=self.exports
+            writer, agreement, heartbeats, options, clock, after=self.retaining.after, exports=self.exports
         )
 
     def alone(self, folder: Storage) -> Job:
@@ -106,7 +106,7 @@ class Job:
         """
         options = dataclasses.replace(self._options, survive=0.0, export=None)
         job = Job(
-            folder, self._writer, Agreement(None), Together(None), options, self._policy, self._clock, is_alone=True
+            folder, self._writer, Agreement(None), Heartbeats(None), options, self._policy, self._clock, is_alone=True
         )
         job.place = self.place
         return job
@@ -128,7 +128,7 @@ class Job:
         self.survival.begin_copies()
         self._claim()
         if self.place is None:
-            settle(self._flushing, self._agreement)
+            finish_unflushed(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         if decision.vote.is_lost or decision.vote.copy.is_superseded:
@@ -191,7 +191,7 @@ class Job:
     def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
         """Decides about a step on all ranks, from the job's place."""
         assert self.place is not None
-        has_failed, ends = self.survival.settle()
+        has_failed, ends = self.survival.wait_kept()
         holds = self.survival.holds
         vote = Vote(
             step=step,
@@ -215,7 +215,7 @@ class Job:
         """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing."""
         self.write_held()
         self.saves.wait()
-        lost = settle(self._flushing, self._agreement)
+        lost = finish_unflushed(self._flushing, self._agreement)
         self.survival.begin()
         self.survival.forget()
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
@@ -230,7 +230,7 @@ class Job:
         if place is None:
             return None
         self.place = place
-        self._stand_at(place.step)
+        self._continue_from(place.step)
         self._clock.resume(record)
         return place.step
 
@@ -246,13 +246,13 @@ class Job:
         self.saves.wait()
         if until_published:
             self.saves.wait_published(NEVER)
-        self.saves.tell()
+        self.saves.raise_error()
 
     def export_last(self) -> None:
         """Exports the last save of the job, if that is wanted, on all ranks."""
         if self.exports is not None:
             self.saves.wait()
-            self.saves.error = self.exports.run_last(self.saves.settled()) or self.saves.error
+            self.saves.error = self.exports.run_last(self.saves.wait_committed()) or self.saves.error
 
     def close(self, deadline: Deadline, *, is_with_all: bool, is_stopping: bool) -> None:
         """Waits for all that is under way, up to the deadline, and ends everything; ``is_with_all``: on all ranks.
@@ -303,22 +303,22 @@ class Job:
         self._advance()
         self.place.begin_anew(self._agreement.decided(lambda: leave(None)))
         self.survival.forget()
-        self._stand_at(max(0, step - 1))
+        self._continue_from(max(0, step - 1))
 
     def _advance(self) -> None:
         """Waits for the last save. If it was committed, the job goes on from it."""
         assert self.place is not None
-        self.place.advance(self.saves.settled())
+        self.place.advance(self.saves.wait_committed())
 
-    def _stand_at(self, step: int) -> None:
+    def _continue_from(self, step: int) -> None:
         """Notes that the job goes on from a step, not from its last save."""
         assert self.place is not None
         self.saves.forget()
         if self._agreement.is_first:
             self.place.warn_of_others(self._folder.path)
-        self._policy.stand_at(step)
+        self._policy.continue_from(step)
         if self.exports is not None:
-            self.exports.stand_at(step)
+            self.exports.continue_from(step)
 
     def _act(
         self, decision: Decision, step: int, state: Mapping[str, Any], part: StatePart, metrics: dict[str, float]
@@ -361,7 +361,7 @@ class Job:
             steps,
             state,
             selection,
-            self._together,
+            self._heartbeats,
             self._options.reader_options,
             is_alone=self._is_alone,
         )

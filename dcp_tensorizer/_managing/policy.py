@@ -137,7 +137,7 @@ class SavePolicy:
         self._every_in_memory = every_in_memory
         self._clock = clock
         self._bounds = None if interval is None else _bounds(interval)
-        self.stand_at(0)
+        self.continue_from(0)
 
     @property
     def interval(self) -> float:
@@ -167,7 +167,7 @@ class SavePolicy:
         if is_due:
             self._saved, self._saved_at = step, self._clock.now()
 
-    def stand_at(self, step: int) -> None:
+    def continue_from(self, step: int) -> None:
         """Notes that the job goes on from a step, not from its last save: the next one is due relative to it."""
         self.begin(step, is_due=True)
 
@@ -271,15 +271,15 @@ class StopSignals:
 # So the thread that forks blocks it meanwhile.
 
 
-def _hold_back() -> None:
+def _block_signals() -> None:
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled) if _handled else None
 
 
-def _let_come() -> None:
+def _unblock_signals() -> None:
     mask, _forking.mask = getattr(_forking, "mask", None), None
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_let_come)
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)

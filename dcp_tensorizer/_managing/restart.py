@@ -161,7 +161,7 @@ class Survival:
         if self in self._saver.engine.saves.spares:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
-    def settle(self) -> tuple[bool, bool]:
+    def wait_kept(self) -> tuple[bool, bool]:
         """Waits until the newest state is kept; returns whether that failed, and whether this rank keeps no more."""
         keeping, self._keeping = self._keeping, None
         error = None if keeping is None else keeping.exception()
@@ -274,7 +274,7 @@ class Survival:
 
     def forget(self) -> None:
         """Forgets all states of this run, because the job goes on from something else."""
-        self.settle()
+        self.wait_kept()
         self._newest = None
         self._forget_all_but([])
         self.copies.forget(self._keeper)

@@ -38,7 +38,7 @@ from ..errors import (
     unwrap,
 )
 from ..planner import LoadPlanner
-from .agreement import Together
+from .agreement import Heartbeats
 from .optimizer_state import OptimizerTarget, address_of
 from .step_folder import Step
 
@@ -101,7 +101,7 @@ def load_first(
     steps: Sequence[Step],
     state: dict[str, Any],
     selection: Selection,
-    together: Together,
+    heartbeats: Heartbeats,
     options: Mapping[str, Any],
     *,
     is_alone: bool = False,
@@ -115,7 +115,7 @@ def load_first(
         storage = folder.child(step.name)
         planner = SelectivePlanner(storage.path, selection, state)
         try:
-            _load(folder, storage, state, planner, together, options, is_alone=is_alone)
+            _load(folder, storage, state, planner, heartbeats, options, is_alone=is_alone)
         except (ReadError, MetadataError) as error:
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
@@ -135,7 +135,7 @@ def _load(
     storage: Storage,
     state: dict[str, Any],
     planner: SelectivePlanner,
-    together: Together,
+    heartbeats: Heartbeats,
     options: Mapping[str, Any],
     *,
     is_alone: bool,
@@ -143,18 +143,18 @@ def _load(
     """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
     with _shared_lock(storage):
         reader = open_reader(folder.location, **options)
-        together.accompany_load(reader)
+        heartbeats.watch_load(reader)
         try:
             dcp_load(
                 state,
                 checkpoint_id=storage.location,
                 storage_reader=reader,
                 planner=planner,
-                process_group=together.group,
+                process_group=heartbeats.group,
                 no_dist=is_alone,
             )
         except RuntimeError as error:
-            if (gone := together.error_of(error, f"{storage.path} was not loaded")) is None:
+            if (gone := heartbeats.error_of(error, f"{storage.path} was not loaded")) is None:
                 raise
             raise gone from error
         except CheckpointException as error:

@@ -231,15 +231,15 @@ class Retaining:
         self._deleted.discard(saved.number)
         arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
         if arrival is None:
-            self._settle(saved)
+            self._retain(saved)
         else:
             retaining = weakref.ref(self)  # the future keeps its callbacks, which would keep the job's memory
 
-            def tell(done: Future[float]) -> None:
+            def go_on(done: Future[float]) -> None:
                 if (alive := retaining()) is not None:
                     alive._after_arrival(done, saved)
 
-            arrival.add_done_callback(tell)
+            arrival.add_done_callback(go_on)
 
     def wait(self, deadline: Deadline) -> None:
         """Waits for the work that was begun."""
@@ -264,7 +264,7 @@ class Retaining:
 
     def _after_arrival(self, done: Future[float], saved: Step) -> None:
         if done.exception() is None:
-            self._begin(lambda: self._settle(saved))
+            self._begin(lambda: self._retain(saved))
         else:  # another run may have claimed the folder, which the next save reports
             self._begin(self._owner.claim)
 
@@ -272,7 +272,7 @@ class Retaining:
         running = [other for other in self._running if not other.done()]
         self._running = [*running, in_background(what, name="checkpoint-manager")]
 
-    def _settle(self, saved: Step) -> None:
+    def _retain(self, saved: Step) -> None:
         assert self._rules is not None
         with self._lock:
             place = self._place()

@@ -27,7 +27,7 @@ from .._storage.base import Storage
 from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
 from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
-from .agreement import Agreement, Together
+from .agreement import Agreement, Heartbeats
 from .exports import Exports, ties_in
 from .goodput import GoodputClock
 from .options import JobOptions
@@ -82,7 +82,7 @@ class Saves:
     Args:
         writer: Writes all of them.
         agreement: Of all ranks.
-        together: Keeps the ranks together, on a group only for saves.
+        heartbeats: Of the ranks, on a group only for saves.
         options: Of the job.
         clock: Measures their times.
         after: Called with each committed checkpoint, on a thread of its own.
@@ -98,7 +98,7 @@ class Saves:
         self,
         writer: TensorizerStorageWriter,
         agreement: Agreement,
-        together: Together,
+        heartbeats: Heartbeats,
         options: JobOptions,
         clock: GoodputClock,
         *,
@@ -112,7 +112,7 @@ class Saves:
         self._agreement = agreement
         # A state that is kept in memory must be whole: it may be all that is left of it.
         self._replicas = None if options.survive else Replicas(self.planner, agreement)
-        self._together = together
+        self._heartbeats = heartbeats
         self._clock = clock
         self._max_failures = options.max_failures
         writer.saver.freshness.must_change = options.must_change
@@ -169,7 +169,7 @@ class Saves:
             storage_writer=self._writer,
             async_stager=DescribedStager(self._writer, description),
             planner=self.planner,
-            process_group=self._together.group,
+            process_group=self._heartbeats.group,
         )
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         self._last = save
@@ -189,7 +189,7 @@ class Saves:
         """Waits for the export of the last save, because the next state is about to be staged."""
         if self._exports is not None:
             self.wait()
-            self._exports.let_go()
+            self._exports.release_staged()
 
     def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
         """Waits until the last export is published, which one rank does for all; notes an error on each rank.
@@ -203,7 +203,7 @@ class Saves:
             self.error = exports.wait_published(deadline) or self.error
             return
         try:
-            with self._together.accompany("published"):
+            with self._heartbeats.watch("published"):
                 own = exports.wait_published(deadline)
             errors = self._agreement.gathered(own)
         except WriteError as error:  # a rank is gone
@@ -273,7 +273,7 @@ class Saves:
         """Returns whether the last save is committed."""
         return self._last is not None and self._last.saved is not None
 
-    def settled(self) -> Step | None:
+    def wait_committed(self) -> Step | None:
         """The checkpoint of the last save when that is over; None if it failed, or there was none."""
         if self._last is None:
             return None
@@ -298,7 +298,7 @@ class Saves:
         """Returns whether a callback of a save's future asks."""
         return getattr(self._following, "is_here", False)
 
-    def tell(self) -> None:
+    def raise_error(self) -> None:
         """Raises the error of the last save, if no call has raised it yet."""
         error, self.error = self.error, None
         if error is not None:
@@ -310,7 +310,7 @@ class Saves:
             meta: StorageMeta | None = done.result().storage_meta
         except BaseException as error:
             cause = unwrap(error)
-            self._fail(save, self._together.error_of(cause, f"{save.new.storage.path} was not saved") or cause)
+            self._fail(save, self._heartbeats.error_of(cause, f"{save.new.storage.path} was not saved") or cause)
             if is_uncommitted(error):
                 with suppress(Hung):  # a disk does not answer: its thread is left alone
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)

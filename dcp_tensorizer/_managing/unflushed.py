@@ -57,7 +57,7 @@ class _Loss(NamedTuple):
     is_known: bool  # it is known to have been committed
 
 
-def settle(flushing: Flushing | None, agreement: Agreement) -> set[str]:
+def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
     """Lets the flush finish saves of an earlier job, and waits for it if they could not be loaded otherwise.
 
     If all ranks see one local folder, they are loaded from there. Saves of a lost node are given up, with an error in
@@ -85,7 +85,7 @@ def settle(flushing: Flushing | None, agreement: Agreement) -> set[str]:
         if agreement.is_first:
             _clear(flushing, loss)
         if loss.is_known:
-            flushing.lose(
+            flushing.report_lost(
                 f"{flushing.target.name}/{loss.place} is given up, and will not be on the remote: {loss.reason}"
             )
         elif agreement.is_first:

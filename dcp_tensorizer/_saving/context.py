@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from .._staging.stager import Stager
 from .._storage.claim import Ownership
-from .._tiers.queue import Life
+from .._tiers.queue import AliveMark
 from ..errors import CheckpointError
 from .engine import engine_of_process
 from .options import SaveOptions
@@ -54,10 +54,10 @@ class SaveContext:
         self.closed = closed
         self.owner: Ownership | None = None
         self.id = uuid.uuid4().hex
-        self._life: Life | None = None
+        self._alive_mark: AliveMark | None = None
 
-    def show_life(self) -> None:
+    def show_alive(self) -> None:
         """Shows in the local folder, until the writer is closed, that its saves there are not those of a dead job."""
-        if self.flushing is not None and self._life is None and not self.closed:
+        if self.flushing is not None and self._alive_mark is None and not self.closed:
             with suppress(CheckpointError, OSError):
-                self._life = Life(self.flushing.queue, self.id)
+                self._alive_mark = AliveMark(self.flushing.queue, self.id)

@@ -145,7 +145,7 @@ def engine_of_process(*, devices: bool) -> Engine:
 logger = logging.getLogger("dcp_tensorizer")
 
 _SAVES = 4  # to remember: a job may save its model and its optimizer in turn, and other states between them
-_UNTOLD = "it was interrupted, or another rank or a collective failed: the caller of the save has got the error"
+_UNKNOWN = "it was interrupted, or another rank or a collective failed: the caller of the save has got the error"
 _END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
 _DESTROYED = (
     "the process group was destroyed before it was over: close the writer or the manager, or leave its `with` block, "
@@ -157,7 +157,7 @@ _DESTROYED = (
 class _Outcome:
     path: str
     """Empty if there is none."""
-    error: str = _UNTOLD
+    error: str = _UNKNOWN
     is_coordinator: bool | None = None
     """None before DCP has set it."""
     is_distributed: bool = field(default_factory=lambda: dist.is_available() and dist.is_initialized())
@@ -167,7 +167,7 @@ class _Outcome:
     def cause(self) -> str:
         """Why it failed, as far as that is known here."""
         is_destroyed = self.is_distributed and not dist.is_initialized()
-        return _DESTROYED if self.error is _UNTOLD and is_destroyed else self.error
+        return _DESTROYED if self.error is _UNKNOWN and is_destroyed else self.error
 
     @property
     def name(self) -> str:
@@ -257,7 +257,7 @@ class FailureCounter:
             if thread is threading.current_thread():
                 continue
             thread.join(_END_SECONDS)
-            if not is_running(thread) and save.error is _UNTOLD and self._coordinates(save):
+            if not is_running(thread) and save.error is _UNKNOWN and self._coordinates(save):
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
     def check(self, limit: int | None) -> None:

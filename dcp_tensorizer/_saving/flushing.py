@@ -112,7 +112,7 @@ class Flushing:
             if followed.report.save_id == save_id:
                 self.queue.confirm(next(entry for entry in self.queue.entries() if entry.stem == stem))
 
-    def lose(self, words: str) -> None:
+    def report_lost(self, words: str) -> None:
         """Logs that a checkpoint is lost, and tells callers that wait for the remote."""
         logger.error("%s", words)
         self._given_up.append(words)
@@ -279,7 +279,7 @@ class Flushing:
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
             if entry is None and self._followed.pop(stem, None) is not None:
-                self._miss(followed)
+                self._report_missing(followed)
             elif entry is not None and entry.state == REMOTE and self._followed.pop(stem, None) is not None:
                 try:
                     followed.tell(followed.report, entry.changed)
@@ -287,9 +287,9 @@ class Flushing:
                     followed.future.set_result(entry.changed)
         for entry in entries.values():
             if entry.state in (LOST, TOLD):
-                self._lament(entry)
+                self._report_given_up(entry)
             elif entry.state in OPEN:
-                self._complain(entry)
+                self._report_trouble(entry)
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     @property
@@ -299,7 +299,7 @@ class Flushing:
             return False
         return any(self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN)
 
-    def _miss(self, followed: _Followed) -> None:
+    def _report_missing(self, followed: _Followed) -> None:
         """Handles a save whose record was removed before this process saw it on the remote.
 
         On a rank that does not commit, the save may have been replaced or deleted since.
@@ -315,7 +315,7 @@ class Flushing:
             self._given_up.append(words)
         followed.future.set_exception(WriteError(words))
 
-    def _lament(self, entry: FlushEntry) -> None:
+    def _report_given_up(self, entry: FlushEntry) -> None:
         """Reports a save that was given up."""
         record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
         reason = "it was removed" if record is None else record.reason
@@ -331,7 +331,7 @@ class Flushing:
                 if followed is None:
                     self._given_up.append(words)
 
-    def _complain(self, entry: FlushEntry) -> None:
+    def _report_trouble(self, entry: FlushEntry) -> None:
         """Logs a problem, once."""
         trouble = self.queue.trouble(entry)
         if trouble and self._troubles.get(entry.stem) != trouble:

@@ -176,8 +176,8 @@ class Saver(SaveContext):
         if self.flushing is not None and self._flushes:  # so that saves of a dead job are flushed, too
             self.flushing.end(deadline)
         self.closed = True
-        if self._life is not None:
-            self._life.end()
+        if self._alive_mark is not None:
+            self._alive_mark.end()
         if self._leave():
             self.engine.keeping.end(deadline, is_abandoned=not is_over)
             self.engine.end_process(deadline)

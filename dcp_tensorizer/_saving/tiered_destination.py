@@ -89,7 +89,7 @@ class TieredDestination(Destination):
             reason = error
         self.end()
         self._writing, self._files, self.is_given_up = None, {}, False
-        self._pass_by(reason)
+        self._leave_local_folder(reason)
         return self._write(save_id, items)
 
     def _begin(self) -> tuple[Writing, DirectoryLock]:
@@ -97,7 +97,7 @@ class TieredDestination(Destination):
 
         It sets no attributes: if the disk hangs, it may still be running when the save has given the disk up.
         """
-        self._context.show_life()
+        self._context.show_alive()
         record = FlushRecord(self._flushing.target.name, self._place, self.rank, self._id, self._context.id)
         # first, so that after a death the next process knows where to look
         writing = self._flushing.queue.begin(record)
@@ -133,7 +133,7 @@ class TieredDestination(Destination):
             try:
                 self._hand_over(None, b"")
             except CheckpointError as error:
-                self._bring(error)
+                self._copy_to_remote(error)
         elif self._writing is None:
             super().wrote(written)
         if not self.commits:
@@ -186,7 +186,7 @@ class TieredDestination(Destination):
                 self._hand_over(commit, index)
                 return set()  # the flush replaces it
             except CheckpointError as error:
-                self._bring(error)
+                self._copy_to_remote(error)
         return self._publish(index, commit)
 
     def _publish(self, index: bytes, commit: Commit) -> set[str]:
@@ -252,7 +252,7 @@ class TieredDestination(Destination):
 
     # --- without the local folder -----------------------------------------------------------------------------------
 
-    def _pass_by(self, error: Exception) -> None:
+    def _leave_local_folder(self, error: Exception) -> None:
         """Writes this rank's files to the remote from now on."""
         logger.warning(
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
@@ -262,7 +262,7 @@ class TieredDestination(Destination):
         self.storage.make_directory()
         self._lock = self._shared(self.storage)
 
-    def _bring(self, error: Exception) -> None:
+    def _copy_to_remote(self, error: Exception) -> None:
         """Sends this rank's files to the remote itself, because the local folder takes no record of them.
 
         Raises `WriteError` if they can no longer be read there, or not be written.
@@ -270,7 +270,7 @@ class TieredDestination(Destination):
         local, before = self.storage, self._lock
         self._lock = None  # until they are there
         try:
-            self._pass_by(error)
+            self._leave_local_folder(error)
             for name, nbytes in self._files.items():
                 copy_file(local, self.storage, name, nbytes, self.check_wanted)
         except (CheckpointError, OSError) as failure:

@@ -59,8 +59,8 @@ class Flusher:
         for entry, record in before:
             if entry.state == UNFLUSHED and self._is_turn_of(entry, record):
                 self._tried(entry, lambda e=entry, r=record: self._send(e, r))  # type: ignore[misc]
-                self._settle()
-        self._settle()
+                self._commit_sent()
+        self._commit_sent()
         left = self._open()
         if not left and not is_damaged:
             self._root = None
@@ -182,7 +182,7 @@ class Flusher:
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _commit_sent(self) -> None:
         """Commits complete saves, in order, and checks what others have committed."""
         is_next = True
         for entry, record in self._open():

@@ -41,7 +41,7 @@ _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 # the id of a run that saves to the local folder, and the name of its claim
 _RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")
 _TEMPORARY_SECONDS = 3600.0  # age of abandoned temporary files: writing a record takes milliseconds
-_LIFE = ".writer"
+_ALIVE = ".writer"
 _TRIES = 100  # attempts to list records while others rename them
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEMORY = ("/dev/shm",)  # not the folder of temporary files, which may be on the same disk
@@ -327,7 +327,7 @@ class Queue:
     def is_alive(self, writer: str) -> bool:
         """Returns whether a writer that has saved something here is alive; then its job goes on."""
         try:
-            descriptor = os.open(self.folder / f"{writer}{_LIFE}", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.folder / f"{writer}{_ALIVE}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
@@ -347,7 +347,7 @@ class Queue:
             for file in self._storage.listing()[0]:
                 if file.name.endswith(".tmp") and time.time() - (file.changed or 0) > _TEMPORARY_SECONDS:
                     self._unlink(file.name)
-                if file.name.endswith(_LIFE) and not self.is_alive(file.name.removesuffix(_LIFE)):
+                if file.name.endswith(_ALIVE) and not self.is_alive(file.name.removesuffix(_ALIVE)):
                     self._unlink(file.name)
         with suppress(CheckpointError, OSError):
             aside = {path.name: path for path in self._files_aside()}
@@ -454,7 +454,7 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
     return _ORDER.index(entry.state), entry.changed
 
 
-class Life:
+class AliveMark:
     """Shows in a folder of records that a writer is alive, while this object lives and until `end`.
 
     Raises `CheckpointError` or `OSError` if it cannot be written there.
@@ -462,7 +462,7 @@ class Life:
 
     def __init__(self, queue: Queue, writer: str) -> None:
         queue._storage.make_directory()
-        path = queue.folder / f"{writer}{_LIFE}"
+        path = queue.folder / f"{writer}{_ALIVE}"
         while True:  # again if another process has removed it as a dead writer's before it was locked
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)

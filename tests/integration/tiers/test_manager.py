@@ -12,7 +12,7 @@ import pytest
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, WriteError
 from dcp_tensorizer._saving.engine import engine_of_process
-from dcp_tensorizer._tiers.queue import FlushEntry, Life
+from dcp_tensorizer._tiers.queue import AliveMark, FlushEntry
 
 from ...support import directories_in
 from .support import Run, state_of
@@ -146,7 +146,7 @@ def test_what_a_job_that_goes_on_has_saved_is_not_lost(tmp_path: Path, caplog: p
     entry, name = _without_its_commit(run)
     record = run.queue.record(entry)
     assert record is not None
-    life = Life(run.queue, record.writer)
+    life = AliveMark(run.queue, record.writer)
     with manager_of(run, limits=SaveLimits(timeout=1.0)) as manager:
         assert manager.restore(state_of(0)) is None
     assert (run.local / "step-2" / name).exists()

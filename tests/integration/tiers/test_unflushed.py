@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.unflushed import Left, settle
+from dcp_tensorizer._managing.unflushed import Left, finish_unflushed
 from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._tiers.queue import Commit, FlushRecord, Queue
@@ -58,7 +58,7 @@ def test_a_rank_that_cannot_list_its_folder_has_nothing(tmp_path: Path, monkeypa
     flushing = _flushing(run)
     with monkeypatch.context() as patch:
         unlistable(patch, run)
-        settle(flushing, ranks)
+        finish_unflushed(flushing, ranks)
     assert ranks.told == [Left(set(), [], can_list=False), (0,)]
     assert run.states() == ["unflushed"]
 
@@ -69,7 +69,7 @@ def test_what_may_lie_in_a_folder_that_cannot_be_listed_is_not_given_up(
 ) -> None:
     """A rank that cannot list its folder may have the file that is missing."""
     run, ranks = Run(tmp_path), _Ranks(can_list=can_list)
-    settle(_flushing(run), ranks)
+    finish_unflushed(_flushing(run), ranks)
     assert run.states() == states
     for entry in run.queue.entries():
         run.queue.remove(entry)  # ends the thread that looks for it
@@ -87,6 +87,6 @@ def test_a_rank_that_can_write_nothing_down_goes_on(tmp_path: Path, monkeypatch:
         raise Refused("Input/output error")
 
     monkeypatch.setattr(Queue, "give_up", fails)
-    settle(_flushing(run), ranks)
+    finish_unflushed(_flushing(run), ranks)
     assert (ranks.told[-1], run.states()) == ((1,), ["unflushed"])
     run.queue.remove(run.queue.entries()[0])

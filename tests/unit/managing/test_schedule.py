@@ -130,12 +130,12 @@ def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:
     assert (policy.is_due(11), policy.is_due_in_memory(11)) == (True, False)
     policy.begin(11, is_due=True)
     assert (policy.is_due(12), policy.is_due_in_memory(12)) == (False, True)
-    policy.stand_at(29)
+    policy.continue_from(29)
     assert [(policy.is_due(step), policy.is_due_in_memory(step)) for step in (29, 30)] == [(False, False), (True, True)]
 
 
 def test_no_step_is_due_in_memory_by_default() -> None:
     """Whatever step it is."""
     policy = policy_of(None, None)
-    policy.stand_at(7)
+    policy.continue_from(7)
     assert (policy.is_due(8), policy.is_due_in_memory(8)) == (True, False)

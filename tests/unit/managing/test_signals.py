@@ -134,10 +134,10 @@ def test_a_signal_waits_while_a_child_is_forked() -> None:
     stop = StopSignals([signal.SIGUSR1])
     stop.install()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    module._hold_back()
+    module._block_signals()
     signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
     was_seen = stop.seen
-    module._let_come()
+    module._unblock_signals()
     assert (was_seen, stop.seen) == (False, True)
     child = os.fork()
     if child == 0:
