@@ -18,9 +18,10 @@ from .._runtime.process_context import environment
 from .._runtime.threads import in_threads
 from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
-from .redact import Scrubber, check_names, check_writable, is_in_process, protocols_of
+from .redact import Scrubber
 from .remote import Ranges, RemoteStorage, is_transient, patience_of
 from .s3 import S3Storage
+from .urls import check_names, check_writable, is_in_process, protocols_of
 
 _AZURE = ("az", "abfs", "abfss")
 # Azure's library looks here for keys, proxies and certificates. Other variables are left out: a filesystem is made, and

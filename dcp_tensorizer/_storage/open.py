@@ -19,7 +19,8 @@ from .._runtime.validation import check_path
 from ..errors import CheckpointError, WriteError
 from .base import TIMEOUT, Storage
 from .local import LocalStorage
-from .redact import Scrubber, check_writable, protocols_of
+from .redact import Scrubber
+from .urls import check_writable, protocols_of
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

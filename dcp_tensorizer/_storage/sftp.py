@@ -19,8 +19,8 @@ from paramiko.sftp import CMD_EXTENDED, CMD_READ, CMD_STATUS, CMD_VERSION, int64
 from .._runtime.forks import Finalizer, free_in_child, in_child
 from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, temporary_file_name
-from .redact import names_of, refuse_unknown
 from .remote import Ranges, RemoteStorage, Retries, is_transient, patience_of
+from .urls import names_of, refuse_unknown
 
 
 class SftpStorage(RemoteStorage):

@@ -11,7 +11,8 @@ from typing import Any
 from .._runtime.threads import Patience
 from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
-from .._storage.redact import is_in_process, redact
+from .._storage.redact import redact
+from .._storage.urls import is_in_process
 from ..errors import WriteError
 
 _LONGEST_LOOK = 20.0

@@ -8,7 +8,7 @@ import pytest
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.redact import check_names, names_of
+from dcp_tensorizer._storage.urls import check_names, names_of
 
 
 class Base:

@@ -6,7 +6,7 @@ import pytest
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.redact import check_writable, is_in_process, protocols_of
+from dcp_tensorizer._storage.urls import check_writable, is_in_process, protocols_of
 
 
 @pytest.mark.parametrize(
