@@ -55,9 +55,7 @@ def make_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGr
 
 
 class Agreement:
-    """Decisions that are the same on every rank of ``group`` (None: only this one). Every rank must ask for each of
-    them.
-    """
+    """Makes decisions that are the same on all ranks of ``group`` (None: this rank alone). All make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -157,7 +155,7 @@ _CLOSED = "pair closure"  # gloo's words for a group in which a collective has t
 
 
 class RollCall:
-    """Finds out for which ranks a group has waited in vain.
+    """Names the ranks that a collective of a group has waited for in vain.
 
     Each rank counts the collective operations called ``name``, and puts the number into the group's store when it comes
     to one. For frequent operations it does so only after waiting for ``patience``, a tenth of the group's ``timeout``.
@@ -199,7 +197,7 @@ class RollCall:
         return f"{waited}. All of them have come: the network between them may be down. {words}"
 
     def _look(self, number: int) -> tuple[list[int], list[int]]:
-        """The ranks that have not come, and those of them that have not given up either.
+        """The ranks that have not come, and those that have not reported that they gave up.
 
         Ranks that are about to report get some time.
         """

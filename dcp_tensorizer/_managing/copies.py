@@ -46,7 +46,7 @@ class PeerCopies:
         self.confirmed = ""
         self._agreement = agreement
         self._options = options
-        self._arrangement = Arrangement([], [], "nobody has looked yet", {}, {})
+        self._arrangement = Arrangement([], [], "the ranks have not introduced themselves yet", {}, {})
         self._partner: Address | None = None
         self._rate = 0.0
         self._has_room = False
@@ -112,7 +112,7 @@ class PeerCopies:
         return bool(why) and self.is_on
 
     def advance(self, vote: CopyVote) -> None:
-        """Takes what any rank has said. All ranks call it with the same."""
+        """Takes the joint vote of all ranks, the same on each of them."""
         if not self.is_on:
             return
         if vote.ends:
@@ -123,7 +123,7 @@ class PeerCopies:
             self._ordered = ""
 
     def order(self, state_id: str) -> bool:
-        """Says whether the state that is staged next is to be copied. All ranks call it alike."""
+        """Decides whether the state that is staged next is copied, the same on all ranks."""
         if not self.is_ready or self._ordered:
             return False
         self._ordered = state_id
@@ -152,7 +152,7 @@ class PeerCopies:
         self._begun = ""
 
     def vote(self, keeper: KeeperProcess | None) -> CopyVote:
-        """Looks at the copy that was begun last."""
+        """This rank's vote, from the status of the copy that was begun last."""
         if not self.is_on:
             return CopyVote()
         if self._ends or not self._ordered:

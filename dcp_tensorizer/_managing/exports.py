@@ -32,8 +32,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """The exports of one rank. A staged state is kept until the next one is staged, so that it can still be exported.
 
-    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: somebody else keeps the
-    staged states. ``writer`` writes the models.
+    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: the
+    staged states are kept in memory anyway (``survive``). ``writer`` writes the models.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Exports:
         return every is not None and step // every > self._exported // every
 
     def release_staged(self) -> None:
-        """Lets go of the state that was staged last. Must be called before the next one is staged, and at the end."""
+        """Frees the buffer of the state that was staged last, before the next one is staged, and at the end."""
         staged, self._staged = self._staged, None
         if staged is not None and not self._keeps_states and staged.staged_save.buffer is not None:
             staged.staged_save.buffer.is_kept = False
@@ -151,7 +151,7 @@ class Exports:
         return None
 
     def close(self) -> None:
-        """Lets go of the last state, and closes the writer of exports."""
+        """Frees the buffer of the last state, and closes the writer of exports."""
         self.release_staged()
         self.writer.close(0.0)
 
@@ -174,6 +174,6 @@ class Exports:
 
 def ties_in(collected: Mapping[str, Any]) -> Mapping[str, str]:
     """The tied tensors of a state: see `ties_of`."""
-    with suppress(Exception):  # staging, or the planner, says more
+    with suppress(Exception):  # staging or the planner reports it
         return ties_of(collected)
     return {}

@@ -40,7 +40,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Job:
-    """Carries out what all ranks of a job do about its steps. Every rank makes the same calls.
+    """Saves and restores the steps of a job, as all ranks decide. Every rank makes the same calls.
 
     Args:
         folder: Of the checkpoints.
@@ -122,7 +122,7 @@ class Job:
         force: bool,
         must_write: bool,
     ) -> tuple[Decision, Future[str] | None]:
-        """Carries out all ranks' decision about a step; returns it, and the result of `CheckpointManager.save`."""
+        """Acts as all ranks decide about a step; returns the decision, and the result of `CheckpointManager.save`."""
         self.survival.begin()
         self.survival.start_keeper()
         self.survival.begin_copies()

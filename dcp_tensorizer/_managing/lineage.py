@@ -66,7 +66,7 @@ class Place:
         return cls(branch, tip, numbers, names, others, left, step, () if tip is None else (tip.save_id,))
 
     def begin_anew(self, branch: Branch) -> None:
-        """Moves the job to a new branch: it goes on from something unknown instead of its last checkpoint."""
+        """Moves the job to a new branch, because it continues from something else than its last checkpoint."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
 

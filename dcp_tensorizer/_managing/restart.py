@@ -62,13 +62,13 @@ class _Stage(enum.Enum):
     """Nobody has looked yet for states of earlier runs."""
     ON = enum.auto()
     ENDING = enum.auto()
-    """This rank keeps no more states, and tells the others at the next step."""
+    """This rank has stopped keeping states, and tells the others at the next step."""
     OFF = enum.auto()
     """No rank keeps states."""
 
 
 class Survival:
-    """Keeps states of a rank in memory, and finds those of runs before. Does nothing without ``survive``.
+    """Keeps states of a rank in memory, and finds those of earlier runs. Does nothing without ``survive``.
 
     Args:
         saver: Stages what is kept.
@@ -162,7 +162,7 @@ class Survival:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def wait_kept(self) -> tuple[bool, bool]:
-        """Waits until the newest state is kept; returns whether that failed, and whether this rank keeps no more."""
+        """Waits until the newest state is kept; returns whether that failed, and whether this rank has stopped."""
         keeping, self._keeping = self._keeping, None
         error = None if keeping is None else keeping.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
@@ -175,14 +175,14 @@ class Survival:
         return has_failed, self._stage is _Stage.ENDING
 
     def copy_vote(self) -> CopyVote:
-        """This rank's knowledge about copies on other hosts, when the newest state is settled."""
+        """This rank's knowledge about copies on other hosts, after `wait_kept`."""
         return self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
 
     def advance(self, copy: CopyVote, *, has_failed: bool, ends: bool, is_busy: bool) -> None:
         """Forgets states that are not needed, after all ranks have told whether they keep the newest.
 
         ``copy`` says what ranks know about copies on other hosts. ``has_failed``: a rank could not keep the newest
-        state. ``ends``: a rank keeps no more states. ``is_busy``: on this rank, the last save still runs.
+        state. ``ends``: a rank has stopped keeping states. ``is_busy``: on this rank, the last save still runs.
         """
         if self._stage is _Stage.OFF:
             return
@@ -192,7 +192,7 @@ class Survival:
         if was_on and not self.copies.is_on:
             self.copies.forget(self._keeper)
         if ends:
-            self._stop_keeping("another rank keeps no more")
+            self._stop_keeping("another rank has stopped keeping them")
             self._stage, self.holds = _Stage.OFF, False
             self.end()
         elif newest is not None and has_failed:
@@ -341,14 +341,14 @@ class Survival:
         if self._kept:
             self._stop_keeping(why)
         else:
-            logger.warning("what a run before has kept in memory is given back: %s", why)
+            logger.warning("what an earlier run has kept in memory is freed: %s", why)
             self._predecessors.end()
 
     def _stop_keeping(self, why: str) -> None:
         """Stops keeping states on this rank. The others are told at the next step."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
-            logger.warning("states are kept in memory no more, and survive=%g is off: %s", self._seconds, why)
+            logger.warning("states are no longer kept in memory, and survive=%g is off: %s", self._seconds, why)
         self._forget_all_but([])
 
     def _forget_all_but(self, kept: Sequence[str], *, but_copied: bool = False) -> None:
@@ -393,7 +393,7 @@ def load_kept(
     """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
 
     Args:
-        found: The keepers of runs before.
+        found: The keepers of earlier runs.
         folder: Of the job.
         agreement: Of all ranks.
         state: What to load it into.

@@ -362,7 +362,7 @@ def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any
 
 
 class Replicas:
-    """Knows which tensors of a rank's last save other ranks have written.
+    """Finds the tensors that a rank need not stage, because other ranks write them.
 
     The planner decides only by the keys, shapes and shardings of all ranks. So while these are the same on each rank as
     in the last save, each rank writes the same items again.

@@ -58,7 +58,7 @@ class _Loss(NamedTuple):
 
 
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
-    """Lets the flush finish saves of an earlier job, and waits for it if they could not be loaded otherwise.
+    """Lets the flush go on with saves of an earlier job, and waits for it if they can only be loaded from the remote.
 
     If all ranks see one local folder, they are loaded from there. Saves of a lost node are given up, with an error in
     each rank's log, and their files on the remote are removed. Every rank calls it. Returns the ids of these saves, the
@@ -158,7 +158,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
 
 
 def _give_up(flushing: Flushing, own: Sequence[tuple[FlushEntry, FlushRecord]], loss: _Loss) -> None:
-    """Gives up this node's part of a loss."""
+    """Gives up this node's part of a lost save."""
     for entry, record in own:
         if (
             record.place == loss.place
@@ -186,7 +186,7 @@ def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, re
 
 
 def _clear(flushing: Flushing, loss: _Loss) -> None:
-    """Removes a loss from the remote: also files that a lost node has sent, which have the save's id in their names."""
+    """Removes a lost save from the remote: also files that a lost node has sent, which have its id in their names."""
     with suppress(CheckpointError, OSError):
         remote = flushing.target.open(loss.place)
         ids, found = {save_id_in(name) for name in loss.files}, set[str]()

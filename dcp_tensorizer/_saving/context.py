@@ -57,7 +57,7 @@ class SaveContext:
         self._alive_mark: AliveMark | None = None
 
     def show_alive(self) -> None:
-        """Shows in the local folder, until the writer is closed, that its saves there are not those of a dead job."""
+        """Marks the writer in the local folder as alive until it is closed: its saves are not those of a dead job."""
         if self.flushing is not None and self._alive_mark is None and not self.closed:
             with suppress(CheckpointError, OSError):
                 self._alive_mark = AliveMark(self.flushing.queue, self.id)

@@ -244,7 +244,7 @@ class Destination:
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:
-        """Does something that nobody need wait for if the storage hangs."""
+        """Runs an operation whose result nobody needs; does not wait for a storage that hangs."""
         if self.is_given_up:
             in_background(operation, name="clean-up", daemon=True)
             return

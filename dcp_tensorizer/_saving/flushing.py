@@ -274,7 +274,7 @@ class Flushing:
                     self._request()
 
     def _look(self) -> bool:
-        """Reports news; returns whether there may be more."""
+        """Reports what has changed; returns whether more may change."""
         entries = {entry.stem: entry for entry in self.queue.entries()}
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
@@ -300,7 +300,7 @@ class Flushing:
         return any(self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN)
 
     def _report_missing(self, followed: _Followed) -> None:
-        """Handles a save whose record was removed before this process saw it on the remote.
+        """Reports a save whose record was removed before this process saw it on the remote.
 
         On a rank that does not commit, the save may have been replaced or deleted since.
         """

@@ -221,7 +221,7 @@ class Keeping:
         if loaded.nbytes:
             saves.reclaim()
             if why := lack_of_room(saves, loaded.nbytes):
-                logger.warning("what was loaded from memory is given back: %s", why)
+                logger.warning("what was loaded from memory is freed: %s", why)
                 loaded.release()
 
     def end(self, deadline: Deadline = NEVER, *, is_abandoned: bool = False) -> None:

@@ -232,7 +232,7 @@ class ModelDestination(Destination):
         self._after_held(super().end)
 
     def hold(self) -> Callable[[], None]:
-        """Puts off the removal of files, and the release of the directory, until the returned function is called.
+        """Delays the removal of files, and the release of the directory, until the returned function is called.
 
         It may be called on any thread.
         """
@@ -255,7 +255,7 @@ class ModelDestination(Destination):
 
 
 def _run_all(operations: deque[Callable[[], None]] | None) -> None:
-    """Runs operations, each once, whoever else does."""
+    """Runs operations, each once, even if another thread runs them too."""
     while operations:
         try:
             operation = operations.popleft()

@@ -340,7 +340,7 @@ def _hash(fqn: str) -> int:
 
 
 class GranuleOwners:
-    """Knows which rank writes a block of a file that has bytes of several ranks.
+    """Finds the rank that writes a block of a file that has bytes of several ranks.
 
     Every rank computes the same without communication: the ranks that have bytes of the block's first tensor in it take
     turns from block to block. Blocks that begin in the header are the coordinator's.

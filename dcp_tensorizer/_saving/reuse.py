@@ -160,7 +160,7 @@ class FilesOfSave:
         return self._requests
 
     def _begin(self, known: KnownFiles, sources: Sequence[TensorSource], digest: _Digest) -> None:
-        """Compares the tensors with known files. Each source has its own name."""
+        """Compares the tensors with known files. The names of sources are unique."""
         self._contents = dict(zip(map(_described, sources), self._timed(digest, sources), strict=True))
         self._number, found, self._histories = known.begin(self._contents)
         # Only files with the same kinds of hashes, because others differ from what would be written instead.

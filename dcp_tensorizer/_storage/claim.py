@@ -98,7 +98,7 @@ class Ownership:
             raise Refused(self.lost)
 
     def _claimed(self) -> Claim:
-        """Replaces the claim of the run before. Two threads may do so at once."""
+        """Replaces the earlier run's claim. Two threads may do so at once."""
         self._folder.make_directory()
         for _ in range(_TRIES):
             data = self._folder.read(self.name)

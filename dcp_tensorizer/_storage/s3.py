@@ -657,7 +657,7 @@ class _S3Sink(Sink):
         self._abort_others(self._upload)
 
     def _id(self) -> dict[str, Any]:
-        """Names the upload in a request. Waits until it has begun, and raises the error if it has not."""
+        """The argument that names the upload in a request; waits until it has begun, or raises why it could not."""
         assert self._upload is not None
         return {"UploadId": self._upload.result()["UploadId"]}
 

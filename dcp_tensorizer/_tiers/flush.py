@@ -109,7 +109,7 @@ class Flusher:
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _tried(self, entry: FlushEntry, operation: Callable[[], object]) -> None:
-        """Takes the next step with a record, unless another process does. Failures are noted, and retried later."""
+        """Runs an operation on a record, unless another process has claimed it. Notes failures, and retries later."""
         with self._queue.claimed(entry) as is_free:
             if not is_free:
                 return
@@ -295,7 +295,7 @@ class Flusher:
         arrive(self._queue, entry, record, named)
 
     def _ends_with_its_save(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Gives a rank's part up if its save is known to be given up; returns whether it was."""
+        """Gives up a rank's part if its save was given up; returns whether it was."""
         committed = None if record.commit is not None else self._committed_here(record)
         if committed is None or committed[0].state in (*OPEN, REMOTE):
             return False

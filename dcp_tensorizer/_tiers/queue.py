@@ -276,7 +276,7 @@ class Queue:
                 self._aside.rmdir()
 
     def confirm(self, entry: FlushEntry) -> None:
-        """Notes, on a rank that does not commit, that the save was committed: losing it is a real loss."""
+        """Notes, on a rank that does not commit, that the save was committed: if it is lost, that is an error."""
         self._note(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
@@ -455,7 +455,7 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
 
 
 class AliveMark:
-    """Shows in a folder of records that a writer is alive, while this object lives and until `end`.
+    """Marks a writer as alive in a folder of records, until `end` is called or this object is freed.
 
     Raises `CheckpointError` or `OSError` if it cannot be written there.
     """
@@ -473,7 +473,7 @@ class AliveMark:
         self._remove = Finalizer(self, queue._unlink, path.name)
 
     def end(self) -> None:
-        """Ends it when the writer is closed. Idempotent."""
+        """Removes the mark when the writer is closed. Idempotent."""
         self._remove()
         self._descriptor.close()
 
