@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer.tools._verify import verify
+from dcp_tensorizer.tools._verify import verify_files
 from dcp_tensorizer.tools._view import read_parts
 
 from .harness import Content, cell, figure, quotient, run, spread, table
@@ -39,10 +39,10 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
         evict(folder)
         seconds["O_DIRECT read"].append(direct_read_seconds(path, nbytes, _THREADS))
         evict(folder)
-        seconds["verify"].append(verify(storage, parts).seconds)
+        seconds["verify"].append(verify_files(storage, parts).seconds)
         seconds["hashes"].append(hash_seconds(state, os.cpu_count() or 1))
         evict(folder)
-        seconds["verify --full"].append(verify(storage, parts, full=True).seconds)
+        seconds["verify --full"].append(verify_files(storage, parts, full=True).seconds)
     summary = {name: spread(nbytes / 1e9 / value for value in values) for name, values in seconds.items()}
     return {"ratios": medians(ratios(summary)), "summary": summary, "seconds": seconds}
 

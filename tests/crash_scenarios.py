@@ -23,9 +23,9 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import NotCommitted, WriteError
+from dcp_tensorizer.tools import collect
 from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
-from dcp_tensorizer.tools._gc import collect, plan_collection
 
 from .crash_states import crash_states, materialise, recorded
 
@@ -105,8 +105,7 @@ def _save_reusing(path: Path) -> None:
 
 
 def _collect(path: Path, keep: int | None = None) -> None:
-    for removal in plan_collection(open_storage(path), keep, None):
-        collect(removal)
+    collect(path, keep_latest=keep)
 
 
 def _prepare_steps(root: Path) -> None:

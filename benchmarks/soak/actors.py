@@ -31,7 +31,7 @@ from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._format.names import is_record_file_name
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
+from dcp_tensorizer.tools._gc import Removal, plan_collection, remove
 from tests.support import quietly
 
 from .checks import cause_of, load, state
@@ -209,11 +209,11 @@ class Collector(Actor):
             self.told("look", "", None, look)
             for removal in removals:
                 self.pause(0.01)
-                path = os.path.relpath(removal.path, self.places.run)
-                if removal.kept or not removal.whole:
-                    collect(removal)
+                path = os.path.relpath(removal.planned.path, self.places.run)
+                if removal.planned.kept or not removal.planned.whole:
+                    remove(removal)
                     continue
-                self.told("remove", path, None, lambda removal=removal: (collect(removal).kept or "done", None))
+                self.told("remove", path, None, lambda removal=removal: (remove(removal).kept or "done", None))
 
 
 class Copier(Actor):

@@ -17,7 +17,7 @@ from dcp_tensorizer._managing.step_folder import LATEST
 from dcp_tensorizer._storage.claim import claim_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import CheckpointError, NotCommitted
-from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
+from dcp_tensorizer.tools import Collected, collect
 from dcp_tensorizer.tools._view import data_files, read_parts
 
 __all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "state"]
@@ -82,9 +82,9 @@ def cause_of(error: BaseException) -> Exception:
     return error
 
 
-def collect_all(root: Path, keep: int = _KEEP_ALL) -> list[Removal]:
+def collect_all(root: Path, keep: int = _KEEP_ALL) -> tuple[Collected, ...]:
     """``gc --older-than 0``: for when nothing is under way. Without ``keep`` all checkpoints stay."""
-    return [collect(removal) for removal in plan_collection(open_storage(root), keep, 0.0)]
+    return collect(root, keep_latest=keep, older_than=0.0)
 
 
 def left_over(root: Path) -> list[str]:

@@ -32,7 +32,7 @@ from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import CheckpointError
 from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
-from dcp_tensorizer.tools._gc import collect, plan_collection
+from dcp_tensorizer.tools._gc import plan_collection, remove
 
 from .checks import Wrong, collect_all, left_over, load, state
 from .mounts import apart
@@ -205,15 +205,15 @@ class _Round:
         paths = [self._root / "run", self._root / "latest"]
         removals = [r for path in paths if path.exists() for r in plan_collection(open_storage(path), _KEEP, None)]
         for removal in removals:
-            if not removal.whole:
-                collect(removal)
+            if not removal.planned.whole:
+                remove(removal)
                 continue
-            name = os.path.relpath(removal.path, self._root)
+            name = os.path.relpath(removal.planned.path, self._root)
             step = int(name.rpartition("-")[2])
             if step in sorted(self._ledger.committed)[-_KEEP:]:
                 self.errors.append(Wrong(f"gc --keep {_KEEP} takes {name}"))
             with self._ledger.change(name, None):
-                collected = collect(removal)
+                collected = remove(removal)
                 if collected.kept:
                     raise CheckpointError(collected.kept)
             self._ledger.committed.discard(step)

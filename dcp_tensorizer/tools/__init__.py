@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .._publish.offline import VersionInfo, VersionsVerified, collect_versions, list_versions, verify_versions
     from .._restart.find import KeptInfo, list_kept
-    from ._diff import Change, Difference
-    from ._inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total
+    from ._diff import Change, Difference, diff
+    from ._find import CheckpointInfo, list_checkpoints
+    from ._gc import Collected, collect
+    from ._inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total, inspect
+    from ._report.build import Reported, report
     from ._trace import Traced, trace
-    from ._verbs import CheckpointInfo, Collected, Reported, collect, diff, inspect, list_checkpoints, report, verify
-    from ._verify import Damage, Verified
+    from ._verify import Damage, Verified, verify
 
 __all__ = [
     "Change",
@@ -54,32 +56,32 @@ __all__ = [
 
 _ON_USE = {
     "Change": "._diff",
-    "CheckpointInfo": "._verbs",
+    "CheckpointInfo": "._find",
     "ChunkInfo": "._inspect",
-    "Collected": "._verbs",
+    "Collected": "._gc",
     "Damage": "._verify",
     "DataFileInfo": "._inspect",
     "Difference": "._diff",
     "Inspection": "._inspect",
     "KeptInfo": ".._restart.find",
     "ObjectInfo": "._inspect",
-    "Reported": "._verbs",
+    "Reported": "._report.build",
     "TensorInfo": "._inspect",
     "Total": "._inspect",
     "Traced": "._trace",
     "Verified": "._verify",
     "VersionInfo": ".._publish.offline",
     "VersionsVerified": ".._publish.offline",
-    "collect": "._verbs",
+    "collect": "._gc",
     "collect_versions": ".._publish.offline",
-    "diff": "._verbs",
-    "inspect": "._verbs",
-    "list_checkpoints": "._verbs",
+    "diff": "._diff",
+    "inspect": "._inspect",
+    "list_checkpoints": "._find",
     "list_kept": ".._restart.find",
     "list_versions": ".._publish.offline",
-    "report": "._verbs",
+    "report": "._report.build",
     "trace": "._trace",
-    "verify": "._verbs",
+    "verify": "._verify",
     "verify_versions": ".._publish.offline",
 }
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from .._format.encryption import check_decryption
 from .._format.tensor_bytes import dtype_name, host_bytes
 from .._index.chunks import Region
 from .._unpickle.objects import is_small, load_object
+from ._formats.registry import open_all
 from ._inspect import shown_value
 from ._view import CheckpointView, Chunk, StoredObject, StoredTensor, blocks_of
+
+if TYPE_CHECKING:
+    from .._format.encryption import DecryptionParams
 
 _Pair = tuple[StoredTensor, StoredTensor]
 
@@ -81,6 +88,37 @@ class _Stats:
 
 
 def diff(
+    before: str | os.PathLike[str],
+    after: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    encryption: DecryptionParams | None = None,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Difference:
+    """Compares two checkpoints, of any of the formats that `convert` reads and however they are sharded.
+
+    Tensors in the same chunks with the same stored digests are the same, and are not read: `verify` finds damage.
+    64-bit digests of different blocks are equal in one case of 10^19.
+
+    Args:
+        before: A checkpoint.
+        after: Another one.
+        storage_options: Passed to the fsspec filesystems of URLs.
+        encryption: The key, if one of them is encrypted.
+        on_progress: Called with the bytes that were compared and the bytes in all.
+
+    Raises:
+        NotCommitted: there is no checkpoint.
+        DecryptionError: a key is missing or wrong, or neither checkpoint is encrypted.
+        CheckpointError: one of them is damaged, or cannot be read.
+    """
+    if encryption is not None:
+        check_decryption(encryption)
+    old, new = open_all((before, after), storage_options or {}, encryption, look_at_files=True)
+    return diff_views(old, new, on_progress)
+
+
+def diff_views(
     before: CheckpointView,
     after: CheckpointView,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
@@ -88,12 +126,9 @@ def diff(
     block_bytes: int = _BLOCK,
     elements_at_once: int = _ELEMENTS,
 ) -> Difference:
-    """Compares two checkpoints; raises `ReadError` if one is damaged or cannot be read.
+    """Compares two checkpoints as `diff` does.
 
-    Tensors that were saved in the same chunks with the same digests are equal, and are not read: 64-bit digests of
-    different blocks are equal in one case of 10^19. Everything else is read, ``block_bytes`` of a tensor per thread at
-    a time, and compared ``elements_at_once`` elements at a time. ``on_progress`` gets the bytes done and the bytes in
-    all.
+    It reads ``block_bytes`` of a tensor per thread at a time, and compares ``elements_at_once`` elements at a time.
     """
     old, new = before.paths, after.paths
     changes: dict[str, Change] = {}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .._format.names import (
     data_file_rank,
@@ -27,9 +29,13 @@ from .._saving.commit import dead_files, leftovers
 from .._saving.uploads import recorded_uploads
 from .._storage.base import FileInfo, Storage
 from .._storage.local import LocalStorage
+from .._storage.open import open_storage
 from .._tiers import queue
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
 from ._view import data_files, read_parts, record_of, saved_at, view_checkpoint
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete", "torch", "unreadable"]
 
@@ -41,15 +47,43 @@ _MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A directory with a checkpoint, or with the leftovers of a save. It becomes a `CheckpointInfo`.
+class CheckpointInfo:
+    """A directory with a checkpoint, or with what a save has left of one.
 
     Attributes:
-        path, state, ranks, tensors, objects: As in `CheckpointInfo`.
-        step: The step that a manager has recorded, if the name has that number; otherwise see `step_of`.
-        saved: When it was saved, in seconds since the epoch: by its own record, which copies keep; without one, when a
-            file in it was last written.
-        files: All files in it.
+        path: Without credentials.
+        step: The last number in the directory's name.
+        saved: When it was saved, in UTC: by its own record, which copies keep. Without one, when a file in it was last
+            written. None if the storage does not tell.
+        state: ``committed``: whole. ``unfinished``: a save is under way there, or has died. ``unflushed``: it is in a
+            local folder (``local=...``), and not on the remote yet. ``flushed``: the local copy of what the remote has.
+            ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy under way.
+            ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
+        nbytes: Bytes of all files in it.
+        shared_nbytes: Bytes of those that also have names elsewhere, and take space once (``reuse_unchanged``).
+        ranks, tensors, objects: How many ranks wrote it, and how many values it has; None if it is not committed.
+        leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
+    """
+
+    path: str
+    step: int | None
+    saved: datetime | None
+    state: State
+    nbytes: int
+    shared_nbytes: int
+    ranks: int | None
+    tensors: int | None
+    objects: int | None
+    leftover_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A directory with a checkpoint, or with the leftovers of a save, with everything that `_gc` has to know of it.
+
+    Attributes:
+        info: What `list_checkpoints` returns. ``step`` is the one that a manager has recorded, if the name has that
+            number; otherwise see `step_of`.
         parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
         leftovers: Files of uncommitted saves, as far as a listing shows, and unless a flush needs them.
         dead: Those of them that belong to dead saves, unless a save is under way there.
@@ -58,30 +92,13 @@ class Listed:
         is_recorded: A manager has recorded it as this step.
     """
 
-    storage: Storage
-    path: str
-    state: State
-    step: int | None
-    saved: float | None
-    files: tuple[FileInfo, ...]
-    ranks: int | None = None
-    tensors: int | None = None
-    objects: int | None = None
+    info: CheckpointInfo
     parts: int = 0
     leftovers: tuple[FileInfo, ...] = ()
     dead: tuple[FileInfo, ...] = ()
     unknown: str = ""
     contents: int | None = None
     is_recorded: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
-
-    @property
-    def shared_nbytes(self) -> int:
-        """The bytes of files that also have names elsewhere."""
-        return sum(file.nbytes for file in self.files if file.shared is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +123,39 @@ class Folder:
         return [folder.listed for folder in self.walk() if folder.listed is not None]
 
 
-def find(storage: Storage) -> list[Listed]:
-    """The checkpoints in and below a directory: by directory, and there the highest step first.
+def list_checkpoints(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> tuple[CheckpointInfo, ...]:
+    """The checkpoints in a directory and in those below it: directory by directory, the highest step first.
 
-    Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
+    Links to directories are not followed.
+
+    Args:
+        path: The directory.
+        storage_options: Passed to the fsspec filesystem of a URL.
+
+    Raises:
+        NotCommitted: there is no such directory.
+        ReadError: it cannot be listed.
     """
-    return sorted(walk(storage).checkpoints, key=_order)
+    found = walk(open_storage(path, storage_options)).checkpoints
+    return tuple(sorted((listed.info for listed in found), key=_order))
 
 
 def step_of(name: str) -> int | None:
     """The step in the name of a checkpoint's directory: the last number."""
     numbers = _NUMBER.findall(name)
     return int(numbers[-1]) if numbers else None
+
+
+def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
+    """Reads a checkpoint's metadata as `read_parts`; `NotCommitted` says also which checkpoints are below."""
+    try:
+        return read_parts(storage)
+    except NotCommitted as error:
+        is_file = isinstance(storage, LocalStorage) and os.path.isfile(storage.real_path)
+        hint = " Of the commands, convert, diff and report read files." if is_file else where_below(storage)
+        raise NotCommitted(f"{error}{hint}") from None
 
 
 def where_below(storage: Storage) -> str:
@@ -234,17 +272,20 @@ def _look_at(
     storage: Storage, files: list[FileInfo], saves: Mapping[str, str], begun: Sequence[FileInfo], unseen: str
 ) -> Listed:
     left, dead, unknown = _leftovers(storage, files, saves)
-    listed = Listed(
-        storage,
-        storage.path,
-        _uncommitted(files, saves),
-        step_of(_name(storage)),
-        _last_written(files or begun),
-        tuple(files),
-        leftovers=(*begun, *left),
-        dead=dead,
-        unknown=unknown or unseen,
+    leftovers = (*begun, *left)
+    info = CheckpointInfo(
+        path=storage.path,
+        step=step_of(_name(storage)),
+        saved=_last_written(files or begun),
+        state=_uncommitted(files, saves),
+        nbytes=sum(file.nbytes for file in files),
+        shared_nbytes=sum(file.nbytes for file in files if file.shared is not None),
+        ranks=None,
+        tensors=None,
+        objects=None,
+        leftover_nbytes=sum(file.nbytes for file in leftovers),
     )
+    listed = Listed(info, leftovers=leftovers, dead=dead, unknown=unknown or unseen)
     try:
         parts = read_parts(storage)
         view = view_checkpoint(storage, parts)
@@ -252,21 +293,19 @@ def _look_at(
         return listed
     except CheckpointError as error:
         torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
-        return replace(listed, state="torch" if torchs else "unreadable", leftovers=(), dead=(), unknown="")
+        return Listed(replace(info, state="torch" if torchs else "unreadable", leftover_nbytes=0))
     named, record = data_files(parts), record_of(parts)
-    listed = replace(listed, saved=saved_at(parts))
-    if record is not None and record.step in map(int, _NUMBER.findall(_name(storage))):
-        listed = replace(listed, step=record.step, is_recorded=True)
+    info = replace(info, saved=_time(saved_at(parts)))
+    is_recorded = record is not None and record.step in map(int, _NUMBER.findall(_name(storage)))
+    if record is not None and is_recorded:
+        info = replace(info, step=record.step)
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
-        return replace(listed, state="incomplete", leftovers=(), dead=(), unknown="")
+        return Listed(replace(info, state="incomplete", leftover_nbytes=0), is_recorded=is_recorded)
+    ranks = len(set(map(data_file_rank, named)))
+    info = replace(info, state="committed", ranks=ranks, tensors=len(view.tensors), objects=len(view.objects))
+    contents = hash(frozenset([*view.tensors, *view.objects]))
     return replace(
-        listed,
-        state="committed",
-        ranks=len(set(map(data_file_rank, named))),
-        tensors=len(view.tensors),
-        objects=len(view.objects),
-        parts=0 if None in parts else len(parts),
-        contents=hash(frozenset([*view.tensors, *view.objects])),
+        listed, info=info, parts=0 if None in parts else len(parts), contents=contents, is_recorded=is_recorded
     )
 
 
@@ -313,13 +352,18 @@ def _name(storage: Storage) -> str:
     return storage.path.rstrip("/").rpartition("/")[2]
 
 
-def _last_written(files: Sequence[FileInfo]) -> float | None:
-    return max((file.modified for file in files if file.modified is not None), default=None)
+def _last_written(files: Sequence[FileInfo]) -> datetime | None:
+    times = [file.modified for file in files if file.modified is not None]
+    return _time(max(times)) if times else None
 
 
-def _order(listed: Listed) -> tuple[list[tuple[int, str]], float, str]:
-    above, _, name = listed.path.rstrip("/").rpartition("/")
-    return _naturally(above), math.inf if listed.step is None else -listed.step, name
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, timezone.utc)
+
+
+def _order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:
+    above, _, name = info.path.rstrip("/").rpartition("/")
+    return _naturally(above), math.inf if info.step is None else -info.step, name
 
 
 def _naturally(path: str) -> list[tuple[int, str]]:
@@ -357,7 +401,7 @@ class Unit:
 
     @property
     def committed(self) -> bool:
-        return all(part.state == "committed" for part in self.parts)
+        return all(part.info.state == "committed" for part in self.parts)
 
     @property
     def contents(self) -> int | None:
@@ -365,7 +409,8 @@ class Unit:
 
     @property
     def saved(self) -> float:
-        return max(part.saved or 0.0 for part in self.parts)
+        """When the last of its parts was saved, in seconds since the epoch; 0 if no storage tells."""
+        return max(0.0 if part.info.saved is None else part.info.saved.timestamp() for part in self.parts)
 
     @property
     def ranks(self) -> int:
@@ -388,7 +433,7 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
     ``outer`` rates how strongly the directories around it claim to be steps; None for the directory that was named.
     """
     if folder.listed is not None:
-        return Unit(folder, folder.listed.step), []
+        return Unit(folder, folder.listed.info.step), []
     own = _claim(folder.name)
     around = max(0, own - 1) if outer is None else max(own, outer)  # naming it says that it holds steps
     units: list[Unit] = []

@@ -7,15 +7,18 @@ user knows. A directory that may hold the parts of one checkpoint is removed as 
 
 from __future__ import annotations
 
+import os
 import posixpath
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from .._format.names import is_data_file_name, is_ours, is_temporary_file_of_job
 from .._saving.commit import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
+from .._storage.open import open_storage
 from ..errors import describe
 from ._find import Folder, Listed, Unit, arrange, walk
 
@@ -25,29 +28,83 @@ _MAY_BE_UNDER_WAY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
-    """The files to be removed from a directory, or why none is."""
+class Collected:
+    """The files that `collect` has removed from a directory, or would remove, or why it has not.
+
+    Attributes:
+        path: The directory, without credentials.
+        whole: True for a whole checkpoint; False for the leftovers of dead saves.
+        files: Paths below the directory.
+        nbytes: Bytes of these files, except those that also have names elsewhere, whose space is not freed.
+        kept: Why they are still there; None if they are removed.
+        failed: They are kept because they could not be listed or removed, not because somebody may need them.
+    """
+
+    path: str
+    whole: bool
+    files: tuple[str, ...]
+    nbytes: int
+    kept: str | None
+    failed: bool
+
+
+class Removal(NamedTuple):
+    """A plan: what `remove` will do, or why it will do nothing."""
 
     folder: Folder  # as it was listed for the plan
     files: tuple[FileInfo, ...]  # by their paths below the directory
-    whole: bool  # a whole checkpoint, whose directory is removed too, if it is empty then
-    kept: str = ""  # why the files are kept; empty if they are removed
-    failed: bool = False  # kept because of a failure, not because somebody may need them
-    shared: int = 0  # bytes of files with other names elsewhere, whose space is not freed
+    planned: Collected
 
-    @property
-    def path(self) -> str:
-        return self.folder.storage.path
+    @classmethod
+    def of(
+        cls, folder: Folder, files: Sequence[FileInfo], *, whole: bool, kept: str | None = None, failed: bool = False
+    ) -> Removal:
+        """Makes a plan for some files of a directory."""
+        names, nbytes = tuple(file.name for file in files), sum(file.nbytes for file in files)
+        return cls(folder, tuple(files), Collected(folder.storage.path, whole, names, nbytes, kept, failed))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files) - self.shared
+
+def collect(
+    path: str | os.PathLike[str],
+    *,
+    keep_latest: int | None = None,
+    older_than: float | None = None,
+    only_data: bool = False,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> tuple[Collected, ...]:
+    """Removes old checkpoints in a directory and below it, and what dead saves have left there.
+
+    A checkpoint goes if it is neither among the ``keep_latest`` newest nor among those with the ``keep_latest`` highest
+    steps of its directory, and is older than ``older_than``. With neither of the two, only leftovers go. The newest
+    committed checkpoint never goes, nor does one that a link there leads to.
+
+    Args:
+        path: The directory.
+        keep_latest: How many checkpoints to keep in each directory; at least 1.
+        older_than: Seconds since a checkpoint was saved, by its own record.
+        only_data: Leave the files in a checkpoint's directory that this package did not write, and the directory.
+        dry_run: Remove nothing, and return what would be removed.
+        storage_options: Passed to the fsspec filesystem of a URL.
+        keep: Older name of ``keep_latest``.
+
+    Raises:
+        ValueError: ``keep_latest`` is less than 1.
+        NotCommitted: there is no such directory.
+        ReadError: it cannot be listed.
+    """
+    keep_latest = keep if keep_latest is None else keep_latest
+    if keep_latest is not None and keep_latest < 1:
+        raise ValueError(f"keep_latest={keep_latest} must be at least 1: the newest checkpoint always stays")
+    planned = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
+    return tuple(removal.planned if dry_run else remove(removal) for removal in planned)
 
 
 def plan_collection(
     storage: Storage, keep: int | None, older_than: float | None, *, only_data: bool = False
 ) -> list[Removal]:
-    """Plans what `collect` would remove in a directory and below it.
+    """Plans what `collect` removes in a directory and below it.
 
     Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
     this holds: it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps, it is older
@@ -62,52 +119,53 @@ def plan_collection(
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep or 1, older_than, only_data)
-    whole = {listed.path for removal in removals if removal.whole for listed in removal.folder.checkpoints}
+    whole = {listed.info.path for removal in removals for listed in removal.folder.checkpoints}
     for folder in top.walk():
         if folder.listed is None:
             removals += _leftovers_of_jobs(folder, older_than)
-        elif folder.listed.path not in whole:
+        elif folder.listed.info.path not in whole:
             removals += _leftovers(folder, folder.listed, older_than)
     return list(_with_shared(removals))
 
 
-def collect(removal: Removal) -> Removal:
+def remove(removal: Removal) -> Collected:
     """Removes what was planned, unless there is a reason against it; returns what was removed, or why it was not."""
-    storage = removal.folder.storage
-    if removal.kept:
-        return removal
+    if removal.planned.kept is not None:
+        return removal.planned
     try:
         with ExitStack() as stack:
             return _remove(removal, stack)
     except Exception as error:
-        return _kept(removal, storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
+        return _kept(removal, removal.folder.storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
 
 
-def _remove(removal: Removal, stack: ExitStack) -> Removal:
+def _remove(removal: Removal, stack: ExitStack) -> Collected:
     """Locks directories and removes their files; returns what was removed, or why it was not."""
-    checkpoints = removal.folder.checkpoints if removal.whole else [removal.folder.listed]
-    for listed in filter(None, checkpoints):
-        lock = listed.storage.lock_directory()
+    folder, files, planned = removal
+    for locked in folder.walk() if planned.whole else [folder]:
+        if locked.listed is None:
+            continue
+        lock = locked.storage.lock_directory()
         stack.callback(lock.release)
-        if listed.storage.locks_are_visible and not lock.is_exclusive:
+        if locked.storage.locks_are_visible and not lock.is_exclusive:
             return _kept(removal, "a save is under way there")
-    now = walk(removal.folder.storage)
-    if _file_set(now) != _file_set(removal.folder):
+    now = walk(folder.storage)
+    if _file_set(now) != _file_set(folder):
         return _kept(removal, "something has been saved or changed there in the meantime")
-    if removal.whole:
-        _remove_tree(removal.folder, {file.name for file in removal.files})
+    if planned.whole:
+        _remove_tree(folder, set(planned.files))
     else:
-        removal.folder.storage.discard(*(file.name for file in removal.files))
-        if removal.folder.listed is not None and removal.folder.listed.state == "unfinished":
-            removal.folder.storage.remove_directory()
-    chosen = {file.name for file in removal.files}
+        folder.storage.discard(*planned.files)
+        if folder.listed is not None and folder.listed.info.state == "unfinished":
+            folder.storage.remove_directory()
     # Files may have got or lost other names since this was planned.
-    return replace(removal, shared=sum(f.nbytes for f in _files_below(now) if f.name in chosen and f.shared))
+    shared = sum(file.nbytes for file in _files_below(now) if file.name in planned.files and file.shared)
+    return replace(planned, nbytes=sum(file.nbytes for file in files) - shared)
 
 
-def _kept(removal: Removal, reason: str, *, failed: bool = False) -> Removal:
+def _kept(removal: Removal, reason: str, *, failed: bool = False) -> Collected:
     """The result of a removal that did not happen."""
-    return replace(removal, files=(), shared=0, kept=reason, failed=failed)
+    return replace(removal.planned, files=(), nbytes=0, kept=reason, failed=failed)
 
 
 def _remove_tree(top: Folder, chosen: Container[str]) -> None:
@@ -152,12 +210,13 @@ def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
     left: dict[tuple[int, int], int] = {}
     for removal in removals:
         shared = 0
-        for file in () if removal.kept else removal.files:
+        for file in removal.files if removal.planned.kept is None else ():
             if file.shared is not None:
                 inode = file.shared.device, file.shared.inode
                 left[inode] = left.get(inode, file.shared.names) - 1
                 shared += file.nbytes if left[inode] else 0
-        yield replace(removal, shared=shared)
+        planned = removal.planned
+        yield removal._replace(planned=replace(planned, nbytes=planned.nbytes - shared))
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
@@ -165,19 +224,19 @@ def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iter
     others = tuple(file for file in listed.leftovers if file not in listed.dead)
     are_old = _are_old(others, older_than)
     if files := listed.leftovers if are_old else listed.dead:
-        yield Removal(folder, files, whole=False)
+        yield Removal.of(folder, files, whole=False)
     if not are_old:
-        yield Removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
+        yield Removal.of(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
     if listed.unknown:
-        yield Removal(folder, (), whole=False, kept=listed.unknown, failed=True)
+        yield Removal.of(folder, (), whole=False, kept=listed.unknown, failed=True)
 
 
 def _leftovers_of_jobs(folder: Folder, older_than: float | None) -> Iterator[Removal]:
     """What jobs that were killed have left beside their checkpoints."""
     files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
     if files:
-        kept = "" if _are_old(files, older_than) else _MAY_BE_UNDER_WAY
-        yield Removal(folder, files, whole=False, kept=kept)
+        kept = None if _are_old(files, older_than) else _MAY_BE_UNDER_WAY
+        yield Removal.of(folder, files, whole=False, kept=kept)
 
 
 def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
@@ -193,8 +252,8 @@ def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data
             if time.time() - old.saved >= (older_than or 0.0):
                 kept = objection or _objection(old, linked, older_than)
                 unknown = "" if kept else next((part.unknown for part in old.parts if part.unknown), "")
-                files = (f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name)))
-                yield Removal(old.folder, tuple(files), whole=True, kept=kept or unknown, failed=bool(unknown))
+                files = [f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name))]
+                yield Removal.of(old.folder, files, whole=True, kept=kept or unknown or None, failed=bool(unknown))
 
 
 def _objection(unit: Unit, linked: Sequence[str], older_than: float | None) -> str:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from .._format.encryption import check_decryption
 from .._format.names import StoredItem, data_file_rank
 from .._format.tensor_bytes import dtype_name
+from .._storage.open import open_storage
 from .._unpickle.objects import is_small, load_object
 from ..errors import CheckpointError, DecryptionError, UntrustedObject
-from ._view import CheckpointView, Path, StoredObject, StoredTensor
+from ._find import read_parts_at
+from ._view import CheckpointView, Path, StoredObject, StoredTensor, data_files, unlock_parts, view_checkpoint
+
+if TYPE_CHECKING:
+    from .._format.encryption import DecryptionParams
 
 _MAX_SHOWN = 80  # characters of a value
 _MAX_READ = 1 << 20  # bytes: larger objects are not read to be shown
@@ -110,6 +118,35 @@ class Inspection:
     objects: tuple[ObjectInfo, ...]
     by_dtype: Mapping[str, Total]
     by_key: Mapping[str, Total]
+
+
+def inspect(
+    checkpoint: str | os.PathLike[str],
+    pattern: str = "*",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    encryption: DecryptionParams | None = None,
+) -> Inspection:
+    """Lists the contents of a checkpoint: its tensors, where each chunk of them is, its objects, its files.
+
+    Args:
+        checkpoint: The checkpoint.
+        pattern: Which keys to look at, as in a shell: ``model.*.weight``.
+        storage_options: Passed to the fsspec filesystem of a URL.
+        encryption: The key of an encrypted checkpoint; without it, the values of objects are not shown.
+
+    Raises:
+        NotCommitted: there is no checkpoint.
+        UnsupportedFormat: it is of another format, or of a newer version.
+        DecryptionError: the key is wrong, or the checkpoint is not encrypted.
+        CheckpointError: it is damaged, or cannot be read; or no key matches.
+    """
+    if encryption is not None:
+        check_decryption(encryption)
+    storage = open_storage(checkpoint, storage_options)
+    parts = read_parts_at(storage)
+    ciphers = None if encryption is None else unlock_parts(storage, parts, encryption)
+    return inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
 
 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:

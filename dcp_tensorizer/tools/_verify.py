@@ -8,6 +8,7 @@ block and every range that cannot be read. And a load never reads the rest of a 
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections import defaultdict
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -27,9 +28,11 @@ from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.threads import cores
 from .._storage.base import RangeReader, Storage
+from .._storage.open import open_storage
 from .._storage.remote import RemoteStorage
 from .._writer_process.protocol import TensorSource
 from ..errors import CheckpointError, NotCommitted, ReadError
+from ._find import read_parts_at
 from ._view import data_files, read_parts
 
 _PIECE = 512 << 10  # see `_format.encoder`: hashing data that is in the core's own cache
@@ -77,21 +80,40 @@ class Verified:
 
 
 def verify(
+    checkpoint: str | os.PathLike[str],
+    *,
+    full: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Verified:
+    """Compares a checkpoint's files with what was saved. Encrypted ones need no key.
+
+    It takes a few MiB of memory per thread, whatever the size of the tensors.
+
+    Args:
+        checkpoint: The checkpoint.
+        full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
+        storage_options: Passed to the fsspec filesystem of a URL.
+        on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
+
+    Raises:
+        NotCommitted: there is no checkpoint.
+        UnsupportedFormat: it is of another format, or of a newer version.
+        MetadataError: its metadata is damaged, so that there is nothing to compare with.
+        ReadError: it cannot be read, which says nothing of damage; or it was replaced or removed while it was verified.
+    """
+    storage = open_storage(checkpoint, storage_options)
+    return verify_files(storage, read_parts_at(storage), full=full, on_progress=on_progress)
+
+
+def verify_files(
     storage: Storage,
     parts: Mapping[int | None, Metadata],
     *,
     full: bool = False,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Verified:
-    """Compares a checkpoint's files with its metadata.
-
-    It takes a few MiB of memory per thread, whatever the size of the tensors. ``full`` checks every byte of the files,
-    and tensorizer's own hashes, instead of only the digests of the data. ``progress`` gets the bytes done and the bytes
-    in all, from one thread at a time.
-
-    Raises `ReadError` if that says nothing about damage: the checkpoint was replaced or removed meanwhile, a server
-    does not deliver it, or this process may not read it.
-    """
+    """Compares a checkpoint's files with its metadata (see `read_parts`), as `verify` does."""
     started = time.monotonic()
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
     items = items_by_file(parts)
@@ -107,7 +129,7 @@ def verify(
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
             cut[name] = size
         runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
-    check = _Check(storage, progress, sum(run.stop - run.start for run in runs))
+    check = _Check(storage, on_progress, sum(run.stop - run.start for run in runs))
     # Twice as many threads as full speed needs, because each also hashes what it has read. ``full`` hashes longer.
     threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:

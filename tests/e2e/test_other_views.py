@@ -18,14 +18,14 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._saving import destination
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer.tools._gc import collect, plan_collection
+from dcp_tensorizer.tools import collect
 
 merged, upper = (Path(sys.argv[1], name, "run") for name in ("m", "u"))
 commit, told = destination.commit, {}
 
 def collect_and_commit(*args, **options):
     for name, path in (("merged", merged), ("upper", upper)):
-        told[name] = sorted({collect(removal).kept for removal in plan_collection(open_storage(path), 1, None)})
+        told[name] = sorted({str(removed.kept) for removed in collect(path, keep_latest=1)})
     return commit(*args, **options)
 
 with TensorizerStorageWriter(merged / "step-1") as writer:

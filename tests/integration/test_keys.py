@@ -22,7 +22,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._inspect import inspect_view
-from dcp_tensorizer.tools._verify import verify
+from dcp_tensorizer.tools._verify import verify_files
 from dcp_tensorizer.tools._view import read_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -92,7 +92,7 @@ def test_tools_show_and_convert_them(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "t"), planner=DefaultSavePlanner(**UNFLATTENED))
     storage = open_storage(tmp_path / "a")
     parts = read_parts(storage)
-    assert verify(storage, parts, full=True).damages == ()
+    assert verify_files(storage, parts, full=True).damages == ()
     shown = inspect_view(open_checkpoint(tmp_path / "a", {}), {})
     assert {tensor.key for tensor in shown.tensors} == {"1", "(1, 'x')"}
     for source in "at":

@@ -35,9 +35,8 @@ from dcp_tensorizer import (
 from dcp_tensorizer._format.safetensors import NAMES, PAIRS
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process.client import WriterProcess
-from dcp_tensorizer.tools._gc import collect, plan_collection
+from dcp_tensorizer.tools import collect
 
 from ..models import INDEX, weight_files
 from ..servers import S3Server
@@ -397,10 +396,10 @@ def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server) -> None:
             assert s3.objects(prefix) == ["model/model.safetensors"]
             s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/model/model.safetensors")
             continue
-        (removal,) = plan_collection(open_storage(url, options), None, 3600.0)
-        assert "a save or a copy may be under way" in removal.kept
-        (removal,) = plan_collection(open_storage(url, options), None, 0.0)
-        assert collect(removal).kept == ""
+        (removal,) = collect(url, older_than=3600.0, storage_options=options)
+        assert "a save or a copy may be under way" in str(removal.kept)
+        (removal,) = collect(url, older_than=0.0, storage_options=options)
+        assert removal.kept is None
     assert (s3.uploads(prefix), s3.objects(prefix)) == ([], [])
 
 
@@ -420,8 +419,8 @@ def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -
             assert index == "model/model.safetensors.index.json"
             assert file not in (*files, record)
         elif end == "gc":
-            (removal,) = plan_collection(open_storage(url, options), None, 0.0)
-            assert collect(removal).kept == ""
+            (removal,) = collect(url, older_than=0.0, storage_options=options)
+            assert removal.kept is None
             assert s3.objects(prefix) == []
         else:
             s3.client().put_object(Bucket=s3.bucket, Key=f"{prefix}/{files[0]}", Body=b"another's")

@@ -6,16 +6,88 @@ import base64
 import hashlib
 import json
 import math
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..._format.encryption import check_decryption
 from ..._format.tensor_bytes import dtype_name
+from .._atomic_output import beside
 from .._find import step_of
+from .._formats.registry import open_all
 from .._view import CheckpointView, StoredTensor
 from .measure import measure
 from .statistics import Statistics
+
+if TYPE_CHECKING:
+    from ..._format.encryption import DecryptionParams
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The result of `report`.
+
+    Attributes:
+        path: The page, without credentials.
+        checkpoints: The paths of the checkpoints, in the order of the page.
+        tensors: How many tensors the page shows.
+        nbytes: Size of the page.
+        seconds: How long it took.
+    """
+
+    path: str
+    checkpoints: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    seconds: float
+
+
+def report(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] = "report.html",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    encryption: DecryptionParams | None = None,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Reported:
+    """Writes a page about one or several checkpoints: sizes, norms, extremes, histograms, and how they move.
+
+    The page is one HTML file that makes no request. Each block of a tensor is read once. A tensor whose digests are the
+    same as in the checkpoint before is not read again.
+
+    Args:
+        checkpoints: Of any of the formats that `convert` reads. They are sorted by the steps in their names, if all
+            have one and no two the same.
+        output: The page: a local path, or a URL. An older file is replaced.
+        storage_options: Passed to the fsspec filesystems of URLs.
+        encryption: The key, if any of them is encrypted. The page is not encrypted.
+        on_progress: Called with the bytes that were read and the bytes in all.
+
+    Raises:
+        ValueError: there are no checkpoints.
+        NotCommitted: there is no checkpoint at one of the paths.
+        DecryptionError: a key is missing or wrong, or no checkpoint is encrypted.
+        WriteError: the page cannot be written.
+        CheckpointError: one of the checkpoints is damaged, or cannot be read.
+    """
+    if not checkpoints:
+        raise ValueError("checkpoints is empty: name at least one")
+    if encryption is not None:
+        check_decryption(encryption)
+    started = time.monotonic()
+    options = storage_options or {}
+    views = in_order_of_steps(open_all(checkpoints, options, encryption))
+    page = build(views, on_progress)
+    storage, name = beside(os.fspath(output), options)
+    storage.make_directory()
+    storage.put(name, page, sync=True)
+    keys = {key for view in views for key in view.tensors}
+    seconds = time.monotonic() - started
+    return Reported(f"{storage.path}/{name}", tuple(view.path for view in views), len(keys), len(page), seconds)
 
 
 def in_order_of_steps(views: Sequence[CheckpointView]) -> list[CheckpointView]:

@@ -32,7 +32,7 @@ from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer.tools import _gc, _verbs
+from dcp_tensorizer.tools import Collected, _find, _gc
 from dcp_tensorizer.tools._gc import Removal
 from dcp_tensorizer.tools._view import read_parts
 from dcp_tensorizer.trace import TraceFile
@@ -118,7 +118,7 @@ def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest
         make_checkpoint(checkpoint, {"w": torch.ones(2)})
         return parts
 
-    monkeypatch.setattr(_verbs, "read_parts", saved_again)
+    monkeypatch.setattr(_find, "read_parts", saved_again)
     code, _, err = run("verify", checkpoint)
     assert (code, "verify it again" in err) == (2, True)
     assert run("verify", checkpoint)[0] == 0
@@ -681,14 +681,14 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
     """Exit code 2, after all that could be done has been, and shown."""
     for step in (8, 9):
         shutil.copytree(checkpoint, checkpoint.parent / f"step-{step}")
-    collect = _gc.collect
+    remove = _gc.remove
 
-    def fail(removal: Removal) -> Removal:
+    def fail(removal: Removal) -> Collected:
         if removal.folder.name == "step-7":
-            return dataclasses.replace(removal, files=(), kept="cannot remove: not yours", failed=True)
-        return collect(removal)
+            return dataclasses.replace(removal.planned, files=(), kept="cannot remove: not yours", failed=True)
+        return remove(removal)
 
-    monkeypatch.setattr(_gc, "collect", fail)
+    monkeypatch.setattr(_gc, "remove", fail)
     code, out, _ = run("gc", checkpoint.parent, "--keep-latest", "1", "--dry-run")
     assert (code, out.count("checkpoint ")) == (0, 2)
     code, out, _ = run("gc", checkpoint.parent, "--keep-latest", "1")

@@ -11,8 +11,8 @@ from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tiers.flush import Flusher
 from dcp_tensorizer.errors import ReadError
-from dcp_tensorizer.tools._find import find
-from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
+from dcp_tensorizer.tools import Collected, collect, list_checkpoints
+from dcp_tensorizer.tools._gc import plan_collection, remove
 
 from .support import Run, unlistable
 
@@ -29,13 +29,13 @@ def flush(run: Run) -> None:
         pass
 
 
-def gc(folder: Path) -> list[Removal]:
+def gc(folder: Path) -> tuple[Collected, ...]:
     """``gc --older-than 0``."""
-    return [collect(removal) for removal in plan_collection(open_storage(folder), None, 0.0)]
+    return collect(folder, older_than=0.0)
 
 
 def states(folder: Path) -> dict[int | None, str]:
-    return {listed.step: listed.state for listed in find(open_storage(folder))}
+    return {listed.step: listed.state for listed in list_checkpoints(folder)}
 
 
 @pytest.mark.parametrize("named", [".", "local", "local/step-5"])
@@ -43,7 +43,7 @@ def test_what_is_not_flushed_stays(run: Run, named: str) -> None:
     """However old it is, and whichever directory is named; the next flush brings it to the remote."""
     run.save_unflushed(4, 5)
     found = states(run.folder / named)
-    assert gc(run.folder / named) == []
+    assert gc(run.folder / named) == ()
     assert found == ({5: "unflushed"} if named.endswith("5") else {4: "unflushed", 5: "unflushed"})
     flush(run)
     assert (run.load("step-4"), run.load("step-5")) == (4, 5)
@@ -54,7 +54,7 @@ def test_a_copy_of_what_is_flushed_stays(run: Run) -> None:
     run.save_unflushed(4, 5)
     flush(run)
     assert states(run.local) == {5: "flushed"}
-    assert gc(run.local) == []
+    assert gc(run.local) == ()
     assert len(list((run.local / "step-5").iterdir())) == 1
 
 
@@ -64,7 +64,7 @@ def test_what_no_record_is_of_goes(run: Run) -> None:
     other = run.local / "step-5" / data_file_name(0, 0, "f" * 32)
     other.write_bytes(b"x")
     (removal,) = gc(run.local)
-    assert ([file.name for file in removal.files], removal.kept) == ([other.name], "")
+    assert (removal.files, removal.kept) == ((other.name,), None)
     flush(run)
     assert run.load("step-5") == 5
 
@@ -76,8 +76,8 @@ def test_a_save_whose_record_comes_after_a_look(run: Run) -> None:
     shutil.copytree(run.local / "step-5", copied.local / "step-5")
     (removal,) = plan_collection(open_storage(copied.local), None, 0.0)
     shutil.copytree(run.queue.folder, copied.queue.folder)
-    assert removal.kept == ""
-    assert collect(removal).kept == "something has been saved or changed there in the meantime"
+    assert removal.planned.kept is None
+    assert remove(removal).kept == "something has been saved or changed there in the meantime"
     assert states(copied.local) == {5: "unflushed"}
 
 

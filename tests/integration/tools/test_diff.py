@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer.tools._diff import Change, Difference, diff
+from dcp_tensorizer.tools._diff import Change, Difference, diff_views
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ...checkpoints import ODD, make_checkpoint, save_wrapper
@@ -23,7 +23,7 @@ def compare(
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         make_checkpoint(tmp_path / name, tensors, objects, chunks if name == "a" else None)
-    return diff(open_checkpoint(tmp_path / "a", {}), open_checkpoint(tmp_path / "b", {}), **sizes)
+    return diff_views(open_checkpoint(tmp_path / "a", {}), open_checkpoint(tmp_path / "b", {}), **sizes)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -107,8 +107,8 @@ def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
     save_wrapper(tmp_path / "b", [b"one", b"THREE"])
     a, b = (open_checkpoint(tmp_path / name, {}) for name in "ab")
     assert (b.objects["w"].read(), b.objects["w"].nbytes) == (b"oneTHREE", 8)
-    assert [change.key for change in diff(a, b).changed] == ["w"]
-    assert not diff(a, open_checkpoint(tmp_path / "a", {}))
+    assert [change.key for change in diff_views(a, b).changed] == ["w"]
+    assert not diff_views(a, open_checkpoint(tmp_path / "a", {}))
 
 
 def test_objects_are_compared_by_value(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import NotCommitted
 from dcp_tensorizer.testing import on_a_page
-from dcp_tensorizer.tools._find import find
-from dcp_tensorizer.tools._gc import Removal, collect, plan_collection
+from dcp_tensorizer.tools import CheckpointInfo, Collected, collect, list_checkpoints
+from dcp_tensorizer.tools._find import Listed, walk
+from dcp_tensorizer.tools._gc import plan_collection, remove
 
 from ...checkpoints import make_checkpoint
 from ...index_edits import edit_index
@@ -61,8 +62,20 @@ def leave(folder: Path, age: float = 0, *, recorded: bool = True) -> Path:
 
 def run(
     path: Path | str, keep: int | None = None, older_than: float | None = None, options: dict[str, Any] | None = None
-) -> list[Removal]:
-    return [collect(removal) for removal in plan_collection(open_storage(path, options), keep, older_than)]
+) -> tuple[Collected, ...]:
+    return collect(path, keep_latest=keep, older_than=older_than, storage_options=options)
+
+
+def find(path: Path | str, options: dict[str, Any] | None = None) -> tuple[CheckpointInfo, ...]:
+    return list_checkpoints(path, storage_options=options)
+
+
+def listed_in(path: Path | str, options: dict[str, Any] | None = None) -> list[Listed]:
+    return walk(open_storage(path, options)).checkpoints
+
+
+def name_of(removed: Collected) -> str:
+    return removed.path.rpartition("/")[2]
 
 
 def names(path: Path) -> set[str]:
@@ -78,25 +91,25 @@ def test_what_is_found(tmp_path: Path) -> None:
     os.utime(tmp_path / "run" / "step-5" / ".metadata", (NOW - 30, NOW - 30))
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file").touch()
-    found = find(open_storage(tmp_path))
+    found = find(tmp_path)
     assert [(listed.step, listed.state) for listed in found] == [
         (30, "unfinished"),
         (20, "committed"),
         (10, "committed"),
         (5, "unreadable"),
     ]
-    assert [round(NOW - (listed.saved or 0)) for listed in found[1:3]] == [10, 20]
+    assert [round(NOW - one.saved.timestamp()) for one in found[1:3] if one.saved] == [10, 20]
     assert (found[1].ranks, found[1].tensors, found[1].objects) == (1, 1, 1)
     assert found[1].nbytes == sum(path.stat().st_size for path in (tmp_path / "run" / "step-20").iterdir())
     with pytest.raises(NotCommitted, match="nowhere"):
-        find(open_storage(tmp_path / "nowhere"))
+        find(tmp_path / "nowhere")
 
 
 def test_each_rank_by_itself_is_committed(tmp_path: Path) -> None:
     """Saved without collectives, a checkpoint has a metadata file for each rank."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)}, rank=0)
     make_checkpoint(tmp_path / "a", {"y": torch.ones(3)}, rank=1)
-    (found,) = find(open_storage(tmp_path))
+    (found,) = find(tmp_path)
     assert (found.state, found.tensors) == ("committed", 2)
 
 
@@ -136,11 +149,11 @@ def test_without_conditions_only_leftovers_go(tmp_path: Path) -> None:
     leave(tmp_path / "step-3")
     (tmp_path / "step-3" / "mine.txt").touch()
     removals = run(tmp_path)
-    assert sum(file.nbytes for removal in removals for file in removal.files if file.name == LEFTOVER) == 300
+    assert sum(removal.nbytes for removal in removals if LEFTOVER in removal.files) >= 300
     assert names(tmp_path) == {"step-1", "step-3"}
     assert names(tmp_path / "step-3") == {"mine.txt"}
     assert LEFTOVER not in names(tmp_path / "step-1")
-    assert find(open_storage(tmp_path))[0].state == "committed"
+    assert find(tmp_path)[0].state == "committed"
 
 
 def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
@@ -167,8 +180,8 @@ def test_a_save_that_came_in_between_is_left_alone(tmp_path: Path) -> None:
     make(tmp_path / "step-2", 50)
     plan = plan_collection(open_storage(tmp_path), 1, None)
     make(tmp_path / "step-1", 0)
-    assert [collect(removal).kept for removal in plan] == ["something has been saved or changed there in the meantime"]
-    assert find(open_storage(tmp_path / "step-1"))[0].state == "committed"
+    assert [remove(removal).kept for removal in plan] == ["something has been saved or changed there in the meantime"]
+    assert find(tmp_path / "step-1")[0].state == "committed"
 
 
 def test_unreadable_checkpoints_are_nobodys_leftovers(tmp_path: Path) -> None:
@@ -176,7 +189,7 @@ def test_unreadable_checkpoints_are_nobodys_leftovers(tmp_path: Path) -> None:
     (make(tmp_path / "step-1", 100) / ".metadata").write_bytes(b"of a later version")
     leave(tmp_path / "step-1")
     make(tmp_path / "step-2", 50)
-    assert run(tmp_path, keep=1, older_than=0) == []
+    assert run(tmp_path, keep=1, older_than=0) == ()
 
 
 def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +207,8 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(storage_type, "remove", fail)
         (removal,) = run(tmp_path, keep=1)
-    assert (removal.failed, removal.files, "PermissionError" in removal.kept) == (True, (), True)
-    assert find(open_storage(tmp_path / "step-1"))[0].state == "unfinished"
+    assert (removal.failed, removal.files, "PermissionError" in str(removal.kept)) == (True, (), True)
+    assert find(tmp_path / "step-1")[0].state == "unfinished"
     run(tmp_path)
     assert names(tmp_path) == {"step-2"}
 
@@ -209,10 +222,10 @@ def test_off_local_disks_leftovers_go_only_by_age() -> None:
     memory.pipe_file(f"/collected/step-2/{LEFTOVER}", b"x" * 100)
     try:
         for older_than in (None, 3600.0):
-            assert all("--older-than" in removal.kept for removal in run(url, older_than=older_than))
+            assert all("--older-than" in str(removal.kept) for removal in run(url, older_than=older_than))
         assert memory.exists(f"/collected/step-2/{LEFTOVER}")
-        assert [removal.kept for removal in run(url, older_than=0)] == ["", ""]
-        assert [listed.state for listed in find(open_storage(url))] == ["committed"]
+        assert [removal.kept for removal in run(url, older_than=0)] == [None, None]
+        assert [listed.state for listed in find(url)] == ["committed"]
         assert not memory.exists(f"/collected/step-1/{LEFTOVER}")
     finally:
         memory.rm("/collected", recursive=True)
@@ -233,7 +246,7 @@ def test_copies_are_as_old_as_what_they_are_of(tmp_path: Path) -> None:
     for seconds, name in enumerate(("step-12", "step-10", "step-11", "step-9")):
         for file in (tmp_path / name).iterdir():
             os.utime(file, (NOW + seconds, NOW + seconds))
-    assert [listed.step for listed in find(open_storage(tmp_path))] == [12, 11, 10, 9]
+    assert [listed.step for listed in find(tmp_path)] == [12, 11, 10, 9]
     run(tmp_path, keep=2)
     assert names(tmp_path) == {"step-11", "step-12"}
 
@@ -245,7 +258,7 @@ def test_links_to_checkpoints_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("step-3")
     run(tmp_path, keep=1)
     assert names(tmp_path) == {"step-3", "latest"}
-    assert find(open_storage(tmp_path / "step-3"))[0].state == "committed"
+    assert find(tmp_path / "step-3")[0].state == "committed"
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
@@ -258,8 +271,8 @@ def test_what_is_being_copied_neither_counts_nor_goes(tmp_path: Path, damage: st
     else:
         os.truncate(data, 100)
     leave(tmp_path / "step-2", 50)
-    assert {listed.step: listed.state for listed in find(open_storage(tmp_path))} == {1: "committed", 2: "incomplete"}
-    assert run(tmp_path, keep=1, older_than=0) == []
+    assert {listed.step: listed.state for listed in find(tmp_path)} == {1: "committed", 2: "incomplete"}
+    assert run(tmp_path, keep=1, older_than=0) == ()
     assert names(tmp_path) == {"step-1", "step-2"}
     assert LEFTOVER in names(tmp_path / "step-2")
 
@@ -269,7 +282,7 @@ def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
     for step, ranks in ((1, 2), (2, 2), (3, 1)):
         for rank in range(ranks):
             make_checkpoint(tmp_path / f"step-{step}", {f"x{rank}": torch.ones(3)}, rank=rank)
-    assert {listed.step: listed.parts for listed in find(open_storage(tmp_path))} == {1: 2, 2: 2, 3: 1}
+    assert {listed.info.step: listed.parts for listed in listed_in(tmp_path)} == {1: 2, 2: 2, 3: 1}
     run(tmp_path, keep=1)
     assert names(tmp_path) == {"step-2", "step-3"}
 
@@ -287,13 +300,13 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, mon
         remove(storage, *names)
 
     monkeypatch.setattr(storage_type, "remove", fail)
-    removals = {removal.folder.name: removal for removal in run(tmp_path, keep=1)}
+    removals = {name_of(removal): removal for removal in run(tmp_path, keep=1)}
     assert {name: (removal.failed, removal.nbytes > 0) for name, removal in removals.items()} == {
         "step-1": (False, True),
         "step-2": (True, False),
         "step-3": (False, True),
     }
-    assert "not yours" in removals["step-2"].kept
+    assert "not yours" in str(removals["step-2"].kept)
     assert names(tmp_path) == {"step-2", "step-4"}
 
 
@@ -304,14 +317,14 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
     storage = open_storage(f"{url}/step-1", s3.options())
     sink = storage.create(data_file_name(3, 0, "a" * 32), 100 << 20, sync=True)
     sink.put_part(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is under way
-    (listed,) = find(open_storage(url, s3.options()))
+    (listed,) = listed_in(url, s3.options())
     assert [file.name for file in listed.leftovers] == [data_file_name(3, 0, "a" * 32)]
     (removal,) = plan_collection(storage, None, 3600.0)
-    assert "a save or a copy may be under way" in collect(removal).kept
+    assert "a save or a copy may be under way" in str(remove(removal).kept)
     (removal,) = plan_collection(storage, None, 0.0)
-    assert collect(removal).kept == ""
+    assert remove(removal).kept is None
     assert storage.uploads() == []
-    assert find(open_storage(url, s3.options()))[0].state == "committed"
+    assert find(url, s3.options())[0].state == "committed"
 
 
 @pytest.mark.parametrize("top", ["", "/run", "/run/step-1"])
@@ -325,19 +338,20 @@ def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
     for sink in sinks:
         sink.put_part(0, on_a_page(bytes(sink.part_bytes)))
     with s3_proxy(s3.endpoint) as proxy:
-        (listed,) = find(open_storage(f"{url}{top}", s3.options(proxy.endpoint)))
+        (listed,) = listed_in(f"{url}{top}", s3.options(proxy.endpoint))
         assert proxy.counts()["ListMultipartUploads"] == 1
-    assert (listed.path, listed.state, listed.step) == (f"{url}/run/step-1", "unfinished", 1)
-    assert ([file.name for file in listed.leftovers], listed.nbytes, listed.unknown) == ([LEFTOVER], 0, "")
-    assert listed.saved is not None and abs(listed.saved - time.time()) < 60
+    info = listed.info
+    assert (info.path, info.state, info.step) == (f"{url}/run/step-1", "unfinished", 1)
+    assert ([file.name for file in listed.leftovers], info.nbytes, listed.unknown) == ([LEFTOVER], 0, "")
+    assert info.saved is not None and abs(info.saved.timestamp() - time.time()) < 60
     (removal,) = run(f"{url}{top}", older_than=3600.0, options=s3.options())
-    assert "a save or a copy may be under way" in removal.kept
+    assert "a save or a copy may be under way" in str(removal.kept)
     (removal,) = run(f"{url}{top}", older_than=0.0, options=s3.options())
-    assert ([file.name for file in removal.files], removal.kept) == ([LEFTOVER], "")
+    assert (removal.files, removal.kept) == ((LEFTOVER,), None)
     assert [file.name for file in other.uploads()] == ["of-somebody-else"]
     sinks[1].abort()
     with pytest.raises(NotCommitted, match=f"there is nothing at {url}{top}"):
-        find(open_storage(f"{url}{top}", s3.options()))
+        find(f"{url}{top}", s3.options())
 
 
 def test_an_upload_to_a_committed_file(s3: S3Server) -> None:
@@ -348,8 +362,8 @@ def test_an_upload_to_a_committed_file(s3: S3Server) -> None:
     (name,) = (file.name for file in storage.listing()[0] if file.name != metadata_file_name())
     sink = storage.create(name, 100 << 20, sync=True)
     sink.put_part(0, on_a_page(bytes(sink.part_bytes)))
-    assert run(url, older_than=0.0, options=s3.options()) == []
-    assert [(one.state, one.leftovers) for one in find(open_storage(url, s3.options()))] == [("committed", ())]
+    assert run(url, older_than=0.0, options=s3.options()) == ()
+    assert [(one.info.state, one.leftovers) for one in listed_in(url, s3.options())] == [("committed", ())]
     sink.abort()
 
 
@@ -364,9 +378,8 @@ def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
     under_way.put_part(0, on_a_page(bytes(under_way.part_bytes)))
     with s3_proxy(s3.endpoint) as proxy:
         proxy.rule = always("ListMultipartUploads", Fault(status=403, code="AccessDenied"))
-        planned = plan_collection(open_storage(url, s3.options(proxy.endpoint)), 1, 0.0)
-        removals = [collect(removal) for removal in planned]
-    told = [(removal.folder.name, removal.whole, len(removal.files), removal.failed) for removal in removals]
+        removals = run(url, 1, 0.0, s3.options(proxy.endpoint))
+    told = [(name_of(removal), removal.whole, len(removal.files), removal.failed) for removal in removals]
     assert told == [
         ("step-1", True, 2, True),
         ("step-2", False, 0, True),
@@ -374,8 +387,9 @@ def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
         ("step-3", False, 0, True),
     ]
     for removal in removals:
-        assert removal.failed == ("cannot be recognised" in removal.kept and "cannot list the uploads" in removal.kept)
-    found = find(open_storage(url, s3.options()))
+        kept = str(removal.kept)
+        assert removal.failed == ("cannot be recognised" in kept and "cannot list the uploads" in kept)
+    found = find(url, s3.options())
     assert [(listed.step, listed.state) for listed in found] == [(2, "committed"), (1, "committed")]
     under_way.abort()
 
@@ -407,14 +421,10 @@ def test_old_leftovers_go_with_proven_ones(tmp_path: Path, state: str) -> None:
     proven = leave(tmp_path / "step-1")
     old = tmp_path / "step-1" / data_file_name(0, 0, "e" * 32)
     old.write_bytes(b"x" * 10)
-    (kept,) = [removal for removal in plan_collection(open_storage(tmp_path), None, 3600.0) if removal.kept]
-    assert [file.name for file in kept.files] == [old.name]
+    (kept,) = [one for one in collect(tmp_path, older_than=3600.0, dry_run=True) if one.kept]
+    assert kept.files == (old.name,)
     (removal,) = run(tmp_path, older_than=0)
-    assert (removal.kept, removal.nbytes >= 110, {proven.name, old.name} <= {f.name for f in removal.files}) == (
-        "",
-        True,
-        True,
-    )
+    assert (removal.kept, removal.nbytes >= 110, {proven.name, old.name} <= {*removal.files}) == (None, True, True)
     assert names(tmp_path) == (set() if state == "alone" else {"step-1"})
     assert not old.exists() and not proven.exists()
 
@@ -431,7 +441,7 @@ def test_a_move_from_another_disk_arrives(tmp_path: Path) -> None:
         shutil.copy2(source / name, target / name)
         run(tmp_path / "run", keep=3)
     assert names(target) == names(source)
-    assert [listed.state for listed in find(open_storage(tmp_path / "run"))] == ["committed", "committed"]
+    assert [listed.state for listed in find(tmp_path / "run")] == ["committed", "committed"]
 
 
 def source_id(folder: Path) -> str:
@@ -459,9 +469,9 @@ def test_parts_are_kept_and_removed_together(tmp_path: Path) -> None:
         folder = tmp_path / f"checkpoint-{step}"
         make_parts(folder, 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
     removals = run(tmp_path, keep=2)
-    assert [(removal.folder.name, removal.whole, removal.kept) for removal in removals] == [("checkpoint-10", True, "")]
+    assert [(name_of(removal), removal.whole, removal.kept) for removal in removals] == [("checkpoint-10", True, None)]
     assert names(tmp_path) == {"checkpoint-20", "checkpoint-30"}
-    assert len(find(open_storage(tmp_path))) == 4
+    assert len(find(tmp_path)) == 4
     assert names(tmp_path / "checkpoint-20" / "pretrained") == {"config.json"}
 
 
@@ -473,7 +483,7 @@ def test_parts_are_not_taken_for_steps(tmp_path: Path) -> None:
     two = {"pytorch_model_fsdp_0": "a", "pytorch_model_fsdp_1": "b", "optimizer_0": "c", "optimizer_1": "d"}
     folder = make_parts(tmp_path / "checkpoint-20", 50, **two)
     assert {removal.kept for removal in run(folder, keep=1)} == {f"{folder} {kept}"}
-    assert len(find(open_storage(tmp_path))) == 6
+    assert len(find(tmp_path)) == 6
 
 
 def test_what_may_be_steps_or_parts_stays(tmp_path: Path) -> None:
@@ -481,8 +491,8 @@ def test_what_may_be_steps_or_parts_stays(tmp_path: Path) -> None:
     for step in (10, 20):
         make_parts(tmp_path / f"checkpoint-{step}", 100 - step, model_0="m", average_0="m", model_1="n", average_1="n")
     removals = run(tmp_path, keep=1)
-    assert all("may hold the parts of one checkpoint" in removal.kept for removal in removals)
-    assert len(find(open_storage(tmp_path))) == 8
+    assert all("may hold the parts of one checkpoint" in str(removal.kept) for removal in removals)
+    assert len(find(tmp_path)) == 8
 
 
 def make_numbered(folder: Path, *names: str, age: float = 50) -> None:
@@ -507,9 +517,9 @@ def test_ranks_of_the_same_keys_are_no_steps(tmp_path: Path, parts: tuple[str, .
         make_numbered(tmp_path / f"run/step-{step}", *parts, age=100 - step)
     there = all_below(tmp_path)
     removals = run(tmp_path / named, keep=1, older_than=0)
-    assert [removal.kept.partition(" may hold ")[2] for removal in removals] == ["the parts of one checkpoint"] * len(
-        removals
-    )
+    assert [str(removal.kept).partition(" may hold ")[2] for removal in removals] == [
+        "the parts of one checkpoint"
+    ] * len(removals)
     assert len(removals) == (len(parts) - 1) * (2 if named == "run" else 1)
     assert all_below(tmp_path) == there
 
@@ -520,7 +530,7 @@ def test_ranks_of_one_checkpoint_alone(tmp_path: Path) -> None:
     make_numbered(tmp_path / "two" / "final", *RANKS)
     make_numbered(tmp_path / "flat", *(f"step-10-{name}" for name in RANKS))
     for folder in (tmp_path, tmp_path / "two" / "final", tmp_path / "flat"):
-        assert {removal.kept == "" for removal in run(folder, keep=1)} == {False}
+        assert {removal.kept is None for removal in run(folder, keep=1)} == {False}
     assert len(all_below(tmp_path)) == 12
 
 
@@ -548,7 +558,7 @@ def test_steps_in_runs_with_numbers(tmp_path: Path) -> None:
 def test_names_of_steps(tmp_path: Path, name: str) -> None:
     """As frameworks and people have them: two of three go."""
     make_numbered(tmp_path / "run", *map(name.format, range(3)))
-    assert [removal.kept for removal in run(tmp_path, keep=1)] == ["", ""]
+    assert [removal.kept for removal in run(tmp_path, keep=1)] == [None, None]
     assert all_below(tmp_path) == {f"run/{name.format(2)}"}
 
 
@@ -556,7 +566,7 @@ def test_who_names_a_directory_says_that_it_holds_steps(tmp_path: Path) -> None:
     """From above, ``model-1`` in ``run-1`` may be a part of it; so may a step in a step."""
     make_numbered(tmp_path / "run-1", "model-100", "model-200")
     make_numbered(tmp_path / "epoch-1", "step-100", "step-200")
-    assert {removal.kept == "" for removal in run(tmp_path, keep=1)} == {False}
+    assert {removal.kept is None for removal in run(tmp_path, keep=1)} == {False}
     for name in ("run-1", "epoch-1"):
         run(tmp_path / name, keep=1)
     assert all_below(tmp_path) == {"run-1/model-200", "epoch-1/step-200"}
@@ -570,7 +580,7 @@ def test_a_run_is_no_checkpoint(tmp_path: Path, steps: tuple[int, ...]) -> None:
             make_parts(tmp_path / name, 100 - step, **{f"model-{step}": "model", f"optim-{step}": "optimizer"})
     there = all_below(tmp_path)
     for folder in (tmp_path, tmp_path / "run-1"):
-        assert {removal.kept == "" for removal in run(folder, keep=1)} <= {False}
+        assert {removal.kept is None for removal in run(folder, keep=1)} <= {False}
     assert all_below(tmp_path) == there
 
 
@@ -609,9 +619,9 @@ def test_recorded_steps_need_no_guess(tmp_path: Path) -> None:
     make_recorded(tmp_path / "run-1/best-7", 10, 90)
     make_recorded(tmp_path / "run-1/model-10-copy", 10, 90)
     make(tmp_path / "run-1/model-5", 95)
-    found = {listed.path.rpartition("/")[2]: listed.step for listed in find(open_storage(tmp_path))}
+    found = {listed.path.rpartition("/")[2]: listed.step for listed in find(tmp_path)}
     assert (found["optim-20-v2"], found["model-20"], found["best-7"]) == (20, 20, 7)
-    assert {removal.kept for removal in run(tmp_path, keep=1)} == {""}
+    assert {removal.kept for removal in run(tmp_path, keep=1)} == {None}
     kept = {"model-30", "optim-30-v2", "best-7", "model-10-copy"}
     assert all_below(tmp_path) == {f"run-1/{name}" for name in kept} | {"epoch-1/step-30"}
 
@@ -633,7 +643,7 @@ def test_what_lies_beside_goes_with_its_checkpoint(tmp_path: Path) -> None:
         (tmp_path / f"step={step}.ckpt" / "tokenizer").mkdir()
         (tmp_path / f"step={step}.ckpt" / "tokenizer" / "vocabulary").write_bytes(b"x")
     (removal,) = run(tmp_path, keep=1)
-    assert {file.name for file in removal.files} >= {".metadata", "meta.pt", "tokenizer/vocabulary"}
+    assert {*removal.files} >= {".metadata", "meta.pt", "tokenizer/vocabulary"}
     assert names(tmp_path) == {"step=2.ckpt"}
     assert names(tmp_path / "step=2.ckpt") >= {"meta.pt", "tokenizer"}
 
@@ -644,8 +654,7 @@ def test_only_data_goes_if_that_is_asked(tmp_path: Path) -> None:
         make(tmp_path / f"step-{step}", 100 - step)
     (tmp_path / "step-1" / "tokenizer").mkdir()
     (tmp_path / "step-1" / "tokenizer" / "vocabulary").write_bytes(b"x")
-    planned = plan_collection(open_storage(tmp_path), 1, None, only_data=True)
-    assert [collect(removal).kept for removal in planned] == ["", ""]
+    assert [removal.kept for removal in collect(tmp_path, keep_latest=1, only_data=True)] == [None, None]
     assert names(tmp_path) == {"step-1", "step-3"}
     assert names(tmp_path / "step-1") == {"tokenizer"}
     assert names(tmp_path / "step-1" / "tokenizer") == {"vocabulary"}
@@ -662,7 +671,7 @@ def test_what_is_not_ours_to_read(tmp_path: Path, state: str) -> None:
         content = bytearray((make(tmp_path / "step-1", 99) / ".metadata").read_bytes())
         content[8 if state == "newer" else 200] ^= 0x40
         (tmp_path / "step-1" / ".metadata").write_bytes(content)
-    found = {listed.step: listed.state for listed in find(open_storage(tmp_path))}
+    found = {listed.step: listed.state for listed in find(tmp_path)}
     assert found == {1: "torch" if state == "torch" else "unreadable", 2: "committed", 3: "committed"}
     run(tmp_path, keep=1, older_than=0)
     assert names(tmp_path) == {"step-1", "step-3"}
@@ -675,9 +684,9 @@ def test_what_a_link_leads_to_stays(tmp_path: Path, target: str) -> None:
         make_parts(tmp_path / f"step-{step}", 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported" / "best").symlink_to(f"../{target}")
-    assert {removal.folder.name: removal.kept for removal in run(tmp_path, keep=1)} == {
+    assert {name_of(removal): removal.kept for removal in run(tmp_path, keep=1)} == {
         "step-1": "a link leads to it",
-        "step-2": "",
+        "step-2": None,
     }
     assert names(tmp_path) == {"exported", "step-1", "step-3"}
 
@@ -691,8 +700,8 @@ def test_what_a_killed_job_leaves_beside_its_checkpoints(tmp_path: Path) -> None
     for path in (*strays, *others):
         path.write_text("s")
         os.utime(path, (NOW - 100, NOW - 100))
-    (removal,) = plan_collection(open_storage(tmp_path), None, 1000.0)
-    assert "may be under way" in removal.kept
-    (removal,) = [collect(planned) for planned in plan_collection(open_storage(tmp_path), None, 0.0)]
-    assert (removal.kept, {file.name for file in removal.files}) == ("", {path.name for path in strays})
+    (removal,) = collect(tmp_path, older_than=1000.0, dry_run=True)
+    assert "may be under way" in str(removal.kept)
+    (removal,) = run(tmp_path, older_than=0.0)
+    assert (removal.kept, {*removal.files}) == (None, {path.name for path in strays})
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(p.name for p in others), "latest", "step-1"])

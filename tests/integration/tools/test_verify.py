@@ -12,7 +12,7 @@ from dcp_tensorizer._format.names import Derivation, StoredItem, data_file_rank
 from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.errors import MetadataError, ReadError
-from dcp_tensorizer.tools._verify import Damage, Verified, verify
+from dcp_tensorizer.tools._verify import Damage, Verified, verify_files
 from dcp_tensorizer.tools._view import read_parts
 
 from ...checkpoints import make_checkpoint
@@ -29,7 +29,7 @@ def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def look(checkpoint: Path, full: bool = False) -> Verified:
     storage = open_storage(checkpoint)
-    return verify(storage, read_parts(storage), full=full)
+    return verify_files(storage, read_parts(storage), full=full)
 
 
 def data_file(checkpoint: Path, rank: int) -> Path:
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path
         if not saved_again or path.name != ".metadata":
             path.unlink()
     with pytest.raises(ReadError, match="was replaced or removed while it was verified: verify it again"):
-        verify(storage, parts)
+        verify_files(storage, parts)
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import torch
 
-from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools._find import find
-from dcp_tensorizer.tools._gc import collect, plan_collection
+from dcp_tensorizer.tools import collect, list_checkpoints
 
 from ....checkpoints import make_checkpoint, tensors_of
 from ....support import same
@@ -22,9 +20,9 @@ def test_a_conversion_under_way_is_not_collected(tmp_path: Path) -> None:
 
     def collect_all(done: int, total: int) -> None:
         if done == total:  # the file was created before it: so there is something to collect
-            kept.extend(collect(removal).kept for removal in plan_collection(open_storage(tmp_path), None, None))
+            kept.extend(removed.kept for removed in collect(tmp_path))
 
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer", on_progress=collect_all)
     assert kept == ["a save is under way there"]
     assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
-    assert find(open_storage(tmp_path / "b"))[0].state == "committed"
+    assert list_checkpoints(tmp_path / "b")[0].state == "committed"
