@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -221,13 +221,19 @@ _OF_OBJECT = (encode_rows(None),)
 # --- reading entries --------------------------------------------------------------------------------------------------
 
 
-class TensorValue(NamedTuple):
-    """A tensor of the index."""
+@dataclass(frozen=True, eq=False)
+class TensorValue:
+    """Tensors of the index that have all of this in common."""
 
     layout: ChunkLayout
     owners: np.ndarray  # for each chunk, the number of the section of places that has it; -1: none
     is_whole: bool  # the chunks hold each element once, and all are stored
     properties: Properties
+
+    @functools.cached_property
+    def only_owner(self) -> int | None:
+        """The section that has the tensor, if it is one chunk; otherwise None."""
+        return int(self.owners[0]) if self.layout.is_one else None
 
     def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """The offset of each chunk, and its owner."""
@@ -252,6 +258,7 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
     owners = [expand(runs) for runs in rows.owners]
     if any(len(of) and not -1 <= int(of.min()) <= int(of.max()) < part_count for of in owners):
         raise ValueError("an item has no section with its places")
+    known: dict[tuple[int, int, int, bool], TensorValue] = {}
     values: dict[Any, Value] = {}
     for entry in rows.entries:
         key = entry.key if type(entry.key) is str else from_key(entry.key)
@@ -259,21 +266,14 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
             if entry.owner >= part_count:
                 raise ValueError(f"the place of {key!r} is in no section")
             values[key] = entry.owner
-        else:
-            values[key] = _tensor(key, entry, layouts, owners, rows.properties)
+            continue
+        name = entry.layout, entry.owners, entry.properties, entry.is_whole
+        if name not in known:
+            layout, own = layouts[entry.layout], owners[entry.owners]
+            if len(layout) != len(own):
+                raise ValueError(f"{key!r} has {len(layout):,} chunks, and {len(own):,} places")
+            known[name] = TensorValue(layout, own, entry.is_whole, rows.properties[entry.properties])
+        values[key] = known[name]
     if len(values) < len(rows.entries):
         raise ValueError("it has a key twice")
     return values
-
-
-def _tensor(
-    key: Any,
-    entry: TensorEntry,
-    layouts: Sequence[ChunkLayout],
-    owners: Sequence[np.ndarray],
-    properties: Sequence[Properties],
-) -> TensorValue:
-    layout, own = layouts[entry.layout], owners[entry.owners]
-    if len(layout) != len(own):
-        raise ValueError(f"{key!r} has {len(layout):,} chunks, and {len(own):,} places")
-    return TensorValue(layout, own, entry.is_whole, properties[entry.properties])

@@ -141,15 +141,13 @@ def _column(numbers: Sequence[int], dtype: str) -> bytes:
     return np.array(numbers, dtype=dtype).tobytes()
 
 
-_NONE_BEFORE = (0,) * 7
-
-
 class PlaceTable:
     """The locations of a rank's items in its data files; raises `ValueError` if the table makes no sense."""
 
     def __init__(self, rows: Places, files: Sequence[tuple[str, int]], *, is_encrypted: bool) -> None:
         self._rows = rows
-        self._files = [*files, ("", 0)]  # the last one is for items without bytes
+        self._file_names = [name for name, _ in files]
+        self._file_sizes = [*(nbytes for _, nbytes in files), 0]  # the last one is for items without bytes
         self._is_encrypted = is_encrypted
         self.hashes = np.frombuffer(rows.hashes, dtype="<u8")
         self.kinds = np.frombuffer(rows.kinds, dtype="u1")
@@ -171,21 +169,28 @@ class PlaceTable:
 
     def item(self, row: int, key: Any) -> StoredItem:
         """The location of an item; raises `ValueError` if it makes no sense."""
-        file, offset, nbytes, dtype, kind, digest_end, seal_end = self._places[row]
-        dtype_name, kind_name = self._rows.dtypes[dtype], KINDS[kind]
-        if file < 0:
-            return StoredItem.empty(dtype_name, kind_name)
-        name = self._rows.names.get(row, key)
-        if type(name) is not str:
-            raise ValueError(f"the data of {key!r} has no name")
-        before = self._places[row - 1] if row else _NONE_BEFORE
-        digests = self._rows.digests[before[5] : digest_end]
-        if not self._is_encrypted and not self._rows.seals:
-            return StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests)
-        seal = self._rows.seals[before[6] : seal_end]
-        item = StoredItem(self._files[file][0], name, offset, nbytes, dtype_name, kind_name, digests, seal)
-        sealed = NONCE_BYTES + -(-nbytes // item.block) * MAC_BYTES if nbytes and self._is_encrypted else 0
-        if len(seal) != sealed:  # the file may come from an attacker
+        return next(self.items([(row, key)]))
+
+    def items(self, wanted: Iterable[tuple[int, Any]]) -> Iterator[StoredItem]:
+        """The locations of several items by their numbers and keys; raises `ValueError` if one makes no sense."""
+        files, dtypes, places, of_all = self._file_names, self._rows.dtypes, self._places, self._rows.digests
+        name_of, is_open = self._rows.names.get, not self._is_encrypted and not self._rows.seals
+        for row, key in wanted:
+            file, offset, nbytes, dtype, kind, first, last, seal_start, seal_end = places[row]
+            if file < 0:
+                yield StoredItem.empty(dtypes[dtype], KINDS[kind])
+                continue
+            name = name_of(row, key)
+            if type(name) is not str:
+                raise ValueError(f"the data of {key!r} has no name")
+            item = StoredItem(files[file], name, offset, nbytes, dtypes[dtype], KINDS[kind], of_all[first:last])
+            yield item if is_open else self._sealed(item, seal_start, seal_end, key)
+
+    def _sealed(self, item: StoredItem, start: int, stop: int, key: Any) -> StoredItem:
+        """An item with its nonce and MACs."""
+        item = item._replace(nonce_and_macs=self._rows.seals[start:stop])
+        sealed = NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES if item.length and self._is_encrypted else 0
+        if stop - start != sealed:  # the file may come from an attacker
             raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
         return item
 
@@ -202,7 +207,8 @@ class PlaceTable:
     def _places(self) -> list[tuple[int, ...]]:
         """The columns as rows of Python numbers, which are faster to use one by one."""
         columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self.kinds
-        return list(zip(*(column.tolist() for column in (*columns, self._digest_ends, self._seal_ends)), strict=True))
+        ends = self._digest_ends[:-1], self._digest_ends[1:], self._seal_ends[:-1], self._seal_ends[1:]
+        return list(zip(*(column.tolist() for column in (*columns, *ends)), strict=True))
 
     def _check(self, count: int) -> None:
         hashes = np.sort(self.hashes)  # not `np.unique`, whose imports take as long as a small load
@@ -210,7 +216,7 @@ class PlaceTable:
             raise ValueError("a table of places has columns of several lengths, or an item twice")
         if not count:
             return
-        file_sizes = np.array([nbytes for _, nbytes in self._files], dtype="i8")
+        file_sizes = np.array(self._file_sizes, dtype="i8")
         if self._file_numbers.min() < -1 or self._file_numbers.max() >= len(file_sizes) - 1:
             raise ValueError("a table of places refers to a file that it does not have")
         room = file_sizes[self._file_numbers]
@@ -233,9 +239,10 @@ def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
 
 
 def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
-    """The end of each item's bytes in the bytes of all."""
-    ends = np.cumsum(_numbers(sizes, "<u4", count), dtype="i8")
-    if (int(ends[-1]) if count else 0) != len(content):
+    """The end of each item's bytes in the bytes of all, behind a 0."""
+    ends = np.zeros(count + 1, dtype="i8")
+    np.cumsum(_numbers(sizes, "<u4", count), dtype="i8", out=ends[1:])
+    if int(ends[-1]) != len(content):
         raise ValueError("a table of places has more or fewer digests than items")
     return ends
 
@@ -277,9 +284,10 @@ class IndexPlaces:
             files = [(file.name, file.nbytes) for file in section.files]
             self._tables[number] = self._table(decoded(decode_places, content, self._file.path), files)
 
-    def is_inline(self, item_hash: int) -> bool:
-        """Returns whether an item is stored in the index itself."""
-        return self._inline is not None and self._inline.row_of(item_hash) is not None
+    @functools.cached_property
+    def inline_hashes(self) -> Collection[int]:
+        """The hashes of the items that are stored in the index itself."""
+        return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
 
     def find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         """The location from which an item is best read; None if it is not stored.
@@ -289,14 +297,17 @@ class IndexPlaces:
         """
         if self._inline is not None and (row := self._inline.row_of(item_hash)) is not None:
             return self._inline.item(row, key)
-        return None if owner < 0 else self.stored(key, item_hash, owner)
+        return None if owner < 0 else self.stored([key], [item_hash], owner)[0]
 
-    def stored(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
-        """The location of an item in a data file; None if it is in none."""
+    def stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
+        """The locations of items in the data files of one section; None for an item that is in none."""
         if owner not in self._tables:
             self.load([owner])
-        row = self._tables[owner].row_of(item_hash)
-        return None if row is None else self._tables[owner].item(row, key)
+        table = self._tables[owner]
+        rows = list(map(table.row_of, hashes))
+        there = [(row, key) for row, key in zip(rows, keys, strict=True) if row is not None]
+        found = table.items(there)
+        return [None if row is None else next(found) for row in rows]
 
     def named(self) -> Iterator[tuple[ItemKey, StoredItem]]:
         """The items of all ranks whose keys are stored with their places."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,7 +87,7 @@ class Index:
         """DCP's metadata for a load, in which a tensor is one chunk if its stored chunks make up the whole.
 
         DCP's planners look at each chunk of each tensor on each rank. `pieces` finds the stored chunks that a rank
-        needs.
+        needs. Tensors that are described alike share one description.
         """
         return self._metadata(whole=True)
 
@@ -110,23 +112,17 @@ class Index:
         value = self._values.get(key)
         return value.layout if isinstance(value, TensorValue) and not value.is_whole else None
 
-    def _read_places(self, wanted: Sequence[_Wanted], hashes: Sequence[int]) -> None:
-        """Reads the places of all ranks that stored some of what is wanted."""
-        needed: set[int] = set()
-        with self._sensible():
-            for (key, offset, region), item_hash in zip(wanted, hashes, strict=True):
-                value = self._values.get(key)
-                if value is None:  # there is no entry: any rank may have stored it
-                    needed.update(range(self._places.count))
-                elif self._places.is_inline(item_hash):
-                    pass
-                elif isinstance(value, int):
-                    needed.add(value)
-                elif value.layout.is_one:
-                    needed.add(int(value.owners[0]))
-                elif region is not None:
-                    needed.update(value.owners[value.chunks_in(offset or (), region)].tolist())
-            self._places.load(needed)
+    def _owners(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> Iterable[int]:
+        """The sections that have some of what is wanted."""
+        value = self._values.get(key)
+        if value is None:  # there is no entry: any rank may have stored it
+            return range(self._places.count)
+        if isinstance(value, int):
+            return (value,)
+        if value.only_owner is not None:
+            return (value.only_owner,)
+        chunks = [] if region is None else value.chunks_in(offset or (), region)
+        return [int(value.owners[number]) for number in chunks]
 
     def pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
         """The stored chunks that have elements of a region; raises `MetadataError`, naming the key, if some are
@@ -144,9 +140,35 @@ class Index:
         """
         with self._sensible():
             hashes = [hash_of(key, offset) for key, offset, _ in wanted]
-        self._read_places(wanted, hashes)
-        with self._sensible():
-            return [self._pieces(*of_one, item_hash) for of_one, item_hash in zip(wanted, hashes, strict=True)]
+            whole: dict[int, list[int]] = defaultdict(list)  # most items: nothing more to find than their places
+            others: list[int] = []
+            inline, values = self._places.inline_hashes, self._values
+            for number, ((key, _, region), item_hash) in enumerate(zip(wanted, hashes, strict=True)):
+                value = values.get(key)
+                if (
+                    region is None
+                    or type(value) is not TensorValue
+                    or item_hash in inline
+                    or value.only_owner is None
+                    or region.size != value.layout.shape
+                    or 0 in region.size
+                ):
+                    others.append(number)
+                else:
+                    whole[value.only_owner].append(number)
+            needed = (self._owners(*wanted[number]) for number in others if hashes[number] not in inline)
+            self._places.load({*whole, *itertools.chain.from_iterable(needed)})
+            pieces: list[list[Piece]] = [[]] * len(wanted)
+            for owner, numbers in whole.items():
+                keys, of_owner = [wanted[number][0] for number in numbers], [hashes[number] for number in numbers]
+                for number, item in zip(numbers, self._places.stored(keys, of_owner, owner), strict=True):
+                    key, offset, region = wanted[number]
+                    if item is None or region is None:
+                        raise self._nowhere(key, offset)
+                    pieces[number] = [Piece(item, region.size, region, region)]
+            for number in others:
+                pieces[number] = self._pieces(*wanted[number], hashes[number])
+            return pieces
 
     def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None, item_hash: int) -> list[Piece]:
         value = self._values.get(key)
@@ -154,11 +176,6 @@ class Index:
             return [self._object(key, offset, value, item_hash)]
         if 0 in region.size:
             return []
-        if value.layout.is_one and region.size == value.layout.shape:  # most values: nothing more to find
-            item = self._places.find(key, item_hash, int(value.owners[0]))
-            if item is None:
-                raise self._nowhere(key, offset)
-            return [Piece(item, region.size, region, region)]
         wanted = region.moved(offset or ())
         pieces = []
         for number in value.chunks_in(offset or (), region):
@@ -198,7 +215,7 @@ class Index:
         for key, value in self._values.items():
             owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
             for offset, owner in owned:
-                item = None if owner < 0 else self._places.stored(key, hash_of(key, offset), owner)
+                item = None if owner < 0 else self._places.stored([key], [hash_of(key, offset)], owner)[0]
                 if item is not None:
                     items[key, offset] = item
                 elif owner >= 0:
@@ -208,7 +225,11 @@ class Index:
     def _metadata(self, *, whole: bool) -> Metadata:
         head = self.head
         with self._sensible(), collector_paused():
-            described = {key: self._described(value, whole=whole) for key, value in self._values.items()}
+            if whole:
+                shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
+                described = {key: shared[value] for key, value in self._values.items()}
+            else:
+                described = {key: self._described(value, whole=False) for key, value in self._values.items()}
             planner_data = self._planner_data()
             meta = StorageMeta(
                 checkpoint_id=_maybe(head.checkpoint_id),
