@@ -125,8 +125,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             process of the coordinator's does so when the model is saved; neither training nor the next save waits for
             it. If models are saved faster than they are published, some are skipped: see `wait_published`. With
             ``overwrite``, a model of one file has an index, too, so that its file stays while it is being published.
-        cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report, limits:
-            As for `TensorizerStorageWriter`.
+        cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report,
+        on_progress, limits: As for `TensorizerStorageWriter`.
 
     Raises:
         TypeError: an argument is of a wrong type.
@@ -155,10 +155,12 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         thread_count: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_report: Callable[[SaveReport], object] | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
     ) -> None:
         self._path = None if path is None else path_to_write(path)
         check_callable("on_report", on_report)
+        check_callable("on_progress", on_progress)
         check_storage_options(storage_options)
         self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite, publish)
         options = SaveOptions(
@@ -173,7 +175,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
                 limits=limits,
             ),
         )
-        self._begin(options, SaveCallbacks(on_report))
+        self._begin(options, SaveCallbacks(on_report, on_progress))
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""

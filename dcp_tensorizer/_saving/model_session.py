@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,13 @@ class ModelSession(SaveSession):
         if ranks.size != layout.ranks:
             raise WriteError(f"{self.path}: {layout.ranks} ranks have planned the save, and its group has {ranks.size}")
         job = _RankJob(self, layout)
-        others_failed = job.run(plan, planner, ranks)
-        if (job.error is not None or others_failed) and self._destination.commits:
-            self._destination.drop_files()
-        if job.error is not None:
-            raise job.error
+        own = job.prepare(plan, planner)
+        with self._context.callbacks.progress(self.path, lambda: int(own.nbytes.sum())) as progress:
+            others_failed = job.run(own, ranks, progress)
+            if (job.error is not None or others_failed) and self._destination.commits:
+                self._destination.drop_files()
+            if job.error is not None:
+                raise job.error
         done = job.done
         names = [layout.files[number].file for number in sorted(job.touched)]
         files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
@@ -164,7 +166,12 @@ class ModelSession(SaveSession):
         return self._destination.commits
 
     def write_pieces(
-        self, layout: RankLayout, pieces: Pieces, items: Sequence[Item], dtypes: Sequence[torch.dtype]
+        self,
+        layout: RankLayout,
+        pieces: Pieces,
+        items: Sequence[Item],
+        dtypes: Sequence[torch.dtype],
+        progress: Callable[[int], object],
     ) -> PartsWritten:
         """Writes pieces of this rank's items; raises `WriteError`."""
         context = self._context
@@ -178,6 +185,7 @@ class ModelSession(SaveSession):
             self._staged_save,
             context.options.write,
             lambda: context.closed,
+            progress,
         )
 
 
@@ -249,12 +257,21 @@ class _RankJob:
         self.done = PartsWritten()
         self.items: list[Item] = []
         self.touched: set[int] = set()
+        self._progress: Callable[[int], object] = lambda nbytes: None
 
-    def run(self, plan: SavePlan, planner: SavePlanner, ranks: RankGroup) -> bool:
-        """Writes everything; returns whether another rank has failed."""
+    def prepare(self, plan: SavePlan, planner: SavePlanner) -> Pieces:
+        """Resolves the items; returns the pieces that this rank has. If it fails, that are none, and `run` says so."""
+        try:
+            return self._pieces(plan, planner)
+        except BaseException as error:
+            self.error = error
+            return Pieces.joined([])
+
+    def run(self, pieces: Pieces, ranks: RankGroup, progress: Callable[[int], object]) -> bool:
+        """Writes everything; returns whether another rank has failed. ``progress`` takes the bytes written so far."""
+        self._progress = progress
         exchange: PieceExchange | None = None
         try:
-            pieces = self._prepare(plan, planner, ranks)
             own, shared = split(pieces, self._layout)
             self._write(own)
             if self._layout.has_granules:
@@ -268,7 +285,7 @@ class _RankJob:
         failed = ranks.gather([self.error is not None])
         return bool(failed.any())
 
-    def _prepare(self, plan: SavePlan, planner: SavePlanner, ranks: RankGroup) -> Pieces:
+    def _pieces(self, plan: SavePlan, planner: SavePlanner) -> Pieces:
         layout = self._layout
         self.items = self._session.items_of(plan, planner, layout)
         self._sources = list(self.items)
@@ -303,7 +320,10 @@ class _RankJob:
         chosen = Pieces(pieces.file, pieces.offset, pieces.nbytes, number.reshape(-1).astype(np.int64), pieces.start)
         sources = [self._sources[n] for n in used.tolist()]
         dtypes = [self._dtypes[n] for n in used.tolist()]
-        self.done += self._session.write_pieces(self._layout, chosen, sources, dtypes)
+        before = self.done.nbytes
+        self.done += self._session.write_pieces(
+            self._layout, chosen, sources, dtypes, lambda nbytes: self._progress(before + nbytes)
+        )
 
     def _round(self, number: int, exchange: PieceExchange | None, ranks: RankGroup) -> bool:
         """Exchanges one window, and writes what has arrived; returns whether a rank has failed."""

@@ -168,6 +168,7 @@ class WriterClient:
         staged_save: StagedSave | None,
         options: WriteOptions,
         is_closed: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], object] = lambda nbytes: None,
     ) -> PartsWritten:
         """Writes pieces of items into files that other ranks write, too: see `write`.
 
@@ -178,7 +179,9 @@ class WriterClient:
         def write_here() -> PartsWritten:
             tensors = [item.tensor for item in items]
             self._device.side_streams.settle(tensors)
-            return SharedWriteJob(storage, files, pieces, ItemBytes(tensors, dtypes).fill, options).run()
+            job = SharedWriteJob(storage, files, pieces, ItemBytes(tensors, dtypes).fill, options)
+            with each_second(lambda: progress(job.bytes_written)):
+                return job.run()
 
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
             return write_here()
@@ -191,7 +194,8 @@ class WriterClient:
         )
 
         def write_there() -> PartsWritten:
-            done: PartsWritten = self.ensure_process(context).ask(request, buffers, options.limits.timeout, context)
+            process = self.ensure_process(context)
+            done: PartsWritten = process.ask(request, buffers, options.limits.timeout, context, progress)
             return done
 
         try:

@@ -127,6 +127,19 @@ def specials(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([listed, filled(dtype, (4099,))])
 
 
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_progress_ends_with_all_bytes_of_the_files(tmp_path: Path, is_async: bool) -> None:
+    """It begins with none of them, never goes back, and always names the same total."""
+    seen: list[tuple[int, int]] = []
+    save(
+        tmp_path, state(), is_async=is_async, max_shard_bytes=10_000, on_progress=lambda *numbers: seen.append(numbers)
+    )
+    total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert (seen[0], seen[-1]) == ((0, total), (total, total))
+    assert seen == sorted(seen)
+    assert {of_all for _, of_all in seen} == {total}
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_name
 )
@@ -295,6 +308,7 @@ def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
         ({"rename": {"a*": "b"}}, ValueError, "'b' cannot become 'a*'"),
         ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0 must be an int of at least 1"),
         ({"files": "config.json"}, TypeError, "files must be a list of paths, and is 'config.json'"),
+        ({"on_progress": 5}, TypeError, "on_progress"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
