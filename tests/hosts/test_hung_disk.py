@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
+from .. import warm
 from ..support import ROOT
 
 TIMEOUT = 3.0
@@ -79,7 +79,7 @@ print(json.dumps(told), flush=True)
 def run_beside(disk, job, *arguments, seconds):
     """Runs a job on a disk that is frozen and thawed when the job asks for it; returns its output and its errors."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", job, str(disk.path), *map(str, arguments)],
+        [warm.python(), "-W", "ignore", "-c", job, str(disk.path), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

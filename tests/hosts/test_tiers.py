@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..integration.tiers.support import aside
 from ..support import directories_in, run_python
 from .disks import Disk
 
@@ -79,7 +77,7 @@ with CheckpointManager(run.remote, local=run.local, keep_latest=3, stop_signals=
 
 def test_a_local_disk_that_turns_read_only(tmp_path: Path, small_disk: Callable[..., Disk]) -> None:
     """What lies there arrives, saves go to the remote in their order, and the next job does not bring it back."""
-    disk, before = small_disk(64 * MEBI), aside()
+    disk = small_disk(64 * MEBI)
     done = [run_python(_READ_ONLY, disk.path, tmp_path, timeout=150.0) for _ in range(2)]
     assert [run.stdout.splitlines() for run in done] == [
         ["restored 1", "there ['step-1', 'step-2']", "there ['step-1', 'step-2', 'step-3']"],
@@ -87,7 +85,6 @@ def test_a_local_disk_that_turns_read_only(tmp_path: Path, small_disk: Callable[
     ]
     assert all(run.stderr.count("this save goes to") == 2 and "ERROR" not in run.stderr for run in done)
     assert len(list((tmp_path / "remote").rglob("*.tensors"))) == 3
-    _forget(before)
 
 
 # Step 1 is not on the remote when the local disk answers everything with an error. Two more are saved.
@@ -118,17 +115,10 @@ print("there", sorted(path.parent.name for path in run.remote.rglob(".metadata")
 
 def test_a_local_disk_that_breaks(tmp_path: Path, small_disk: Callable[..., Disk]) -> None:
     """What lay there is one error in the log, and saves do not wait for it."""
-    disk, before = small_disk(64 * MEBI, "ext4"), aside()
+    disk = small_disk(64 * MEBI, "ext4")
     done = run_python(_BROKEN, disk.path, tmp_path, timeout=150.0)
     assert done.stdout.splitlines()[-1] == "there ['step-2', 'step-3']"
     assert done.stderr.count("this save goes to") == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     assert len(errors) == 1, errors
     assert "cannot be read: [Errno 5]" in errors[0]
-    _forget(before)
-
-
-def _forget(before: list[str]) -> None:
-    """Removes what was written down aside since then: these disks do not come back."""
-    for name in set(aside()) - set(before):
-        shutil.rmtree(f"/dev/shm/{name}")
