@@ -10,9 +10,10 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Three at once, as each of them waits now and then for processes that start; CI adds the hosts by AND=hosts.
+# Three at once, as each of them waits now and then for processes that start. CI adds the hosts by AND=hosts, which wait
+# most: so they come first.
 test: $(READY)
-	$(MAKE) --jobs=3 --output-sync=target unit-integration storage-docs e2e $(AND) check
+	$(MAKE) --jobs=3 --output-sync=target $(AND) e2e storage-docs unit-integration check
 
 # While you work: what needs no process and no server.
 quick: $(READY)
