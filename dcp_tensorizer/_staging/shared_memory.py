@@ -19,7 +19,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +53,15 @@ def _let_go(mapping: mmap.mmap) -> None:
     address.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+class _Layout(NamedTuple):
+    """All tensors of a buffer."""
+
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    tensors: list[torch.Tensor]
+    addresses: list[int]  # of the tensors, when they were made
 
 
 class SharedBuffer:
@@ -91,6 +102,7 @@ class SharedBuffer:
         if hasattr(mmap, "MADV_DONTFORK"):
             self._map.madvise(mmap.MADV_DONTFORK)
         self._used = 0
+        self._layout: _Layout | None = None  # the tensors that `allocate_all` has made last
         self.is_kept = False
         self._pinning = False
         self._undo: list[Callable[[], None]] = []
@@ -128,7 +140,11 @@ class SharedBuffer:
 
     @property
     def in_use(self) -> bool:
-        """Returns whether a tensor made by `allocate` is left. Each refers to the mapping, also after `close`."""
+        """Returns whether a tensor of the buffer is left. Each refers to the mapping, also after `close`.
+
+        Those that the buffer itself keeps do so, too: it lets go of them first.
+        """
+        self.forget()
         own = 1 if self._map is None else 2  # and `getrefcount`'s own
         return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
@@ -156,6 +172,32 @@ class SharedBuffer:
             return flat
         return flat.resize_(*shape) if shape else flat.view(())  # half of a view's time: the memory stays as it is
 
+    def allocate_all(self, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> list[torch.Tensor]:
+        """All tensors of an empty buffer, as `allocate` makes them.
+
+        The buffer keeps tensors over the same memory. If the next state has the same dtypes and shapes, it gets aliases
+        of them, which are made in an eighth of the time.
+        """
+        layout = self._layout
+        if layout is None or not self._has_kept(layout, dtypes, shapes):
+            self._layout = None  # frees the tensors before new ones are made
+            with torch.inference_mode(False):  # the next state may be staged outside of it
+                made = list(map(self.allocate, dtypes, shapes))
+            layout = self._layout = _Layout(dtypes, shapes, made, _addresses(made))
+        # Not `Tensor.detach`: it takes twice as long, and lets the interpreter go, which has to be waited for again.
+        return list(map(attrgetter("data"), layout.tensors))
+
+    def _has_kept(self, layout: _Layout, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> bool:
+        """Returns whether a layout is that of some tensors, and still in the buffer: torch.multiprocessing moves
+        storages that it pickles.
+        """
+        is_same = layout.dtypes == dtypes and layout.shapes == shapes
+        return is_same and _addresses(layout.tensors) == layout.addresses
+
+    def forget(self) -> None:
+        """Lets go of the tensors that `allocate_all` has kept."""
+        self._layout = None
+
     def locate(self, tensor: torch.Tensor) -> int | None:
         """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
         offset = tensor.data_ptr() - self._base
@@ -163,9 +205,14 @@ class SharedBuffer:
         return offset if inside and is_plain(tensor) else None
 
     def close(self) -> None:
-        """Frees the memory as soon as no tensor made by `allocate` is left. Idempotent."""
+        """Frees the memory as soon as no tensor of it is left. Idempotent."""
+        self.forget()
         self._release()
         self._map = None
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def aligned(nbytes: int) -> int:

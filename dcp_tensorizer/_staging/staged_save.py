@@ -324,6 +324,8 @@ class StagedStateDict(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         error = self._take()
+        if self.staged_save.buffer is not None:  # torch.multiprocessing moves the tensors to other memory
+            self.staged_save.buffer.forget()
         return (dict, (list(super().items()),)) if error is None else (_failed, (error,))
 
     def _take(self) -> str | None:

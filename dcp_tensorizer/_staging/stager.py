@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from .._format.tensor_bytes import is_plain_class
 from .._runtime.gc_pause import collector_paused
 from .._runtime.threads import Deadline, is_running
 from ..errors import StagingError
@@ -23,8 +25,8 @@ from .device import CUDA, Device, settle_other_devices
 from .shared_mappings import SharedMappings, SharedTensors
 from .shared_memory import SharedBuffer, aligned
 from .staged_save import StagedSave, StagedStateDict, StagingState
-from .state_tree import DtypeOf, TensorList, copy_structure, fill_tensors
-from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, Pair, allocation_order
+from .state_tree import DtypeOf, TensorList, copy_items, fill_tensors
+from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -34,32 +36,40 @@ class _Snapshot:
     """A state dict at one moment: everything except the elements of its tensors."""
 
     structure: dict[str, Any]  # the state dict, copied except for its tensors
-    tensors: list[torch.Tensor]  # the plain tensors in it
+    listed: list[torch.Tensor]  # the plain tensors in it
+    tensors: list[torch.Tensor]  # the same memory, whatever training assigns to ``data`` if it goes on meanwhile
     in_place: set[int]  # numbers of the tensors that are written from shared memory, without a copy
     omitted: set[int]  # numbers of the tensors that other ranks write; tensors without memory stand for them
     shared: SharedTensors | None  # the tensors of `in_place`, if any
     sources: list[torch.Tensor]  # the tensors to copy
     dtypes: list[torch.dtype]  # of their copies
     dtype_of: DtypeOf | None  # what those are that are cast
-    devices: list[int]  # of the sources that are not in host memory
+    places: list[int | None]  # the device of each source; None for host memory
+
+    @property
+    def devices(self) -> list[int]:
+        """The devices of the sources."""
+        return [index for index in dict.fromkeys(self.places) if index is not None]
 
     @property
     def nbytes(self) -> int:
         """The size of a buffer for the copies."""
+        if not self.devices:  # nothing is cast
+            return sum(map(aligned, map(attrgetter("nbytes"), self.sources)))
         pairs = zip(self.sources, self.dtypes, strict=True)
         return sum(aligned(source.numel() * dtype.itemsize) for source, dtype in pairs)
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
         """Builds the staged state dict from the copies of `sources`; called once."""
-        others = iter(copied)
-        if not self.in_place and not self.omitted:
-            return fill_tensors(self.structure, others, self.dtype_of)  # type: ignore[no-any-return]
-        staged = (
-            t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
-            for n, t in enumerate(self.tensors)
-        )
-        return fill_tensors(self.structure, staged, self.dtype_of)  # type: ignore[no-any-return]
+        staged = copied
+        if self.in_place or self.omitted:
+            others = iter(copied)
+            staged = (
+                t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
+                for n, t in enumerate(self.tensors)
+            )
+        return fill_tensors(self.structure, self.listed, staged, self.dtype_of)  # type: ignore[no-any-return]
 
 
 class Stager:
@@ -211,12 +221,12 @@ class Stager:
             buffer.is_kept = is_kept
             if (index := self._pin_for(snapshot.devices)) is not None:
                 buffer.pin(self._device, index)
-            tensors: dict[int, torch.Tensor] = {}
-            copies = staged_save.copies = self._begin_copies(snapshot, buffer, tensors)
+            tensors, copies = self._begin_copies(snapshot, buffer)
+            staged_save.copies = copies
             copy_from_devices = self._copy_from_devices if copies.on_device else None
             if copy_from_devices is None:
                 copies.queue_from_devices()
-            staged.update(snapshot.fill(tensors[number] for number in range(len(tensors))))
+            staged.update(snapshot.fill(tensors))
             staged_save.reach(StagingState.BUILT)
             if copy_from_devices is not None and not copy_from_devices(buffer, copies):
                 buffer.pin(self._device, snapshot.devices[0])  # the writer process cannot copy, so this process does
@@ -235,28 +245,28 @@ class Stager:
             staged.clear()
 
     @collector_paused()
-    def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer, tensors: dict[int, torch.Tensor]) -> Copies:
-        """Fills ``tensors`` with a staged tensor for each source, and begins to copy those in host memory."""
-        sources, dtypes, index_of = snapshot.sources, snapshot.dtypes, self._device.index_of
-        is_on_host = not snapshot.devices  # all of them
-
-        def pairs() -> Iterator[Pair]:
-            numbers = range(len(sources))
-            for number in numbers if is_on_host else allocation_order(sources, dtypes, self._device, self._limits):
-                source = sources[number]
-                tensors[number] = staged = buffer.allocate(dtypes[number], source.shape)
-                yield staged, source
-
-        host_bytes = sum(source.nbytes for source in sources if is_on_host or index_of(source) is None)
-        return Copies(pairs(), self._device.side_streams, self._thread_count, self._limits, host_bytes)
+    def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer) -> tuple[list[torch.Tensor], Copies]:
+        """Makes a staged tensor for each source, and begins to copy those in host memory."""
+        sources, dtypes, places = snapshot.sources, snapshot.dtypes, snapshot.places
+        shapes = list(map(attrgetter("shape"), sources))
+        if snapshot.devices:
+            order = allocation_order(sources, dtypes, self._device, self._limits)
+            made = buffer.allocate_all([dtypes[n] for n in order], [shapes[n] for n in order])
+            of_number = dict(zip(order, made, strict=True))
+            staged = [of_number[n] for n in range(len(sources))]
+        else:
+            staged = buffer.allocate_all(dtypes, shapes)
+        return staged, Copies(staged, sources, places, self._device.side_streams, self._thread_count, self._limits)
 
     @collector_paused()
     @torch.no_grad()
     def _snapshot(self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset()) -> _Snapshot:
         tensors = TensorList(omitted)
-        structure = {key: copy_structure(value, str(key), tensors) for key, value in state_dict.items()}
+        structure = dict(copy_items(state_dict, "", tensors))
+        listed, omitted_tensors = list(tensors), tensors.omitted
+        if self._overlap_staging or self._in_place:
+            tensors[:] = [t.data if is_plain_class(t) else t for t in listed]
         mappings = SharedMappings() if self._in_place else None
-        omitted_tensors = tensors.omitted
         in_place = set[int]()
         if mappings is not None:
             in_place = {n for n, t in enumerate(tensors) if mappings.locate(t) is not None} - omitted_tensors
@@ -264,14 +274,14 @@ class Stager:
         elsewhere = in_place | omitted_tensors
         sources = [t for n, t in enumerate(tensors) if n not in elsewhere] if elsewhere else list(tensors)
         places = list(map(self._device.index_of, sources))
-        devices = [index for index in dict.fromkeys(places) if index is not None]
-        dtypes = [source.dtype for source in sources]
-        if devices and self.dtype_of is not None and self._copy_from_devices is None:
+        dtypes = list(map(attrgetter("dtype"), sources))
+        if any(place is not None for place in places) and self.dtype_of is not None and self._copy_from_devices is None:
             fixed = {id(tensors[number]) for number in tensors.inner}
             for number, (source, place) in enumerate(zip(sources, places, strict=True)):
                 if place is not None and id(source) not in fixed:
                     dtypes[number] = self.dtype_of(source.dtype)
-        return _Snapshot(structure, tensors, in_place, omitted_tensors, shared, sources, dtypes, self.dtype_of, devices)
+        of_sources = sources, dtypes, self.dtype_of, places
+        return _Snapshot(structure, listed, tensors, in_place, omitted_tensors, shared, *of_sources)
 
     def _pin_for(self, devices: Sequence[int]) -> int | None:
         """The first device from which this process copies anything."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .._format.tensor_bytes import check_supported, is_plain_class, is_wrapper
+from .._format.tensor_bytes import check_supported, is_ordinary, is_plain_class, is_wrapper
 from .._runtime.torch_compat import (
     DTensor,
     Shard,
@@ -51,9 +51,9 @@ class TensorList(list[torch.Tensor]):
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Adds the plain tensors inside a tensor."""
-        if is_plain_class(tensor) and key not in self._omitted_keys:  # as nearly all are: every call counts
+        if is_plain_class(tensor) and key not in self._omitted_keys:
             check_supported(key, tensor)
-            self.append(tensor.detach())
+            self.append(tensor)
             return
         first = len(self)
         self.extend(_inner_tensors(tensor, key))
@@ -62,6 +62,11 @@ class TensorList(list[torch.Tensor]):
         if key in self._omitted_keys:
             is_staged = key in self._omitted or isinstance(tensor, ShardedTensor)
             self._omitted[key] = range(0) if is_staged else range(first, len(self))
+
+    @property
+    def omits(self) -> bool:
+        """Returns whether there are keys that are not staged."""
+        return bool(self._omitted_keys)
 
     @property
     def omitted(self) -> set[int]:
@@ -86,7 +91,7 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
     if isinstance(value, _ATOMIC):
         return value
     if isinstance(value, Mapping):
-        items = [(name, copy_structure(item, f"{key}.{name}", tensors)) for name, item in value.items()]
+        items = copy_items(value, f"{key}.", tensors)
         if type(value) in (dict, collections.OrderedDict):
             return type(value)(items)  # type: ignore[call-arg]
         return _copy_container(value, items, key) if isinstance(value, dict) else _copy_mapping(value, items)
@@ -97,6 +102,19 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
         return copy.deepcopy(value)
     except Exception as error:
         raise _cannot_be_copied(key, value, f"{type(error).__name__}: {error}") from error
+
+
+def copy_items(mapping: Mapping[Any, Any], prefix: str, tensors: TensorList) -> list[tuple[Any, Any]]:
+    """Copies the values of a mapping as `copy_structure` does; the keys of its tensors begin with ``prefix``."""
+    items = []
+    has_plain_rule = not tensors.omits
+    for name, item in mapping.items():
+        if has_plain_rule and is_ordinary(item):  # as nearly all are: every call counts
+            tensors.append(item)
+        else:
+            item = copy_structure(item, f"{prefix}{name}", tensors)
+        items.append((name, item))
+    return items
 
 
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
@@ -170,29 +188,34 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
     return [inner for part in parts for inner in _inner_tensors(part, key)]
 
 
-def fill_tensors(structure: Any, staged: Iterable[torch.Tensor], dtype_of: DtypeOf | None = None) -> Any:
+def fill_tensors(
+    structure: Any, tensors: Iterable[torch.Tensor], staged: Iterable[torch.Tensor], dtype_of: DtypeOf | None = None
+) -> Any:
     """Puts staged tensors into the result of `copy_structure`, in place if possible, and returns it.
 
-    A staged tensor may be of the dtype that ``dtype_of`` gives for the tensor's. Raises `StagingError` if they do not
-    fit: too few or too many, or of another shape or dtype.
+    ``tensors`` are those that `copy_structure` has listed, and ``staged`` their copies. A copy may be of the dtype that
+    ``dtype_of`` gives for the tensor's. Raises `StagingError` if the structure has other tensors now: more or fewer, or
+    of another shape or dtype.
     """
-    left = _Staged(iter(staged), dtype_of)
+    left = _Staged(zip(tensors, staged, strict=True), dtype_of)
     filled = _fill(structure, left)
-    if next(left.tensors, None) is not None:
+    if next(left.pairs, None) is not None:
         raise StagingError(_OTHER_TENSORS)
     return filled
 
 
 class _Staged(NamedTuple):
-    """The staged tensors that are left."""
+    """The listed tensors that are left, each with its copy."""
 
-    tensors: Iterator[torch.Tensor]
+    pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]
     dtype_of: DtypeOf | None
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The next one, which is a tensor's copy."""
-        copied = next(self.tensors, None)
-        if copied is None or copied.shape != tensor.shape or not self._fits(copied.dtype, tensor.dtype):
+        """The next copy, which is a tensor's. A tensor inside of another one may be made at each access."""
+        listed, copied = next(self.pairs, (None, tensor))
+        if listed is not tensor and (
+            listed is None or copied.shape != tensor.shape or not self._fits(copied.dtype, tensor.dtype)
+        ):
             raise StagingError(_OTHER_TENSORS)
         return copied
 

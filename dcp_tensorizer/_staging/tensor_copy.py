@@ -11,9 +11,12 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
+import itertools
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -48,38 +51,33 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Copies:
-    """Copies of a state dict's tensors: begun by one thread, and waited for by any.
+    """Copies of tensors to their staged tensors: begun by one thread, and waited for by any.
 
-    ``pairs`` are staged tensors and their sources. Those in host memory, ``host_bytes`` in all, are copied by
-    ``threads`` threads while the pairs are still being made. Those on devices are queued on ``streams``, after
-    `SideStreams.follow`.
+    ``places`` are the devices of the sources; None for host memory. Those in host memory are copied by ``threads``
+    threads, which begin at once. Those on devices are queued on ``streams``, after `SideStreams.follow`.
     """
 
     def __init__(
         self,
-        pairs: Iterable[Pair],
+        staged: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        places: Sequence[int | None],
         streams: SideStreams,
         threads: int,
         limits: GatherLimits = DEFAULT_LIMITS,
-        host_bytes: int = 0,
     ) -> None:
         self._limits = limits
-        self._on_host = HostCopies(host_bytes, threads)
         self._on_device: dict[int, list[Pair]] = defaultdict(list)
-        index_of = streams.device.index_of
-        try:
-            for staged, source in pairs:
-                if source.dtype in UNCOPYABLE:
-                    staged, source = copyable(staged), copyable(source)
-                if (index := index_of(source)) is not None:
-                    if source.numel():
-                        self._on_device[index].append((staged, source))
-                elif source.numel():
-                    self._on_host.add(staged, source)
-            self.streams = {index: streams[index] for index in self._on_device}
-        except BaseException:
-            self._on_host.wait()
-            raise
+        if not UNCOPYABLE.isdisjoint(map(attrgetter("dtype"), sources)):
+            staged, sources = list(map(copyable, staged)), list(map(copyable, sources))
+        if any(place is not None for place in places):
+            for target, source, place in zip(staged, sources, places, strict=True):
+                if place is not None and source.numel():
+                    self._on_device[place].append((target, source))
+            on_host = [number for number, place in enumerate(places) if place is None]
+            staged, sources = [staged[number] for number in on_host], [sources[number] for number in on_host]
+        self.streams = {index: streams[index] for index in self._on_device}
+        self._on_host = HostCopies(staged, sources, threads)
         self._marks: list[Event] = []
 
     @property
@@ -227,9 +225,6 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
 
 
 # --- copying tensors of host memory with the free cores ---------------------------------------------------------------
-#
-# The tensors are divided among threads. A complete share is copied while the staged tensors of the next one are made,
-# which for 5,000 tensors takes a quarter of the time of the copy.
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A staged tensor, and the tensor whose elements it gets."""
@@ -239,36 +234,29 @@ _SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
 
 
 class HostCopies:
-    """Copies of ``nbytes`` bytes of tensors in host memory, begun while tensors are still being added.
-
-    ``threads`` threads copy about the same number of bytes each, if torch itself has only one.
+    """Copies of tensors in host memory. ``threads`` threads copy about the same number of bytes each, if torch itself
+    has only one; all but one of them begin at once.
     """
 
-    def __init__(self, nbytes: int, threads: int) -> None:
-        is_shared = threads > 1 and nbytes >= _SHARED_COPY and torch.get_num_threads() == 1
-        self._share_bytes = nbytes / threads if is_shared else nbytes
-        self._others = threads - 1 if is_shared else 0
-        self._added = 0
-        self._share: list[Pair] = []
+    def __init__(self, staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> None:
+        self._share = staged, sources
         self._begun: list[concurrent.futures.Future[None]] = []
-
-    def add(self, staged: torch.Tensor, source: torch.Tensor) -> None:
-        """Adds a tensor, which is copied by `finish` at the latest."""
-        if not self._others:
-            self._share.append((staged, source))
-            return
-        for piece in _pieces(staged, source):
-            self._share.append(piece)
-            self._added += piece[0].nbytes
-            if len(self._begun) < self._others and self._added >= self._share_bytes * (len(self._begun) + 1):
-                self._begun.append(in_background(functools.partial(_copy, self._share)))
-                self._share = []
+        if threads > 1 and torch.get_num_threads() == 1:
+            sizes = list(map(attrgetter("nbytes"), sources))
+            if sum(sizes) >= _SHARED_COPY:
+                *others, self._share = _shares(staged, sources, sizes, threads)
+                try:
+                    for share in others:
+                        self._begun.append(in_background(functools.partial(_copy, *share)))
+                except BaseException:  # a KeyboardInterrupt
+                    self.wait()
+                    raise
 
     def finish(self) -> None:
         """Copies the last share, and waits until all tensors are copied."""
-        share, self._share = self._share, []
+        share, self._share = self._share, ([], [])
         try:
-            _copy(share)
+            _copy(*share)
         finally:
             self.wait()
         for copied in self._begun:
@@ -279,10 +267,27 @@ class HostCopies:
         concurrent.futures.wait(self._begun)
 
 
-def _copy(pairs: Sequence[Pair]) -> None:
-    if pairs:
+_Share = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def _copy(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if staged:
         with torch.no_grad():  # each thread has its own grad mode
-            copy_all([staged for staged, _ in pairs], [source for _, source in pairs])
+            copy_all(staged, sources)
+
+
+def _shares(
+    staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], sizes: Sequence[int], threads: int
+) -> list[_Share]:
+    """Cuts large tensors into pieces, and divides all among threads, in order."""
+    if max(sizes) > _PIECE:
+        pairs = [piece for pair in zip(staged, sources, strict=True) for piece in _pieces(*pair)]
+        staged, sources = zip(*pairs, strict=True)
+        sizes = [source.nbytes for source in sources]
+    ends = list(itertools.accumulate(sizes))
+    cuts = [bisect_left(ends, ends[-1] * number / threads) + 1 for number in range(1, threads)]
+    bounds = itertools.pairwise([0, *cuts, len(ends)])
+    return [(staged[first:last], sources[first:last]) for first, last in bounds]
 
 
 def _pieces(staged: torch.Tensor, source: torch.Tensor) -> list[Pair]:

@@ -88,10 +88,12 @@ class Snapshots:
             with suppress(StagingError):  # then copies are slower
                 self._unpin[request.buffer] = self._streams.device.pin(address, len(memory), request.device)
         storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
-        pairs = [(_copy_in(tensor, memory), _open(tensor, storages[tensor.storage])) for tensor in request.tensors]
-        self._streams.follow(source for _, source in pairs)
+        staged = [_copy_in(tensor, memory) for tensor in request.tensors]
+        sources = [_open(tensor, storages[tensor.storage]) for tensor in request.tensors]
+        self._streams.follow(sources)
+        places = list(map(self._streams.device.index_of, sources))
         with torch.no_grad():
-            copies = Copies(pairs, self._streams, 1)
+            copies = Copies(staged, sources, places, self._streams, 1)
             try:
                 copies.start()
             finally:

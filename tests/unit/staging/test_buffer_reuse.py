@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -54,6 +55,23 @@ def test_a_buffer_is_used_again_once_its_save_is_over(stager: Stager) -> None:
     assert inode(third) == number
     assert second.staged_save.buffer is None
     assert dict(third)["b"].tolist() == [3.0] * 10
+
+
+def test_the_next_save_has_tensors_over_the_same_memory_unless_the_last_was_pickled(stager: Stager) -> None:
+    """The buffer keeps its tensors while a save on a thread of its own goes on; torch.multiprocessing would move them
+    to other memory, which would stay as long as they do.
+    """
+    first = stager.stage({"a": torch.ones(5)})
+    buffer = first.staged_save.buffer
+    assert buffer is not None
+    in_thread(first.items).join(WAIT)
+    del first
+    assert buffer._layout is not None
+    second = stager.stage({"a": torch.full((5,), 2.0)})
+    assert second.staged_save.buffer is buffer
+    assert second["a"].tolist() == [2.0] * 5
+    assert pickle.loads(pickle.dumps(second))["a"].tolist() == [2.0] * 5
+    assert buffer._layout is None
 
 
 def test_a_buffer_grows_with_the_state_dict(stager: Stager) -> None:

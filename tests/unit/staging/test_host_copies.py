@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from dcp_tensorizer._staging import tensor_copy
-from dcp_tensorizer._staging.device import SideStreams
-from dcp_tensorizer._staging.tensor_copy import Copies, HostCopies
+from dcp_tensorizer._staging.tensor_copy import HostCopies
 
-from ...simulated import SimulatedDevice
 from ...support import filled, same
 
 _MEGABYTE = 1 << 18  # elements of float32
@@ -31,10 +29,7 @@ def _one_thread() -> Iterator[None]:
 def copied(sources: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
     """Copies of tensors."""
     staged = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
-    copies = HostCopies(sum(source.nbytes for source in sources), threads)
-    for pair in zip(staged, sources, strict=True):
-        copies.add(*pair)
-    copies.finish()
+    HostCopies(staged, sources, threads).finish()
     return staged
 
 
@@ -70,19 +65,27 @@ def at_once(operation: Callable[[], None]) -> concurrent.futures.Future[None]:
     return done
 
 
-def test_a_share_is_copied_as_soon_as_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others copy theirs before the last is complete; that one waits for `finish`, which this thread does."""
+def test_all_shares_but_the_last_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others copy theirs; the last one waits for `finish`, which this thread does."""
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
     sources = [torch.ones(3 * _MEGABYTE) for _ in range(8)]
     staged = [torch.zeros(3 * _MEGABYTE) for _ in sources]
-    copies = HostCopies(24 << 20, 4)
-    seen = []
-    for pair in zip(staged, sources, strict=True):
-        copies.add(*pair)
-        seen.append(sum(int(tensor[0]) for tensor in staged))
-    assert seen == [0, 2, 2, 4, 4, 6, 6, 6]
+    copies = HostCopies(staged, sources, 4)
+    assert [int(tensor[0]) for tensor in staged] == [1] * 6 + [0] * 2
     copies.finish()
     assert [tensor.mean().item() for tensor in staged] == [1.0] * 8
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_shares_have_about_the_same_size(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Tensors that are larger than a share are cut, and some threads get nothing where the last tensor ends early."""
+    taken: list[int] = []
+    monkeypatch.setattr(tensor_copy, "in_background", at_once)
+    monkeypatch.setattr(tensor_copy, "copy_all", lambda staged, _: taken.append(sum(t.nbytes for t in staged)))
+    sources = [torch.empty(100 * _MEGABYTE), torch.empty(5 * _MEGABYTE), torch.empty(0), torch.empty(1)]
+    HostCopies(sources, sources, threads).finish()
+    assert sum(taken) == sum(source.nbytes for source in sources)
+    assert max(taken) <= sum(taken) / threads + 28e6
 
 
 @pytest.mark.parametrize(("nbytes", "threads", "of_torch"), [(24 << 20, 1, 1), (1 << 20, 4, 1), (24 << 20, 4, 2)])
@@ -97,25 +100,27 @@ def test_nobody_helps(monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: int
 def test_an_error_of_another_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever share has failed: no staged state dict may hold half of the state."""
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
-    copies = HostCopies(24 << 20, 2)
-    copies.add(torch.zeros(4 * _MEGABYTE), torch.zeros(3 * _MEGABYTE))  # of another size
-    copies.add(torch.zeros(2 * _MEGABYTE), torch.zeros(2 * _MEGABYTE))
+    staged = [torch.zeros(4 * _MEGABYTE), torch.zeros(2 * _MEGABYTE)]
+    copies = HostCopies(staged, [torch.zeros(3 * _MEGABYTE), torch.zeros(2 * _MEGABYTE)], 2)  # the first: another size
     with pytest.raises(RuntimeError, match="size"):
         copies.finish()
 
 
-def test_copies_that_have_begun_are_waited_for_when_the_rest_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_have_begun_are_waited_for_when_the_rest_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer is another save's then: nothing may be written to it any more."""
     begun: list[concurrent.futures.Future[None]] = []
     begin = tensor_copy.in_background
-    monkeypatch.setattr(tensor_copy, "in_background", lambda operation: begun.append(begin(operation)) or begun[-1])
-    source, staged = torch.ones(8 * _MEGABYTE), torch.zeros(8 * _MEGABYTE)
 
-    def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield staged, source
-        raise MemoryError("no more")
+    def interrupted(operation: Callable[[], None]) -> concurrent.futures.Future[None]:
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(begin(operation))
+        return begun[0]
 
-    with pytest.raises(MemoryError, match="no more"):
-        Copies(pairs(), SideStreams(SimulatedDevice()), 2, host_bytes=16 << 20)
+    monkeypatch.setattr(tensor_copy, "in_background", interrupted)
+    sources = [torch.ones(8 * _MEGABYTE) for _ in range(3)]
+    staged = [torch.zeros(8 * _MEGABYTE) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        HostCopies(staged, sources, 3)
     assert [future.done() for future in begun] == [True]
-    assert staged.mean().item() == 1.0
+    assert staged[0].mean().item() == 1.0

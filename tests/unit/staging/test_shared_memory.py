@@ -127,6 +127,91 @@ def test_in_use_as_long_as_a_tensor_or_a_view_of_one_is_left() -> None:
     assert not buffer.in_use
 
 
+def layout() -> tuple[list[torch.dtype], list[torch.Size]]:
+    """The dtypes and shapes of some tensors."""
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+    return dtypes, [torch.Size(shape) for shape in ((2, 5), (), (3, 0), (7,))]
+
+
+def test_tensors_of_the_same_layout_are_aliases_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are where they were, and are tensors of their own: what is done to one does not show in the next."""
+    buffer = SharedBuffer(PAGE)
+    first = buffer.allocate_all(*layout())
+    assert [(t.dtype, t.shape) for t in first] == list(zip(*layout(), strict=True))
+    assert [t.untyped_storage().nbytes() for t in first] == [40, 2, 0, 7]
+    assert [buffer.locate(t) for t in first] == [0, 64, None, 128]
+    first[0].fill_(3.0).requires_grad_().data = torch.zeros(1)
+    buffer.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedBuffer, "allocate", None)
+        second = buffer.allocate_all(*layout())
+    assert [(t.dtype, t.shape, t.requires_grad) for t in second] == [(*of, False) for of in zip(*layout(), strict=True)]
+    assert [buffer.locate(t) for t in second] == [0, 64, None, 128]
+    assert second[0].tolist() == [[3.0] * 5] * 2
+    del first, second
+    buffer.close()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_tensors_of_another_layout_are_made_anew(number: int) -> None:
+    """Of another dtype, of another shape, and one more or less."""
+    buffer = SharedBuffer(PAGE)
+    buffer.allocate_all(*layout())
+    dtypes, shapes = layout()
+    match number:
+        case 0:
+            dtypes[0] = torch.int32
+        case 1:
+            shapes[0] = torch.Size((5, 2))
+        case 2:
+            del dtypes[-1], shapes[-1]
+        case _:
+            dtypes.append(torch.uint8)
+            shapes.append(torch.Size((1,)))
+    buffer.reset()
+    made = buffer.allocate_all(dtypes, shapes)
+    assert [(t.dtype, t.shape) for t in made] == list(zip(dtypes, shapes, strict=True))
+    assert [buffer.locate(t) for t in made if t.numel()] == [64 * n for n in range(len(made) - (len(made) > 2))]
+    del made
+    buffer.close()
+
+
+def test_a_tensor_whose_storage_was_moved_is_made_anew() -> None:
+    """torch.multiprocessing moves what it pickles to other memory."""
+    buffer = SharedBuffer(PAGE)
+    buffer.allocate_all(*layout())[0].share_memory_()
+    buffer.reset()
+    assert [buffer.locate(t) for t in buffer.allocate_all(*layout())] == [0, 64, None, 128]
+    buffer.close()
+
+
+def test_tensors_made_in_inference_mode_serve_outside_of_it() -> None:
+    """None of them is an inference tensor, which could not be changed there."""
+    buffer = SharedBuffer(PAGE)
+    with torch.inference_mode():
+        buffer.allocate_all(*layout())
+    buffer.reset()
+    assert [t.is_inference() for t in buffer.allocate_all(*layout())] == [False] * 4
+    buffer.close()
+
+
+def test_kept_tensors_are_not_in_use() -> None:
+    """Only those that somebody else refers to are; and closing frees the memory although tensors were kept."""
+    files = memory_files()
+    buffer = SharedBuffer(PAGE)
+    tensors = buffer.allocate_all(*layout())
+    assert buffer.in_use
+    view = tensors[0][1]
+    del tensors
+    assert buffer.in_use
+    del view
+    assert not buffer.in_use
+    buffer.reset()
+    del buffer.allocate_all(*layout())[:]
+    buffer.close()
+    assert memory_files() == files
+
+
 def test_closing_gives_memory_and_descriptors_back() -> None:
     """At once where no tensor is left, and twice is as good as once."""
     descriptors, files = open_descriptors(), memory_files()

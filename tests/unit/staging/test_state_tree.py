@@ -414,8 +414,10 @@ def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
     a, b = torch.zeros(2, 3), torch.zeros(4)
     for tensors in ([a], [a, b, b], [b, a], [a, b.double()]):
         with pytest.raises(StagingError, match="other tensors"):
-            fill_tensors({"a": a, "b": [b]}, tensors)
-    assert fill_tensors({"a": a, "b": [b]}, [a, b])["b"][0] is b
+            fill_tensors({"a": a, "b": [b]}, tensors, tensors)
+    copies = [a.clone(), b.clone()]
+    for listed in ([a, b], [a.clone(), b.clone()]):
+        assert fill_tensors({"a": a, "b": [b]}, listed, copies)["b"][0] is copies[1]
 
 
 def test_tensors_are_listed_in_the_order_in_which_they_are_filled_in() -> None:
@@ -424,7 +426,7 @@ def test_tensors_are_listed_in_the_order_in_which_they_are_filled_in() -> None:
     listed = TensorList()
     structure = copy_structure({"a": [a], "w": (TwoTensor(b, c), 3)}, "key", listed)
     assert [t.data_ptr() for t in listed] == [a.data_ptr(), b.data_ptr(), c.data_ptr()]
-    filled_in = fill_tensors(structure, [t.clone() + 5 for t in listed])
+    filled_in = fill_tensors(structure, listed, [t.clone() + 5 for t in listed])
     assert filled_in["a"][0].tolist() == [5.0]
     assert (filled_in["w"][0].a.tolist(), filled_in["w"][1]) == ([6.0, 6.0], 3)
 

@@ -33,11 +33,11 @@ def copied(
     buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
     order = allocation_order(sources, dtypes, device, limits)
     staged = {n: buffer.allocate(dtypes[n], sources[n].shape) for n in order}
-    pairs = [(staged[n], source) for n, source in enumerate(sources)]
-    copies = Copies(pairs, following(sources, device), 1, limits)
+    in_order = [staged[n] for n in range(len(sources))]
+    copies = Copies(in_order, sources, list(map(device.index_of, sources)), following(sources, device), 1, limits)
     copies.start()
     copies.wait()
-    return [staged[n] for n in range(len(sources))], buffer
+    return in_order, buffer
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
@@ -161,7 +161,7 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     staged = [buffer.allocate(t.dtype, t.shape) for t in (small, weight, strided)]
     device.queue(lambda: [t.fill_(1.0) for t in (weight, small, strided)])  # the step before
     sources = (small, weight, strided)
-    copies = Copies(list(zip(staged, sources, strict=True)), following(sources, device), 1)
+    copies = Copies(staged, sources, list(map(device.index_of, sources)), following(sources, device), 1)
     copies.start()
     copies.hold()
     device.queue(lambda: [t.fill_(2.0) for t in (weight, small, strided)])  # the step after
@@ -179,7 +179,7 @@ def test_what_is_changed_without_holding_is_torn() -> None:
     device = SimulatedDevice(free_running=False)
     weight = device.declare(torch.zeros(100_000))
     tensor = torch.empty(100_000)
-    copies = Copies([(tensor, weight)], following([weight], device), 1)
+    copies = Copies([tensor], [weight], [device.index_of(weight)], following([weight], device), 1)
     copies.start()
     device.queue(lambda: weight.fill_(2.0))
     device.run(training_first=True)
