@@ -50,7 +50,7 @@ class Job:
         options: Of the job.
         policy: When a save is due.
         clock: Measures the times of saves.
-        is_alone: This process loads by itself, whatever ranks there are, and saves nothing.
+        is_alone: This process only restores, as in a forked child.
 
     Attributes:
         place: Where the job stands; None before its first save or restore.
@@ -82,7 +82,6 @@ class Job:
         self._options = options
         self._policy = policy
         self._clock = clock
-        self._is_alone = is_alone
         self._flushing = None if is_alone else writer.saver.flushing
         self._owner = Ownership(remote, claim_file_name(options.names.shown))  # a restore claims nothing
         self._has_claimed = False
@@ -356,15 +355,8 @@ class Job:
         no use. ``problem`` says why a state in memory was not loaded, if there is one.
         """
         steps = [step for step, _ in found.candidates]
-        number = load_first(
-            self._folder,
-            steps,
-            state,
-            selection,
-            self._heartbeats,
-            self._options.reader_options,
-            is_alone=self._is_alone,
-        )
+        options = self._options.reader_options
+        number = load_first(self._folder, steps, state, selection, self._heartbeats, options)
         if number is not None or (problem is not None and problem.is_damage):
             self.survival.discard()
         if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):

@@ -7,7 +7,7 @@ import fnmatch
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -103,19 +103,17 @@ def load_first(
     selection: Selection,
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
-    *,
-    is_alone: bool = False,
 ) -> int | None:
     """Loads the first checkpoint that is not damaged; returns its index, or None if there are none.
 
-    With ``is_alone`` this process loads by itself, whatever ranks there are. Raises `CheckpointError`, the same on all
+    Without a group, this process loads by itself, whatever ranks there are. Raises `CheckpointError`, the same on all
     ranks, if a whole checkpoint cannot be loaded, if the last one is damaged, or if a rank is gone.
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
         planner = SelectivePlanner(storage.path, selection, state)
         try:
-            _load(folder, storage, state, planner, heartbeats, options, is_alone=is_alone)
+            _load(folder, storage, state, planner, heartbeats, options)
         except (ReadError, MetadataError) as error:
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
@@ -137,8 +135,6 @@ def _load(
     planner: SelectivePlanner,
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
-    *,
-    is_alone: bool,
 ) -> None:
     """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
     with _shared_lock(storage):
@@ -151,7 +147,7 @@ def _load(
                 storage_reader=reader,
                 planner=planner,
                 process_group=heartbeats.group,
-                no_dist=is_alone,
+                no_dist=heartbeats.group is None,
             )
         except RuntimeError as error:
             if (gone := heartbeats.error_of(error, f"{storage.path} was not loaded")) is None:
@@ -175,18 +171,11 @@ def error_of_load(path: str, error: BaseException) -> CheckpointError:
 
 @contextmanager
 def _shared_lock(storage: Storage) -> Iterator[None]:
-    if not storage.locks_are_visible:
+    with ExitStack() as stack:
+        if storage.locks_are_visible:
+            with suppress(WriteError):  # it cannot be locked; the load shows whether it can be read
+                stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
         yield
-        return
-    lock = None
-    with suppress(WriteError):  # it cannot be locked; the load shows whether it can be read
-        lock = storage.lock_directory()
-        lock.share(_LOCK_SECONDS)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 class SelectivePlanner(LoadPlanner):

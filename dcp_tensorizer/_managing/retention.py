@@ -7,10 +7,9 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +23,7 @@ from .._saving.flushing import Flushing
 from .._storage.base import Storage
 from .._storage.claim import Ownership
 from ..errors import CheckpointError, NotCommitted, ReadError, describe, listed
-from .lineage import Place
+from .lineage import Place, sound
 from .step_folder import LATEST, Step, StepNames, members, read_steps
 
 
@@ -102,67 +101,13 @@ logger = logging.getLogger("dcp_tensorizer")
 _LINKED = "it is a link: remove it, and its target, by hand"
 
 
-def retain(
-    folder: Storage, names: StepNames, saved: Step, rules: Retention, check: Callable[[], object] = lambda: None
-) -> list[Step]:
-    """Deletes the checkpoints of a branch that no rule keeps, after the commit of ``saved``; returns them.
-
-    ``saved`` itself always stays. Failures are logged, and no save fails because of them. ``check`` as in `delete_old`.
-    """
-    try:
-        steps = members([step for step in read_steps(folder, names) if not step.problem], saved.branch)
-        if saved.number not in {step.number for step in steps}:
-            raise ReadError(f"{folder.path} does not show step {saved.number}, which has just been saved")
-    except CheckpointError as error:
-        logger.warning("old checkpoints are not deleted: %s", error)
-        return []
-    return delete_old(folder, steps, rules, saved.number, check)
-
-
-def delete_old(
-    folder: Storage,
-    steps: Sequence[Step],
-    rules: Retention,
-    spared: int = -1,
-    check: Callable[[], object] = lambda: None,
-) -> list[Step]:
-    """Deletes the ``steps`` of a branch that no rule keeps, except ``spared``; returns them. Reasons to stay are
-    logged.
-
-    ``check`` is called just before each deletion, and raises if this job must not delete any more.
-    """
-    kept, linked = rules.kept(steps) | {spared}, folder.linked_directories()
-    deleted = []
-    for step in steps:
-        if step.number in kept:
-            continue
-        storage = folder.child(step.name)
-        if not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after:
-            continue
-        try:
-            reason = _LINKED if step.name in linked else ""
-            reason = reason or delete_step(storage, step, other_files=rules.delete_other_files, check=check)
-        except Exception as error:
-            reason = storage.scrub(describe(error))
-        if reason:
-            logger.warning("%s is not deleted: %s", storage.path, reason)
-        else:
-            logger.info("deleted %s", storage.path)
-            deleted.append(step)
-    return deleted
-
-
-def delete_step(
-    storage: Storage, step: Step, *, other_files: bool = False, check: Callable[[], object] = lambda: None
-) -> str:
+def _delete(storage: Storage, step: Step, owner: Ownership, *, other_files: bool) -> str:
     """Deletes a checkpoint, its metadata first; returns why it must stay, or an empty string.
 
     With ``other_files``, files that no save wrote are deleted, too; otherwise they are a reason to stay. Raises
-    `CheckpointError` or `OSError` if it cannot be examined or removed.
+    `CheckpointError` or `OSError` if it cannot be examined or removed, or the run no longer owns the folder.
     """
-    with ExitStack() as stack:
-        lock = storage.lock_directory()
-        stack.callback(lock.release)
+    with storage.lock_directory() as lock:
         if storage.locks_are_visible and not lock.is_exclusive:
             return "it is being saved or loaded"
         try:
@@ -176,7 +121,7 @@ def delete_step(
         head = read_head(storage)
         if head is not None and head.save_id != step.save_id:
             return "something else has been saved there"
-        check()
+        owner.check()
         withdraw(storage, names)
         for name in folders:
             _remove_tree(storage.child(name))
@@ -288,10 +233,40 @@ class Retaining:
             self._move_latest(saved)
             if self._rules.keeps_all:
                 return
-            for step in retain(self._folder, self._names, saved, self._rules, self._owner.check):
+            for step in self._delete_old(saved, self._rules):
                 self._deleted.add(step.number)
                 if place is not None:
                     place.numbers.discard(step.number)
+
+    def _delete_old(self, saved: Step, rules: Retention) -> Iterator[Step]:
+        """Deletes the checkpoints of a branch that no rule keeps, except ``saved``, and yields each.
+
+        Failures, and reasons to stay, are logged. No save fails because of them.
+        """
+        folder = self._folder
+        try:
+            steps = members(sound(read_steps(folder, self._names)), saved.branch)
+            if saved.number not in {step.number for step in steps}:
+                raise ReadError(f"{folder.path} does not show step {saved.number}, which has just been saved")
+        except CheckpointError as error:
+            logger.warning("old checkpoints are not deleted: %s", error)
+            return
+        kept, linked = rules.kept(steps) | {saved.number}, folder.linked_directories()
+        for step in steps:
+            storage = folder.child(step.name)
+            is_recent = not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after
+            if step.number in kept or is_recent:
+                continue
+            try:
+                reason = _LINKED if step.name in linked else ""
+                reason = reason or _delete(storage, step, self._owner, other_files=rules.delete_other_files)
+            except Exception as error:
+                reason = storage.scrub(describe(error))
+            if reason:
+                logger.warning("%s is not deleted: %s", storage.path, reason)
+            else:
+                logger.info("deleted %s", storage.path)
+                yield step
 
     def _move_latest(self, saved: Step) -> None:
         """Moves the file to a checkpoint, unless it names one that was saved later. A failure is logged once.

@@ -258,13 +258,10 @@ def clean_up(folder: Storage, names: StepNames) -> list[str]:
 def _clean_up_step(storage: Storage) -> bool:
     if storage.head(metadata_file_name()) is not None:
         return False  # the next save there cleans up
-    lock = storage.lock_directory()
-    try:
+    with storage.lock_directory() as lock:
         if not lock.is_exclusive:
             return False
         dead = dead_files(storage, [file.name for file in storage.listing()[0]])
         remove(storage, dead)
         storage.remove_directory()
         return bool(dead)
-    finally:
-        lock.release()

@@ -226,7 +226,16 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """Tells other jobs that a save is under way in a directory. This base class is for storage without locks."""
+    """Tells other jobs that a save is under way in a directory; a ``with`` block releases it at its end.
+
+    This base class is for storage without locks.
+    """
+
+    def __enter__(self) -> DirectoryLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     @property
     def is_exclusive(self) -> bool:

@@ -142,19 +142,17 @@ class Flusher:
             self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or has another size")
             return
         missing -= gone
-        lock = remote.lock_directory()
         try:
-            lock.share(self.target.timeout)
-            gate = self._reporting(entry)
-            for name in sorted(missing):
-                copy_file(local, remote, name, files[name], gate)
+            with remote.lock_directory() as lock:
+                lock.share(self.target.timeout)
+                gate = self._reporting(entry)
+                for name in sorted(missing):
+                    copy_file(local, remote, name, files[name], gate)
         except Unreadable as error:
             if not self._is_hopeless(entry):
                 raise
             self._give_up(entry, record, str(error))
             return
-        finally:
-            lock.release()
         self._failing.pop(entry.stem, None)
         self._queue.move(entry, SENT)
         self._queue.set_trouble(entry, None)
@@ -471,17 +469,12 @@ def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool =
             queue.remove(entry)
         return False
     try:
-        lock = local.lock_directory()
-    except CheckpointError:
+        with local.lock_directory() as lock:
+            if local.locks_are_visible and not lock.is_exclusive:
+                return False
+            local.remove(*record.files)
+    except (CheckpointError, OSError):
         return False
-    try:
-        if local.locks_are_visible and not lock.is_exclusive:
-            return False
-        local.remove(*record.files)
-    except OSError:
-        return False
-    finally:
-        lock.release()
     with suppress(OSError):
         while folder != queue.root:  # remove empty folders as well
             folder.rmdir()
@@ -529,12 +522,9 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
 
 def remove_unused(storage: Storage) -> None:
     """Removes a directory if it is empty and no save is under way there, as far as that can be seen."""
-    lock = storage.lock_directory()
-    try:
+    with storage.lock_directory() as lock:
         if lock.is_exclusive or not storage.locks_are_visible:
             storage.remove_directory()
-    finally:
-        lock.release()
 
 
 # --- the commit on the remote, after every file of every rank is there ------------------------------------------------
