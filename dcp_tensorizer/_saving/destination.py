@@ -6,7 +6,6 @@ import concurrent.futures
 import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -76,7 +75,7 @@ class Destination:
         self._staged_save = staged_save
         if staged_save is not None:
             storage.umask = staged_save.context.umask
-        self._is_on_own_thread = staged_save is not None and staged_save.staged_on is not threading.current_thread()
+        self._is_on_own_thread = staged_save is not None and staged_save.is_on_own_thread
         self._lock: DirectoryLock | None = None
         self._replaced: concurrent.futures.Future[set[str]] | None = None
 

@@ -240,8 +240,12 @@ class Saver(SaveContext):
         if staged_save is None or not staged_save.distributed or self.engine.warned_of_group:
             return
         world = torch.distributed.group.WORLD
-        is_on_own_thread = staged_save.staged_on is not threading.current_thread()
-        if world is None or not is_on_own_thread or group_of_save() is not world or group_devices(world) != {"cpu"}:
+        if (
+            world is None
+            or not staged_save.is_on_own_thread
+            or group_of_save() is not world
+            or group_devices(world) != {"cpu"}
+        ):
             return
         self.engine.warned_of_group = True
         if torch.distributed.get_rank() == 0:

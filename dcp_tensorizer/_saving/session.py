@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,8 +53,7 @@ class SaveSession:
         self._record: SaveRecord | None = None if staged_save is None else staged_save.record
         self._times = SaveTimes() if staged_save is None else SaveTimes(staged_save.times)
         self._report: SaveReport | None = None
-        is_on_own_thread = staged_save is not None and staged_save.staged_on is not threading.current_thread()
-        self._turns = QuickTurns() if is_on_own_thread else None
+        self._turns = QuickTurns() if staged_save is not None and staged_save.is_on_own_thread else None
         self._tables = SaveTables(context.engine.tables, save_id)
 
     @property

@@ -99,6 +99,11 @@ class StagedSave:
         self._dropped = False  # nothing refers to the staged state dict any more
         self._future: Callable[[], StagingFuture | None] = _no_future
 
+    @property
+    def is_on_own_thread(self) -> bool:
+        """Returns whether the calling thread, the save's, is another one than the state was staged on."""
+        return self.staged_on is not threading.current_thread()
+
     def attach(self, staged: StagedStateDict) -> None:
         """Ties the staged save to the life of the staged state dict."""
         Finalizer(staged, self._drop).atexit = False
