@@ -21,16 +21,18 @@ from .agreement import Agreement
 logger = logging.getLogger("dcp_tensorizer")
 
 
-class CopyVote(NamedTuple):
-    """The knowledge of one rank about copies; in a decision, whether it holds for any rank."""
+class MemoryVote(NamedTuple):
+    """The knowledge of one rank about states in memory; in a decision, whether it holds for any rank."""
 
-    is_running: bool = False  # a copy is under way
-    has_failed: bool = False  # the copy that was ordered last is not whole
-    ends: bool = False  # this rank's states are no longer copied
+    has_failed: bool = False  # the newest state could not be kept
+    ends: bool = False  # the rank has stopped keeping states
+    copy_runs: bool = False  # a copy is under way
+    copy_failed: bool = False  # the copy that was ordered last is not whole
+    copies_end: bool = False  # this rank's states are no longer copied
     is_superseded: bool = False  # a later run of the job has the keeper that this rank's states are copied to
 
 
-NO_COPY = CopyVote()
+NOTHING_IN_MEMORY = MemoryVote()
 
 
 class PeerCopies:
@@ -111,14 +113,14 @@ class PeerCopies:
             self._end(why)
         return bool(why) and self.is_on
 
-    def advance(self, vote: CopyVote) -> None:
+    def advance(self, vote: MemoryVote) -> None:
         """Takes the joint vote of all ranks, the same on each of them."""
         if not self.is_on:
             return
-        if vote.ends:
+        if vote.copies_end:
             self._end(self._ends or "another rank's are not")
-        elif self._ordered and not vote.is_running:
-            if not vote.has_failed:
+        elif self._ordered and not vote.copy_runs:
+            if not vote.copy_failed:
                 self.confirmed = self._ordered
             self._ordered = ""
 
@@ -151,25 +153,30 @@ class PeerCopies:
                 logger.warning("the copies of states on another host may still be there: %s", str(error))
         self._begun = ""
 
-    def vote(self, keeper: KeeperProcess | None) -> CopyVote:
-        """This rank's vote, from the status of the copy that was begun last."""
+    def vote(self, keeper: KeeperProcess | None) -> MemoryVote:
+        """This rank's knowledge about copies, from the status of the one that was begun last."""
         if not self.is_on:
-            return CopyVote()
+            return MemoryVote()
         if self._ends or not self._ordered:
-            return CopyVote(ends=bool(self._ends))
+            return MemoryVote(copies_end=bool(self._ends))
         if keeper is None or self._begun != self._ordered:
-            return CopyVote(has_failed=True)
+            return MemoryVote(copy_failed=True)
         try:
             status = keeper.copy_status()
         except WriteError:
-            return CopyVote(has_failed=True)
+            return MemoryVote(copy_failed=True)
         if status.problem and status.problem != self._problem:
             self._problem = status.problem
             log = logger.info if status.is_given_up else logger.warning
             log("a state was not copied to another host: %s", status.problem)
         if status.is_full:
             self._ends = status.problem
-        return CopyVote(status.is_running, bool(status.problem), bool(self._ends), status.is_claimed)
+        return MemoryVote(
+            copy_runs=status.is_running,
+            copy_failed=bool(status.problem),
+            copies_end=bool(self._ends),
+            is_superseded=status.is_claimed,
+        )
 
     def give_up(self, why: str) -> None:
         """Ends the copies of this rank's states. The others are told at the next step."""

@@ -130,18 +130,13 @@ class Job:
             finish_unflushed(self._flushing, self._agreement)
             self.place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
-        if decision.vote.is_lost or decision.vote.copy.is_superseded:
+        if decision.vote.is_lost or decision.vote.memory.is_superseded:
             raise WriteError(self._agreement.decided(lambda: self._owner.lost or _superseded(self._folder.path)))
         if step < self.place.step:  # the same on all ranks, which have just compared their steps
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         self.place.step = step
-        self.survival.advance(
-            decision.vote.copy,
-            has_failed=decision.vote.has_failed,
-            ends=decision.vote.ends,
-            is_busy=self.saves.is_busy,
-        )
+        self.survival.advance(decision.vote.memory, is_busy=self.saves.is_busy)
         self.saves.check(decision.vote.failures)
         if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             decision = decision._replace(action=Action.SAVE)
@@ -190,7 +185,7 @@ class Job:
     def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
         """Decides about a step on all ranks, from the job's place."""
         assert self.place is not None
-        has_failed, ends = self.survival.wait_kept()
+        memory = self.survival.vote()
         holds = self.survival.holds
         vote = Vote(
             step=step,
@@ -203,10 +198,8 @@ class Job:
             must_write=must_write,
             is_busy=holds and self.saves.is_busy,
             is_due_in_memory=holds and self._policy.is_due_in_memory(step),
-            has_failed=has_failed,
-            ends=ends,
             is_lost=bool(self._owner.lost),
-            copy=self.survival.copy_vote(),
+            memory=memory,
         )
         return decide(self._agreement, vote)
 

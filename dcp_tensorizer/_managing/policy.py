@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from .._runtime.forks import Home, in_child
 from .._runtime.validation import check_choice, check_count, check_timeout
 from .agreement import Agreement
-from .copies import NO_COPY, CopyVote
+from .copies import NOTHING_IN_MEMORY, MemoryVote
 from .goodput import GoodputClock
 
 SaveInterval = float | Literal["auto"] | tuple[float, float]
@@ -50,9 +50,7 @@ class Vote:
         must_write: It wants the step on storage, if it is due.
         is_busy: The save before still runs, and this step could be held only in memory.
         is_due_in_memory: The step is to be held in memory, even if no save is due.
-        has_failed: The newest state could not be kept in memory.
-        ends: It no longer keeps states in memory.
-        copy: About the copies of states on other hosts.
+        memory: About states in memory, and their copies on other hosts.
     """
 
     step: int
@@ -65,19 +63,17 @@ class Vote:
     must_write: bool = False
     is_busy: bool = False
     is_due_in_memory: bool = False
-    has_failed: bool = False
-    ends: bool = False
     is_lost: bool = False
-    copy: CopyVote = NO_COPY
+    memory: MemoryVote = NOTHING_IN_MEMORY
 
     def numbers(self, *, is_first: bool) -> list[int]:
         """The numbers of which the largest of all ranks counts."""
         own = [getattr(self, name) if is_first or name not in _OF_FIRST else 0 for name in _FLAGS]
-        return [self.step, -self.step, *own, *self.copy]
+        return [self.step, -self.step, *own, *self.memory]
 
 
 _OF_FIRST = {"is_due", "is_last", "is_there", "failures", "is_lost"}
-_FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in ("step", "copy")]
+_FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in ("step", "memory")]
 
 
 class Decision(NamedTuple):
@@ -94,17 +90,17 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
     if highest != -lowest:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
     known: dict[str, Any] = dict(zip(_FLAGS, map(bool, numbers), strict=False))
-    copy = CopyVote(*map(bool, numbers[len(_FLAGS) :]))
-    vote = Vote(highest, **known | {"failures": numbers[_FLAGS.index("failures")]}, copy=copy)
+    memory = MemoryVote(*map(bool, numbers[len(_FLAGS) :]))
+    vote = Vote(highest, **known | {"failures": numbers[_FLAGS.index("failures")]}, memory=memory)
     is_due = vote.stop or vote.force or vote.is_due
     if not is_due:
-        action = Action.HOLD if vote.is_due_in_memory and not vote.ends else Action.NOTHING
+        action = Action.HOLD if vote.is_due_in_memory and not memory.ends else Action.NOTHING
     elif vote.is_last:
         action = Action.JOIN
     elif vote.is_there:
         action = Action.KEEP
     else:
-        can_hold = not (vote.stop or vote.force or vote.must_write or vote.ends)
+        can_hold = not (vote.stop or vote.force or vote.must_write or memory.ends)
         action = Action.HOLD if vote.is_busy and can_hold else Action.SAVE
     return Decision(action, is_due, vote)
 

@@ -42,7 +42,7 @@ from ..any_format import KeptReader
 from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
 from .agreement import Agreement
-from .copies import CopyVote, PeerCopies
+from .copies import MemoryVote, PeerCopies
 from .lineage import Place, RestoreChoice
 from .options import JobOptions
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
@@ -174,28 +174,29 @@ class Survival:
         has_failed = self._newest is not None and self._newest not in self._kept
         return has_failed, self._stage is _Stage.ENDING
 
-    def copy_vote(self) -> CopyVote:
-        """This rank's knowledge about copies on other hosts, after `wait_kept`."""
-        return self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
+    def vote(self) -> MemoryVote:
+        """This rank's knowledge about states in memory; waits until the newest state is kept."""
+        has_failed, ends = self.wait_kept()
+        about_copies = self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
+        return about_copies._replace(has_failed=has_failed, ends=ends)
 
-    def advance(self, copy: CopyVote, *, has_failed: bool, ends: bool, is_busy: bool) -> None:
-        """Forgets states that are not needed, after all ranks have told whether they keep the newest.
+    def advance(self, vote: MemoryVote, *, is_busy: bool) -> None:
+        """Forgets states that are not needed, after all ranks have voted.
 
-        ``copy`` says what ranks know about copies on other hosts. ``has_failed``: a rank could not keep the newest
-        state. ``ends``: a rank has stopped keeping states. ``is_busy``: on this rank, the last save still runs.
+        ``vote`` has what holds for any rank. ``is_busy``: on this rank, the last save still runs.
         """
         if self._stage is _Stage.OFF:
             return
         newest, self._newest = self._newest, None
         was_on = self.copies.is_on
-        self.copies.advance(copy)
+        self.copies.advance(vote)
         if was_on and not self.copies.is_on:
             self.copies.forget(self._keeper)
-        if ends:
+        if vote.ends:
             self._stop_keeping("another rank has stopped keeping them")
             self._stage, self.holds = _Stage.OFF, False
             self.end()
-        elif newest is not None and has_failed:
+        elif newest is not None and vote.has_failed:
             self._forget_all_but([number for number in self._kept if number != newest])
         elif newest is not None:
             self._forget_for(newest, is_busy=is_busy)

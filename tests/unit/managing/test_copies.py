@@ -9,7 +9,7 @@ import pytest
 
 from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.copies import CopyVote, PeerCopies
+from dcp_tensorizer._managing.copies import MemoryVote, PeerCopies
 from dcp_tensorizer._restart.protocol import CopyStatus
 from dcp_tensorizer._restart.wire import Address
 from dcp_tensorizer._saving.partners import CopyOptions
@@ -70,11 +70,11 @@ def test_a_copy_that_fails_on_another_rank() -> None:
     copies, keeper = ready()
     step(copies, keeper, "a")
     keeper.status = CopyStatus("a")
-    assert copies.vote(keeper) == CopyVote()
-    copies.advance(CopyVote(has_failed=True))
+    assert copies.vote(keeper) == MemoryVote()
+    copies.advance(MemoryVote(copy_failed=True))
     assert (copies.confirmed, copies.ordered) == ("", "")
     copies.order("b")
-    assert copies.vote(keeper) == CopyVote(has_failed=True), "its state was not kept here"
+    assert copies.vote(keeper) == MemoryVote(copy_failed=True), "its state was not kept here"
 
 
 def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +83,7 @@ def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     step(copies, keeper, "a")
     keeper.status = CopyStatus("a", problem="there is no memory", is_full=True)
     vote = copies.vote(keeper)
-    assert vote == CopyVote(has_failed=True, ends=True)
+    assert vote == MemoryVote(copy_failed=True, copies_end=True)
     copies.forget(keeper)
     assert keeper.has_dropped
     with caplog.at_level(logging.WARNING):

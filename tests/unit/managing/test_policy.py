@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.copies import CopyVote
+from dcp_tensorizer._managing.copies import MemoryVote
 from dcp_tensorizer._managing.policy import Action, Vote, decide
 
 NONE = Vote(5)
@@ -71,9 +71,9 @@ def test_a_signal_or_a_wish_of_any_rank_counts(name: str) -> None:
 def test_what_any_rank_says_of_its_memory_counts() -> None:
     """A save that runs on one rank, a state that one could not keep, and one that keeps none."""
     due = replace(NONE, is_due=True)
-    other = replace(NONE, is_busy=True, has_failed=True)
+    other = replace(NONE, is_busy=True, memory=MemoryVote(has_failed=True))
     assert decide(Others(0, other), due) == (Action.HOLD, True, replace(other, is_due=True))
-    other = replace(NONE, is_busy=True, must_write=True, ends=True)
+    other = replace(NONE, is_busy=True, must_write=True, memory=MemoryVote(ends=True))
     assert decide(Others(0, other), due) == (Action.SAVE, True, replace(other, is_due=True))
 
 
@@ -93,7 +93,7 @@ def test_ranks_at_different_steps() -> None:
 
 def test_what_any_rank_says_of_copies_counts() -> None:
     """That one is under way, has failed, or is not made any more; and that another run has the partner."""
-    running, failed = (replace(NONE, copy=CopyVote(**{name: True})) for name in ("is_running", "has_failed"))
-    assert decide(Others(1, failed), running).vote.copy == CopyVote(is_running=True, has_failed=True)
-    ended = replace(NONE, copy=CopyVote(ends=True, is_superseded=True))
-    assert decide(Others(1, ended), NONE).vote.copy == CopyVote(ends=True, is_superseded=True)
+    running, failed = (replace(NONE, memory=MemoryVote(**{name: True})) for name in ("copy_runs", "copy_failed"))
+    assert decide(Others(1, failed), running).vote.memory == MemoryVote(copy_runs=True, copy_failed=True)
+    ended = replace(NONE, memory=MemoryVote(copies_end=True, is_superseded=True))
+    assert decide(Others(1, ended), NONE).vote.memory == MemoryVote(copies_end=True, is_superseded=True)
