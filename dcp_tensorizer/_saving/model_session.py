@@ -155,15 +155,10 @@ class ModelSession(SaveSession):
                 )
         return [item for item, is_there in zip(items, is_written, strict=True) if is_there and item.has_bytes]
 
-    def header(self, number: int) -> torch.Tensor:
-        """The header of a file, on the coordinator."""
-        assert self._model is not None
-        return torch.frombuffer(bytearray(self._model.files[number].header), dtype=torch.uint8)
-
-    @property
-    def writes_headers(self) -> bool:
-        """Returns whether this rank writes the headers."""
-        return self._destination.commits
+    def headers(self) -> list[torch.Tensor]:
+        """The headers of the files on the coordinator, which writes them; none on other ranks."""
+        files = () if self._model is None else self._model.files
+        return [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
 
     def write_pieces(
         self,
@@ -298,12 +293,10 @@ class _RankJob:
             self._dtypes.append(layout.dtypes[int(layout.dtype[of_item[0]])])
             chunk = Region(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
             parts += (part for row in of_item for part in part_of_row(layout, row, tuple(data.size), chunk, source))
-        if self._session.writes_headers:
-            for number in range(len(layout.files)):
-                header = self._session.header(number)
-                whole = Region((0,), (len(header),))
-                parts.append(TensorPart(number, 0, 1, whole.size, whole, len(self._sources)))
-                self._add(f"header {number}", header)
+        for number, header in enumerate(self._session.headers()):
+            whole = Region((0,), (len(header),))
+            parts.append(TensorPart(number, 0, 1, whole.size, whole, len(self._sources)))
+            self._add(f"header {number}", header)
         return pieces_of(parts)
 
     def _add(self, name: str, content: torch.Tensor) -> None:

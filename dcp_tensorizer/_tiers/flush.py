@@ -58,7 +58,7 @@ class Flusher:
         before = self._open()
         for entry, record in before:
             if entry.state == UNFLUSHED and self._is_turn_of(entry, record):
-                self._tried(entry, lambda e=entry, r=record: self._send(e, r))  # type: ignore[misc]
+                self._try(self._send, entry, record)
                 self._commit_sent()
         self._commit_sent()
         left = self._open()
@@ -108,13 +108,13 @@ class Flusher:
         # Its coordinator is on another node, and would not report here if it gave it up.
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
-    def _tried(self, entry: FlushEntry, operation: Callable[[], object]) -> None:
+    def _try(self, operation: Callable[..., object], entry: FlushEntry, *details: object) -> None:
         """Runs an operation on a record, unless another process has claimed it. Notes failures, and retries later."""
         with self._queue.claimed(entry) as is_free:
             if not is_free:
                 return
             try:
-                operation()
+                operation(entry, *details)
             except Exception as error:
                 text = describe(error)
                 self._queue.set_trouble(entry, text if self._root is None else self._root.scrub(text))
@@ -187,10 +187,10 @@ class Flusher:
             commit = record.commit
             if commit is not None:
                 if is_next and entry.state == SENT:
-                    self._tried(entry, lambda e=entry, r=record, c=commit: self._commit(e, r, c))  # type: ignore[misc]
+                    self._try(self._commit, entry, record, commit)
                 is_next = is_next and self._queue.state(entry) not in OPEN
             elif entry.state == SENT:
-                self._tried(entry, lambda e=entry, r=record: self._look(e, r))  # type: ignore[misc]
+                self._try(self._look, entry, record)
 
     def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
