@@ -161,7 +161,7 @@ class Job:
         place = self._agreement.decided(lambda: self._place_without(step))
         if place is None:
             return False
-        logger.warning("%s: step %d was saved, and is not there any more: it is saved again", self._folder.path, step)
+        logger.warning("%s: step %d was saved, but is gone: it is saved again", self._folder.path, step)
         self.saves.wait()
         self.saves.forget()
         self.place = place
@@ -178,7 +178,7 @@ class Job:
                 return None
             steps = read_steps(self._folder, self._names)
         except CheckpointError as error:
-            logger.warning("it cannot be seen whether step %d is still there: %s", step, str(error))
+            logger.warning("cannot check whether step %d still exists: %s", step, str(error))
             return None
         return Place.at(self.place.branch, newest_of(steps, self.place.branch), steps, self.place.step)
 

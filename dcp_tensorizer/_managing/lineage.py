@@ -93,7 +93,7 @@ class Place:
         """Warns about checkpoints that are not of this job's branch."""
         if self.others:
             logger.warning(
-                "%s: not counted and not deleted are %s, which this job does not go on from. A save of the same step "
+                "%s: this job does not continue from %s: they are not counted and not deleted. A save of the same step "
                 "replaces one of them.",
                 path,
                 _listed(self.others),
@@ -176,8 +176,8 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
         _look_around(folder, names)
         if unfinished:
             logger.warning(
-                "%s holds no committed checkpoint, and the job begins anew: the save of %s never finished, and what it "
-                "had left is removed",
+                "%s holds no committed checkpoint, and the job begins anew: the save of %s never finished, and its "
+                "files are removed",
                 folder.path,
                 _listed(unfinished),
             )

@@ -211,9 +211,7 @@ class StopSignals:
         if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
             raise ValueError(f"{', '.join(sorted(number.name for number in fixed))} cannot be handled: leave it out")
         if self._signals and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "signals can be handled by the main thread alone: make the manager there, or pass stop_signals=()"
-            )
+            raise ValueError("only the main thread can handle signals: make the manager there, or pass stop_signals=()")
         self.seen = False
         self._first = 0.0
         self._before: dict[int, Any] = {}

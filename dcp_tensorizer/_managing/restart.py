@@ -466,8 +466,8 @@ def _chosen(
     if not reached:
         if any(offer.heads for offer in offers):
             logger.warning(
-                "%s: no state in memory is there for all ranks, as where a machine was replaced%s: this run goes on "
-                "from storage, which may be some steps older",
+                "%s: no state in memory is there for all ranks, perhaps because a machine was replaced%s: this run "
+                "goes on from storage, which may be some steps older",
                 folder.path,
                 _parts_of_newest(offers),
             )

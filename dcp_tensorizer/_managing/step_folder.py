@@ -251,7 +251,7 @@ def clean_up(folder: Storage, names: StepNames) -> list[str]:
     except NotCommitted:
         pass  # no directory, such as before the first save
     except (CheckpointError, OSError) as error:
-        logger.info("%s: what dead saves have left is not removed: %s", folder.path, describe(error))
+        logger.info("%s: files of dead saves are not removed: %s", folder.path, describe(error))
     return cleaned
 
 

@@ -89,7 +89,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
                 f"{flushing.target.name}/{loss.place} is given up, and will not be on the remote: {loss.reason}"
             )
         elif agreement.is_first:
-            logger.warning("%s/%s: %s, and what is left of it goes", flushing.target.name, loss.place, loss.reason)
+            logger.warning("%s/%s: %s, and its files are removed", flushing.target.name, loss.place, loss.reason)
     if must_wait:
         _wait(flushing, agreement)
     return {save_id_in(name) for loss in losses for name in loss.files}
@@ -147,7 +147,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
             if files & named_files(remote, metadata_file_name()):
                 continue  # it has arrived, which the local record does not show yet
         except CheckpointError as error:
-            logger.warning("%s/%s cannot be looked at: %s", flushing.target.name, place, str(error))
+            logger.warning("%s/%s cannot be read: %s", flushing.target.name, place, str(error))
             continue
         ranks = listed_ranks([part.record.rank for part in parts])
         is_known = any(part.is_confirmed for part in parts)

@@ -239,7 +239,7 @@ class Destination:
             self.give_up()
             raise WriteError(
                 f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. What was "
-                f"begun there may come about later"
+                f"begun there may still happen later"
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:

@@ -376,8 +376,8 @@ class SaveTables:
             return self._promised[part.table_digest]
         except KeyError:
             raise WriteError(
-                f"rank {part.rank} has left out where its data is, and the coordinator does not know it: plans of "
-                f"two saves were mixed up. Give each save the planner's own plans."
+                f"rank {part.rank} has not sent the places of its data, and the coordinator does not know them: plans "
+                f"of two saves were mixed up. Give each save the planner's own plans."
             ) from None
 
 

@@ -237,7 +237,7 @@ class Flushing:
             found, self.is_readable = read(), True
         except ReadError as error:
             if self.is_readable:  # logged once, not at each check
-                logger.error("%s: what lies there is not waited for", str(error))
+                logger.error("%s: its saves are not waited for", str(error))
             found, self.is_readable = [], False
         return found
 

@@ -45,8 +45,8 @@ class SaveOptions:
             )
         if self.write.cipher is not None and self.staging == "shared":
             raise ValueError(
-                "staging='shared' and encryption exclude each other: what is encrypted can be read twice, and if it "
-                "changed in between, its key would be spent on two texts"
+                "staging='shared' and encryption exclude each other: a tensor may be read twice, and if it changed in "
+                "between, one key stream would encrypt two texts"
             )
         if self.target is not None and self.write.reuse_unchanged:
             raise ValueError(

@@ -181,7 +181,7 @@ class VersionsOfWriter:
                 model.release()
             except Exception as error:
                 path = model.storage.path
-                logger.warning("%s: what the model there has replaced may be left: %s", path, describe(error))
+                logger.warning("%s: files of the model before may be left over: %s", path, describe(error))
 
 
 _END_SECONDS = 5.0  # for the thread to see that its process has ended

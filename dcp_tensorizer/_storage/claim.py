@@ -53,8 +53,8 @@ def _decoded(data: bytes | None) -> Claim | None:
 class Ownership:
     """A run's claim to a folder, and whether it still holds. Several threads may use it.
 
-    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known. ``own`` is the
-    claim of a run that has claimed the folder in another process.
+    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known. ``own`` is
+    the run's claim; None before it has one, unless it has claimed the folder in another process.
     """
 
     def __init__(self, folder: Storage, name: str, own: Claim | None = None) -> None:
@@ -62,12 +62,7 @@ class Ownership:
         self.name = name
         self.lost = ""
         self._folder = folder
-        self._own = own
-
-    @property
-    def own(self) -> Claim | None:
-        """The run's claim; None before it has one."""
-        return self._own
+        self.own = own
 
     def claim(self) -> None:
         """Claims the folder. If that fails now, it is logged, and the first `check` tries again."""
@@ -84,10 +79,10 @@ class Ownership:
         """
         if self.lost:
             raise Refused(self.lost)
-        own = self._own
+        own = self.own
         try:
             if own is None:
-                self._own = self._claimed()
+                self.own = self._claimed()
                 return
             found = read_claim(self._folder, self.name)
         except CheckpointError as error:

@@ -123,7 +123,7 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
     saved(tmp_path, 5, 10, 15, 20)
     with manager_of(tmp_path, keep_latest=1) as manager:
         assert manager.restore(state_of(0), 10) == 10
-        assert "not counted and not deleted are step-15, step-20, which" in said(caplog)
+        assert "does not continue from step-15, step-20: they are not counted and not deleted" in said(caplog)
         manager.save(12, state_of(12), wait=True)
         assert manager.steps() == [12]
     assert directories_in(tmp_path) == ["step-12", "step-15", "step-20"]
@@ -611,7 +611,7 @@ def test_a_step_that_somebody_has_deleted_is_saved_again(
         shutil.rmtree(tmp_path / "step-2")
         manager.save(2, state_of(2), force=True, wait=True)
         manager.save(3, state_of(3), wait=True)
-        assert said(caplog) == f"{tmp_path}: step 2 was saved, and is not there any more: it is saved again"
+        assert said(caplog) == f"{tmp_path}: step 2 was saved, but is gone: it is saved again"
         assert (record_of(tmp_path, "step-3").parent, record_of(tmp_path, "step-2").parent) == tuple(
             read_head(LocalStorage(tmp_path / f"step-{step}")).save_id
             for step in (2, 1)  # type: ignore[union-attr]

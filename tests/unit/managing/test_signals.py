@@ -108,9 +108,7 @@ def test_only_the_main_thread_has_handlers() -> None:
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert errors == [
-        "signals can be handled by the main thread alone: make the manager there, or pass stop_signals=()"
-    ]
+    assert errors == ["only the main thread can handle signals: make the manager there, or pass stop_signals=()"]
 
 
 @pytest.mark.parametrize("signals", [7.5, ["TERM"], [9999]])
