@@ -9,6 +9,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ def test_a_second_lock_is_not(tmp_path: Path) -> None:
     third = LocalStorage(tmp_path).lock_directory()
     assert third.is_exclusive
     third.release()
+
+
+def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
+    """Also if the block raises."""
+    with suppress(ValueError), LocalStorage(tmp_path).lock_directory():
+        raise ValueError
+    with LocalStorage(tmp_path).lock_directory() as again:
+        assert again.is_exclusive
 
 
 def test_the_wait_for_a_save_that_cleans_up_is_bounded(tmp_path: Path) -> None:
