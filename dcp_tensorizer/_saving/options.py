@@ -46,7 +46,7 @@ class SaveOptions:
         if self.write.cipher is not None and self.staging == "shared":
             raise ValueError(
                 "staging='shared' and encryption exclude each other: a tensor may be read twice, and if it changed in "
-                "between, one key stream would encrypt two texts"
+                "between, one key and nonce would encrypt two texts"
             )
         if self.target is not None and self.write.reuse_unchanged:
             raise ValueError(
