@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 
 from ..._runtime.threads import cores
-from ..._storage.base import RangeReader
-from ...errors import ConversionError
+from ..._storage.base import RangeReader, Storage
+from ...errors import CheckpointError, ConversionError
 from .._view import CheckpointView, StoredTensor
 
 _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
@@ -100,6 +101,21 @@ def _check_values(options: Options) -> None:
     for pattern, dimension in options.split.items():
         if type(dimension) is not int:
             raise ConversionError(f"split must give the number of a dimension for {pattern!r}, and gives {dimension!r}")
+
+
+@contextmanager
+def naming(storage: Storage, path: str) -> Iterator[None]:
+    """Raises errors of reading a file's contents as `ConversionError` with its path, and without credentials.
+
+    Errors of this package pass, and so do those of the storage, which `Storage.reading` translates around it.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # also what no reader foresees: a huge number, endless nesting, a lack of memory
+        what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ConversionError(storage.scrub(f"{path} cannot be read: {what}")) from storage.cause(error)
 
 
 class FileRange(io.RawIOBase):

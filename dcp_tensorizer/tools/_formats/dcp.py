@@ -35,7 +35,7 @@ from ..._storage.base import Storage
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, Chunk, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
-from .common import FileRange, Options
+from .common import FileRange, Options, naming
 from .torch_file import check_lists, check_names, check_paths, load_fake, locate, nested
 
 
@@ -120,7 +120,8 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError):
                 raise cause from cause.__cause__  # whose class tells whether it is damage
-            raise WriteError(f"cannot write {shown_path(path)} in torch's own format: {cause}") from error
+            message = f"cannot write {shown_path(path)} in torch's own format: {cause}"
+            raise WriteError(storage.scrub(message)) from storage.cause(error)
 
 
 class _Writer(FileSystemWriter):
@@ -188,7 +189,7 @@ def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> C
     """The place of a chunk's elements."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
-    with storage.reading(info.relative_path, purpose) as reader:
+    with storage.reading(info.relative_path, purpose) as reader, naming(storage, path + purpose):
         value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
         raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")

@@ -21,7 +21,7 @@ from .._atomic_output import beside
 from .._find import where_below
 from .._view import CheckpointView, Path, data_files, key_of, read_parts, unlock_parts, view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
-from .common import Options
+from .common import Options, naming
 from .names import FORMATS
 
 if TYPE_CHECKING:
@@ -122,13 +122,8 @@ def _open(location: _Location, encryption: DecryptionParams | None) -> Checkpoin
         raise DecryptionError(
             f"{location.path} is of the format {location.format}, which is not decrypted here: read it without a key"
         )
-    try:
+    with naming(storage, location.path):
         return _read_foreign(location)
-    except CheckpointError:
-        raise
-    except Exception as error:  # unforeseen by the reader: a huge number, endless nesting, a lack of memory
-        message = f"{location.path} cannot be read: {type(error).__name__}: {error}"
-        raise ConversionError(location.storage.scrub(message)) from location.storage.cause(error)
 
 
 def _read_foreign(location: _Location) -> CheckpointView:

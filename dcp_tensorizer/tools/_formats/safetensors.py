@@ -10,11 +10,10 @@ import fnmatch
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
@@ -37,7 +36,7 @@ from ..._storage.base import Storage
 from ...errors import ConversionError, NotCommitted
 from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
-from .common import Options, by_key, check_no_objects
+from .common import Options, by_key, check_no_objects, naming
 
 _PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -77,7 +76,7 @@ def read_directory(storage: Storage) -> CheckpointView:
         return CheckpointView(storage.path, "safetensors", _put_together(storage, _parts(storage)))
     file_of: dict[str, str] = {}
     if (index := storage.read(INDEX)) is not None:
-        with _damage_translated(f"{storage.path}/{INDEX}"):
+        with naming(storage, f"{storage.path}/{INDEX}"):
             file_of = read_index(index)
             if any("/" in name or name.startswith(".") for name in file_of.values()):
                 raise ValueError("it names files that are not beside it")
@@ -100,7 +99,7 @@ def _put_together(storage: Storage, names: Iterable[str]) -> dict[str, StoredTen
     parts: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
     for name in names:
         header, saved = _opened(storage, name)
-        with _damage_translated(f"{storage.path}/{name}"):
+        with naming(storage, f"{storage.path}/{name}"):
             for key, part in _tensors(storage, name, header):
                 begin = saved[key].saved_offsets if key in saved else (0,) * len(part.shape)
                 others = [other for _, other in parts.setdefault(key, [])]
@@ -131,14 +130,14 @@ def read(storage: Storage, name: str) -> CheckpointView:
     is_part = bool(saved) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
     if is_part or any(any(one.saved_offsets) for one in saved.values()):
         raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
-    with _damage_translated(path):
+    with naming(storage, path):
         tensors = by_key(tensor for _, tensor in _tensors(storage, name, header))
     return CheckpointView(path, "safetensors", tensors)
 
 
 def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, _SavedOffset]]:
     """The header of a file, and the offsets of its tensors in whole tensors."""
-    with storage.reading(name) as reader, _damage_translated(f"{storage.path}/{name}"):
+    with naming(storage, f"{storage.path}/{name}"), storage.reading(name) as reader:
         header = read_header(reader.read_range, storage.head(name) or 0)
         saved = header.notes.get(SHARDING)
         return header, _decode_saved(saved) if isinstance(saved, str) else {}
@@ -158,14 +157,6 @@ def _tensor(storage: Storage, name: str, key: str, entry: TensorRecord, base: in
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{key!r} of shape {entry.shape} has {stop - start:,} bytes stored")
     return plain_tensor(storage, (key,), dtype, shape, (name, base + start))
-
-
-@contextmanager
-def _damage_translated(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

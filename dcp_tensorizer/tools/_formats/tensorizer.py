@@ -31,7 +31,7 @@ from ..._writer_process.protocol import TensorSource
 from ...errors import ChecksumMismatch, ConversionError, WriteError
 from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
-from .common import FileRange, Options, by_key, check_no_objects, tensors_at_once
+from .common import FileRange, Options, by_key, check_no_objects, naming, tensors_at_once
 
 _MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64 KiB
 
@@ -48,18 +48,11 @@ def read(storage: Storage, name: str) -> CheckpointView:
     from tensorizer import TensorDeserializer  # a slow import
 
     path = f"{storage.path}/{name}"
-    with storage.reading(name) as reader:
-        file = FileRange(reader, 0, storage.head(name) or 0)
-        try:
-            with TensorDeserializer(file, device="cpu", lazy_load=True) as deserializer:
-                entries = list(deserializer._metadata.values())
-            nbytes = storage.head(name) or 0
-            tensors = by_key(_tensor(storage, name, nbytes, entry) for entry in entries)
-        except OSError:
-            raise
-        except Exception as error:  # any error, if the file is damaged
-            message = f"{path} cannot be read by tensorizer: {type(error).__name__}: {error}"
-            raise ConversionError(storage.scrub(message)) from storage.cause(error)
+    nbytes = storage.head(name) or 0
+    with storage.reading(name) as reader, naming(storage, path):
+        with TensorDeserializer(FileRange(reader, 0, nbytes), device="cpu", lazy_load=True) as deserializer:
+            entries = list(deserializer._metadata.values())
+        tensors = by_key(_tensor(storage, name, nbytes, entry) for entry in entries)
     return CheckpointView(path, "tensorizer", tensors)
 
 

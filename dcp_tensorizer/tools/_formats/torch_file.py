@@ -43,7 +43,7 @@ from .._view import (
     plain_tensor,
     refused,
 )
-from .common import FileRange, Options
+from .common import FileRange, Options, naming
 
 _ALIGNMENT = 64  # of tensors in the file, like torch.save's
 _NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
@@ -64,15 +64,13 @@ def read(storage: Storage, name: str) -> CheckpointView:
     """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
-    with storage.reading(name) as reader:
+    with storage.reading(name) as reader, naming(storage, path):
         state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
         raise ConversionError(f"{path} holds a {type(state).__name__}, not a state dict")
-    try:
+    with naming(storage, path):
         check_size(state)
         values, paths = flatten_state_dict(state)
-    except ValueError as error:
-        raise ConversionError(f"{path}: {error}") from error
     paths = exact_paths(state, paths)
     stored: dict[str, StoredValue] = {}
     for key, value in values.items():
@@ -240,13 +238,10 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
 def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     """Loads ``torch.save`` bytes with fake tensors; `is_located` says which of them have a place in the file.
 
-    Raises `UntrustedObject` if it would need code to run, and `ConversionError` if it cannot be read.
+    Raises `UntrustedObject`, with the file's path, if it would need code to run, and any other error if it is damaged.
     """
     buffered = io.BufferedReader(file)
-    try:
-        records = check_saved(buffered, nbytes)
-    except ValueError as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from error
+    records = check_saved(buffered, nbytes)
     try:
         return _checked(_load(buffered, weights_only=True), records)
     except OSError:
@@ -256,18 +251,13 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     try:
         needed = unsafe_globals(buffered)
     except UntrustedObject:  # not what torch.save writes
-        raise ConversionError(f"{path} cannot be read: {type(refused).__name__}: {refused}") from refused
+        raise refused from None
     if needed:
         raise UntrustedObject(
             f"{path} could run code when it is loaded ({', '.join(needed)}), and was not loaded: if you trust it, "
             f"load it with torch.load(weights_only=False), and save its state dict"
         )
-    try:
-        return _checked(_load(buffered, weights_only=False), records)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return _checked(_load(buffered, weights_only=False), records)
 
 
 def _load(file: IO[bytes], *, weights_only: bool) -> Any:
