@@ -22,7 +22,7 @@ from .._format.tensor_bytes import dtype_name
 from .._index.chunks import Region
 from .._index.placement import Box, Placed, place
 from .._index.reader import Piece
-from .._publish.model import StoredBytes, WeightFile
+from .._publish.model import StoredBytes, WeightFile, check_unreplaced
 from .._storage.base import Storage
 from ..errors import MetadataError, ReadError, listed
 from .deliver import LoadOptions, read_tensors, world_size
@@ -78,6 +78,8 @@ class ModelReader(ForeignReader):
         if scaled:
             dequantising: Any = DequantisingPlanner(self._storage, planner, lambda item: scaled[id(item)][1], read)
             read_tensors(pieces, dequantising, wanted, read, _share(self._progress, sizes[0], sizes[1], 0))
+        for file in self._files:
+            check_unreplaced(self._storage, file)
         warn_of_casts(path, casts)
 
     def _place(self, files: Sequence[WeightFile]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -16,9 +16,18 @@ import numpy as np
 from .._format.delta import PIECE
 from .._format.encoder import FileParts
 from .._format.names import is_ours
-from .._format.safetensors_header import INDEX, LENGTH, MAX_HEADER, SINGLE, encode_header, read_header, read_index
+from .._format.safetensors_header import (
+    ADAPTER,
+    INDEX,
+    LENGTH,
+    MAX_HEADER,
+    SINGLE,
+    encode_header,
+    read_header,
+    read_index,
+)
 from .._runtime.threads import in_threads
-from .._storage.base import RangeReader, Storage
+from .._storage.base import FileIdentity, RangeReader, Storage
 from ..errors import MetadataError, NotCommitted, ReadError, WriteError
 
 READ_BYTES = 8 * PIECE
@@ -26,6 +35,7 @@ READ_BYTES = 8 * PIECE
 
 _ENDING = ".safetensors"
 _MAX_NAME = 255
+_LONE = {SINGLE, ADAPTER}  # files of models without an index, whose successors have the same names
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,7 @@ class WeightFile:
     header: bytes  # the bytes up to the first tensor's
     tensors: tuple[StoredBytes, ...]  # by their offsets
     notes: Mapping[str, Any]  # its ``__metadata__``
+    identity: FileIdentity | None = None  # of a lone file, before its header was read; None where a storage has none
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +112,21 @@ def read_weight_files(storage: Storage) -> list[WeightFile]:
         names = {file.name for file in storage.listing()[0] if file.name.endswith(_ENDING)}
     if not names:
         raise NotCommitted(f"there is no model in {storage.path}: no file ends in {_ENDING}")
-    return in_threads(lambda name: read_weight_file(storage, name), sorted(names))
+
+    def read(name: str) -> WeightFile:
+        identity = storage.identity(name) if name in _LONE else None
+        return replace(read_weight_file(storage, name), identity=identity)
+
+    return in_threads(read, sorted(names))
+
+
+def check_unreplaced(storage: Storage, file: WeightFile) -> None:
+    """Raises `ReadError` if a file of `read_weight_files` is another one by now: its data may not fit to its header."""
+    if file.identity is not None and storage.identity(file.name) != file.identity:
+        raise ReadError(
+            f"{storage.path}/{file.name} was replaced while it was loaded, and what was loaded may be of two models: "
+            f"load it again"
+        )
 
 
 def _read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:

@@ -19,6 +19,7 @@ from tensorizer import DecryptionParams
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -108,6 +109,24 @@ def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None
     state = {"w": torch.zeros(2, 3, dtype=torch.float64)}
     dcp.load(state, storage_reader=open_reader(tmp_path))
     assert torch.equal(state["w"], SAVED["w"].double())
+
+
+def test_a_lone_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
+    """Its header is of one model and its data of another: that is an error, although both have the same header."""
+    save_file({"w": SAVED["w"]}, tmp_path / "model.safetensors")
+    save_file({"w": SAVED["w"] + 1}, tmp_path / "next")
+
+    class Replacing(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            (tmp_path / "next").replace(tmp_path / "model.safetensors")
+            return super().create_local_plan()
+
+    target = {"w": torch.zeros_like(SAVED["w"])}
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(target, storage_reader=open_reader(tmp_path), planner=Replacing())
+    assert re.search(r"model\.safetensors was replaced while it was loaded", str(unwrap(raised.value)))
+    dcp.load(target, storage_reader=open_reader(tmp_path))
+    assert torch.equal(target["w"], SAVED["w"] + 1)
 
 
 def test_parts_of_tensors_are_read_by_torch(tmp_path: Path) -> None:
