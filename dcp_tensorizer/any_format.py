@@ -291,7 +291,7 @@ class KeptReader(TensorizerStorageReader):
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+    """The rank of this process, and the number of ranks."""
     is_distributed = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
 

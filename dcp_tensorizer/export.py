@@ -1,4 +1,4 @@
-"""From training to inference: `SafetensorsStorageWriter` writes a model as Hugging Face has it, by all ranks at once.
+"""Models for inference: all ranks write one together, as Hugging Face has it, by `SafetensorsStorageWriter`.
 
 state dict --stage()--> SharedBuffer                        training thread
            --DCP planner--> SavePlan --prepare_global_plan()--> which tensor is where in which file: coordinator

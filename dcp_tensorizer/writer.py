@@ -60,7 +60,7 @@ class WriterOptions(TypedDict, total=False):
     """The options of `TensorizerStorageWriter` that `CheckpointManager` passes on, so that type checkers know their
     names.
 
-    ``survive``, and what is about copies on other hosts, is missing, because the manager has it itself.
+    ``survive`` and the options of copies on other hosts are left out: they are the manager's own.
     """
 
     cache_staged_state_dict: bool

@@ -88,7 +88,7 @@ def flushed(code: int) -> int:
 
 def unwritten(error: OSError) -> int:
     """Reports that the output could not be written, unless its pipe is closed; returns the exit code."""
-    # The rest of the buffer goes to /dev/null, or else the interpreter would fail to write it at its exit.
+    # The rest of the buffer goes to /dev/null: the interpreter would fail to write it at its exit.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError, AttributeError):  # the stream was replaced, or there is none
         os.dup2(nowhere, sys.stdout.fileno())

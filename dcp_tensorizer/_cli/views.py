@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .._runtime.sizes import size
-from .._storage.open import absolute_path
 from .._storage.redact import redact
+from ..tools._atomic_output import shown_path
 from .terminal import count, moment, print_json, print_line, print_table, ranks, shape
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _show_tensors(tensors: Sequence[TensorInfo]) -> None:
 def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -> None:
     """Shows the result of `verify`."""
     if as_json:
-        print_json({"path": _absolute(path), "ok": not verified.damages, "full": full} | _fields(verified))
+        print_json({"path": shown_path(path), "ok": not verified.damages, "full": full} | _fields(verified))
         return
     for damage in verified.damages:
         print_line(f"{damage.file}: {'' if damage.key is None else f'{damage.key!r}: '}{damage.what}")
@@ -156,7 +156,7 @@ def show_difference(difference: Difference, *, as_json: bool) -> None:
 def show_converted(converted: Converted, target: str, to: str, *, as_json: bool) -> None:
     """Shows the result of `convert`."""
     if as_json:
-        print_json({"path": _absolute(target), "format": to} | _fields(converted))
+        print_json({"path": shown_path(target), "format": to} | _fields(converted))
         return
     objects = f" and {count(converted.objects, 'object')}" if converted.objects else ""
     print_line(
@@ -254,7 +254,7 @@ def show_versions(versions: Sequence[VersionInfo], *, as_json: bool) -> None:
 def show_applied(applied: Applied, copy: str, *, as_json: bool) -> None:
     """Shows the version that a copy has now."""
     if as_json:
-        print_json({"path": _absolute(copy)} | _fields(applied))
+        print_json({"path": shown_path(copy)} | _fields(applied))
         return
     if not applied.nbytes:
         print_line(f"{redact(copy)} has version {applied.version} already")
@@ -301,12 +301,7 @@ def _fields(record: Verified | Converted | Applied | VersionsVerified) -> dict[s
     return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def _absolute(path: str) -> str:
-    """A path like those in the other records: absolute, and without credentials."""
-    return redact(str(absolute_path(path)))
-
-
 def _below(found: str, path: str) -> str:
     """A checkpoint's path relative to the directory of the command."""
-    above = _absolute(path).rstrip("/")
+    above = shown_path(path).rstrip("/")
     return found.removeprefix(above).lstrip("/") or found

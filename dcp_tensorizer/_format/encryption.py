@@ -63,7 +63,7 @@ class Cipher:
         return os.urandom(NONCE_BYTES)
 
     def decrypt(self, data: memoryview, nonce_and_macs: bytes, number: int) -> bool:
-        """Decrypts block ``number`` of an item in place; False, and no change, if it does not match its MAC."""
+        """Decrypts block ``number`` of an item in place; returns False and changes nothing if its MAC is another."""
         nonce, mac = nonce_and_macs[:NONCE_BYTES], nonce_and_macs[NONCE_BYTES + number * MAC_BYTES :][:MAC_BYTES]
         if len(mac) < MAC_BYTES:
             return False
@@ -240,7 +240,7 @@ def _secretbox() -> tuple[Callable[..., int], Callable[..., int]]:
 # --- connections ------------------------------------------------------------------------------------------------------
 
 FRAME_MAC_BYTES = 16
-"""What a frame of a connection is longer by when it is encrypted."""
+"""The bytes that encryption adds to a frame of a connection."""
 
 
 class FrameCipherKind(enum.IntFlag):
@@ -332,7 +332,7 @@ def _aead() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def _address_of(data: memoryview | bytes) -> Any:
-    """As `_address`, also of nothing."""
+    """The address of bytes; None if there are none."""
     return _address(data) if len(data) else None
 
 

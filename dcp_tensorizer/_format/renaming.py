@@ -27,8 +27,8 @@ class Parts:
     Args:
         names: Patterns with the same number of ``*`` each, as the other side has. All have ``{}``, or none.
         dim: The dimension along which several names cut, as the parts count it.
-        sizes: How the sizes of the parts along it are to each other. By default they are equal.
-        groups: How often the parts follow one another along it.
+        sizes: The ratio of the parts' sizes along it. By default they are equal.
+        groups: The number of groups along it, each with all parts.
 
     Raises:
         TypeError: a name is no string, or a number is none.
@@ -68,16 +68,16 @@ class Parts:
         return self._is_numbered(self.names)
 
     def __repr__(self) -> str:
-        """As it was made."""
+        """The call that makes it."""
         numbers = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
         return f"Parts({', '.join(map(repr, self.names))}, {numbers})"
 
     def __eq__(self, other: object) -> bool:
-        """Equal arguments make equal parts."""
+        """Compares the arguments."""
         return isinstance(other, Parts) and self._arguments() == other._arguments()
 
     def __hash__(self) -> int:
-        """By its arguments, so that parts can be keys of a dict."""
+        """Hashes its arguments, so that parts can be keys of a dict."""
         return hash(self._arguments())
 
     def _arguments(self) -> tuple[object, ...]:
@@ -89,7 +89,7 @@ Rules: TypeAlias = Mapping[Any, "str | Parts"]
 
 
 class PartNumber(NamedTuple):
-    """Which part of a tensor a name is."""
+    """The number of a part of a tensor."""
 
     part: int  # of the names of its `Parts`
     row: int  # in the first dimension, where `Parts.is_numbered`

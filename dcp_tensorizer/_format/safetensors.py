@@ -71,7 +71,7 @@ T = TypeVar("T", bound=Described)
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout(Generic[T]):
-    """A file."""
+    """The layout of a file."""
 
     tensors: tuple[T, ...]  # in file order
     starts: tuple[int, ...]  # the offset of each
@@ -80,7 +80,7 @@ class SafetensorsLayout(Generic[T]):
 
 
 def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
-    """Why the format cannot hold a tensor, as the end of a sentence that begins with its key; None if it can."""
+    """The reason why the format cannot hold a tensor, to follow its key in a sentence; None if it can."""
     if dtype not in NAMES:
         return f"is of {dtype}, which safetensors does not have: leave it out, or convert it"
     if dtype == PAIRS and not shape:
@@ -99,7 +99,7 @@ def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | Non
 def in_torch(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     """The dtype and the shape in torch of a tensor that a file describes.
 
-    Raises `ValueError`, with the end of a sentence that begins with the tensor's key, if torch has no such tensors.
+    Raises `ValueError`, with a text to follow the tensor's key in a sentence, if torch has no such tensors.
     """
     dtype = DTYPES.get(name)
     if dtype is None:

@@ -38,7 +38,7 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be saved, and what to do instead, as the end of a sentence; None if it can be saved."""
+    """The reason why a tensor cannot be saved, and what to do instead, to end a sentence; None if it can be saved."""
     if tensor.is_nested:
         return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save the result of its unbind()"
     if tensor.layout is not torch.strided:

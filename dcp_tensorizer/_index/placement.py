@@ -1,7 +1,8 @@
-"""Where the elements of tensors are under other names: as the same tensors, in parts, or together in one.
+"""Places of elements under other names: in the same tensors, in parts of them, or together in one.
 
-`place` takes the tensors on one side of a `Renaming`, and tells of which boxes of them those on the other side are. A
-save asks with its state dict for the files, and a load with the files for its state dict.
+`place` takes the tensors on one side of a `Renaming`. For each tensor on the other side it returns the boxes that make
+it up. A save passes its state dict, and gets the tensors of the files. A load passes the tensors of the files, and gets
+those of its state dict.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Box(NamedTuple):
     source: str  # the name of the tensor that they come from
     there: Region  # in that tensor
     here: Region  # in the tensor that has the box
-    is_same: bool = False  # both tensors are the same, but for their names
+    is_same: bool = False  # only the names of the two tensors differ
 
     def carry(self, region: Region) -> Region | None:
         """Returns where the elements of a region of the source are here; None if none of them is in the box.
@@ -54,7 +55,7 @@ def _carried(region: Region, frm: Region, to: Region) -> Region | None:
 
 @dataclass(slots=True)
 class Placed:
-    """A tensor on the other side."""
+    """A tensor on the other side, and the boxes that make it up."""
 
     shape: Shape
     boxes: list[Box] = field(default_factory=list)

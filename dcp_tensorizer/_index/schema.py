@@ -25,8 +25,8 @@ _Dims = Annotated[tuple[_Count, ...], Meta(max_length=_MAX_DIMENSIONS)]
 Run = tuple[_Reference, int, _Count]
 """Numbers at equal distances: the first, the distance, and how many."""
 SectionKind = Literal["entries", "paths", "planner", "inline", "places"]
-Text = str | Ext  # see `keys.to_text`
-Key = str | Ext  # see `keys.to_key`
+Text = str | Ext  # see `to_text`
+Key = str | Ext  # see `to_key`
 
 
 class DataFile(Struct, array_like=True, gc=False, frozen=True):

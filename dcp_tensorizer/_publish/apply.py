@@ -235,7 +235,7 @@ class _Directory:
                     candidate.version, None, candidate.chain, files, {}, {}, places, candidate.published_at, 0
                 )
         raise StateMismatch(
-            f"the model in {self._path} is none of the versions in {self._published.path}, so no delta fits to it: "
+            f"the model in {self._path} is none of the versions in {self._published.path}, so no delta fits it: "
             f"name an empty directory, which gets version {target.version} whole"
         )
 
@@ -512,7 +512,7 @@ def _view(value: Any) -> _View | None:
         if not (value.flags.c_contiguous and value.flags.writeable):
             return None
         return _View(value.reshape(-1).view(np.uint8), lambda: None)
-    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    torch = sys.modules.get("torch")  # without it there are no tensors
     if torch is None or not isinstance(value, torch.Tensor):
         return None
     tensor = value.detach()

@@ -100,7 +100,7 @@ class Chain:
         return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
 
     def changed(self, tensor: StoredBytes, read: _Read) -> Iterator[np.ndarray]:
-        """Like `pieces`, for bytes that a function puts into an array from a given start on."""
+        """Changes a tensor as `pieces` does; ``read`` puts its bytes, from a given start on, into an array."""
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
         with ExitStack() as readers:
             decoders = []
@@ -120,7 +120,7 @@ class Chain:
                         yield piece
             except ValueError as error:
                 raise ChecksumMismatch(
-                    f"the deltas up to version {self.version} do not fit to {tensor.key!r}: {error}"
+                    f"the deltas up to version {self.version} do not fit {tensor.key!r}: {error}"
                 ) from None
         if changing and (changing[-1][1].digest != hashed.hexdigest() or not tensor.nbytes):
             raise ChecksumMismatch(

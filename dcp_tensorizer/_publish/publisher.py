@@ -156,9 +156,9 @@ class Publication:
     keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
-    """That of the model, where another one may be in its place by now."""
+    """The model's index. By now another one may be in its place."""
     previous_index: bytes | None = None
-    """That of ``previous``, as well."""
+    """The index of ``previous``, for the same reason."""
 
     def __post_init__(self) -> None:
         """Checks the counts."""

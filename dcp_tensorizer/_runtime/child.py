@@ -27,7 +27,7 @@ END_SECONDS = 5.0
 """For a process with a request under way. An idle one ends in milliseconds."""
 
 _SESSION_SECONDS = 0.05
-_KILL_SECONDS = 0.5  # a process that is killed ends in milliseconds, but for one that hangs in the kernel
+_KILL_SECONDS = 0.5  # a killed process ends in milliseconds, unless it hangs in the kernel
 _OUTPUT_TAIL = 4000  # bytes
 _OF_JOB = tuple(
     getattr(signal, name)
@@ -35,7 +35,7 @@ _OF_JOB = tuple(
 )
 """Signals that terminals and schedulers send to every process of a job. The trainer decides what they do."""
 _unended: list[subprocess.Popen[bytes]] = []
-"""Killed, and not waited for to the end: that is done later, or else they would stay zombies."""
+"""Processes that were killed and have not ended yet. They are waited for later, so that none stays a zombie."""
 
 
 class ChildProcess:

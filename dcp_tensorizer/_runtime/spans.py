@@ -53,5 +53,5 @@ same name.
 
 
 def clock_offset() -> float:
-    """The seconds that turn a time of a span into one of ``time.time()``, as of now."""
+    """The seconds that turn a time of a span into one of ``time.time()``. It is measured now."""
     return time.time() - time.perf_counter()

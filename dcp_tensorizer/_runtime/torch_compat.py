@@ -340,7 +340,7 @@ def store_host(group: ProcessGroup) -> str | None:
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """How long a collective of a group waits for a missing rank."""
+    """The time that a collective of a group waits for a missing rank."""
     kinds = {kind.type: kind for kind in group._device_types}
     for name in sorted(kinds, key=lambda name: name != "cpu"):
         options = getattr(group._get_backend(kinds[name]), "options", None)

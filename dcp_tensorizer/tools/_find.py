@@ -235,7 +235,7 @@ def _may_be_ours(name: str) -> bool:
 
 
 def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
-    """See `walk`; ``saves`` are those in local folders around the directory, see `_local_saves`."""
+    """Lists a directory as `walk` does. ``saves`` are those of local folders around it: see `_local_saves`."""
     files: list[FileInfo] = []
     names: list[str] = []
     try:
@@ -409,7 +409,7 @@ class Unit:
 
     @property
     def saved(self) -> float:
-        """When the last of its parts was saved, in seconds since the epoch; 0 if no storage tells."""
+        """The time of its last part, in seconds since the epoch; 0 if no storage tells."""
         return max(0.0 if part.info.saved is None else part.info.saved.timestamp() for part in self.parts)
 
     @property

@@ -232,7 +232,7 @@ def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iter
 
 
 def _leftovers_of_jobs(folder: Folder, older_than: float | None) -> Iterator[Removal]:
-    """What jobs that were killed have left beside their checkpoints."""
+    """Files that killed jobs have left beside their checkpoints."""
     files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
     if files:
         kept = None if _are_old(files, older_than) else _MAY_BE_UNDER_WAY
@@ -257,7 +257,7 @@ def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data
 
 
 def _objection(unit: Unit, linked: Sequence[str], older_than: float | None) -> str:
-    """Why an old checkpoint must stay; empty if it need not."""
+    """The reason why an old checkpoint must stay; empty if there is none."""
     real = unit.folder.storage.real_path
     if any(path == real or path.startswith(real + "/") for path in linked):
         return "a link leads to it"

@@ -133,13 +133,13 @@ def _records(file: Path) -> Iterator[_Record]:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 return
-            raise ReadError(f"line {number} of {file} is no report of spans: {error}") from None
+            raise ReadError(f"line {number} of {file} is not a report of spans: {error}") from None
         # A save that was flushed is reported twice: only its last span is new then.
         yield record._replace(spans=spans[-1:]) if record.kind == "flush" else record
 
 
 def _on_one_clock(records: Sequence[_Record]) -> list[_Record]:
-    """The records with all spans on the clock of the first one's host; all those of a host are moved alike.
+    """The records with all spans on the clock of the first one's host. All spans of a host are moved by the same time.
 
     Seconds since the epoch would be rounded to a quarter of a microsecond.
     """

@@ -1,4 +1,4 @@
-"""This package's own format, written from one process: each tensor as one chunk."""
+"""Writes this package's own format from one process: each tensor as one chunk."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Pat
     """And stays as it is."""
     write_model(tmp_path / "foreign", first_state(seed=99))
     before = files_of(tmp_path / "foreign")
-    with pytest.raises(StateMismatch, match=r"is none of the versions in .*published, so no delta fits to it"):
+    with pytest.raises(StateMismatch, match=r"is none of the versions in .*published, so no delta fits it"):
         apply_delta(tmp_path / "foreign", versions)
     assert files_of(tmp_path / "foreign") == before
 

@@ -99,7 +99,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     write(file, {}, end='\n{"kind": "sa')
     assert trace([tmp_path], tmp_path / "trace.json").saves == 1
     write(file, {}, end='\n{"kind": "sa\n')
-    with pytest.raises(ReadError, match=rf"^line 2 of {file} is no report of spans: "):
+    with pytest.raises(ReadError, match=rf"^line 2 of {file} is not a report of spans: "):
         trace([tmp_path], tmp_path / "trace.json")
 
 
