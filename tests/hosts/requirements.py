@@ -42,7 +42,9 @@ def missing() -> str | None:
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            return f"tests/hosts need mounts, loop devices and namespaces: {' '.join(command)} says: {done.stderr.strip()}"
+            return (
+                f"tests/hosts need mounts, loop devices and namespaces: {' '.join(command)} says: {done.stderr.strip()}"
+            )
     return None
 
 
