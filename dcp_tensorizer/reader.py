@@ -39,7 +39,7 @@ from ._loading.validate import (
 )
 from ._runtime.gc_pause import collector_paused
 from ._runtime.progress import TransferProgress
-from ._runtime.validation import check_callable, check_path, check_storage_options, check_thread_count, check_timeout
+from ._runtime.validation import check_callable, check_count, check_path, check_storage_options, check_timeout
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact, shown
@@ -125,7 +125,7 @@ class TensorizerStorageReader(StorageReader):
     ) -> None:
         check_path(path)
         check_storage_options(storage_options)
-        check_thread_count(thread_count)
+        check_count("thread_count", thread_count, optional=True)
         check_timeout(timeout)
         check_callable("on_progress", on_progress)
         check_callable("on_report", on_report)

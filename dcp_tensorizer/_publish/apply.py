@@ -25,7 +25,7 @@ from .._runtime.threads import Workers, cores
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
-from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
+from ..errors import ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
 from .chain import Chain, copied, read_delta
 from .model import (
     StoredBytes,
@@ -34,6 +34,7 @@ from .model import (
     read_model,
     read_small,
     read_weight_file,
+    writing,
     written_file,
 )
 from .versions import FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
@@ -168,13 +169,8 @@ class _Directory:
                 f"directory, or let /pull_weights bring it to version {self._version}"
             )
         self._storage.make_directory()
-        try:
-            with _locked(self._path / _LOCK):
-                return self._apply(target)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise WriteError(f"cannot write {self._path}: {error}") from error
+        with writing(self._storage, f"write {self._path}"), _locked(self._path / _LOCK):
+            return self._apply(target)
 
     def _apply(self, target: Manifest) -> Applied:
         current = self._current(target)

@@ -28,7 +28,7 @@ from .._format.safetensors_header import (
 )
 from .._runtime.threads import in_threads
 from .._storage.base import FileIdentity, RangeReader, Storage
-from ..errors import MetadataError, NotCommitted, ReadError, WriteError
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
 
 READ_BYTES = 8 * PIECE
 """Bytes that are read at once: an object store takes as long for less."""
@@ -229,16 +229,27 @@ def reading_tensors(storage: Storage, name: str) -> Iterator[TensorReader]:
 
 
 @contextmanager
+def writing(storage: Storage, doing: str) -> Iterator[None]:
+    """Raises an `OSError` of a storage as `WriteError`, with what could not be done and without credentials.
+
+    Errors of this package pass.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise WriteError(storage.scrub(f"cannot {doing}: {error}")) from storage.cause(error)
+
+
+@contextmanager
 def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
     """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
 
     Raises `WriteError`, and leaves no file, if it cannot be written.
     """
-    try:
+    with writing(storage, f"create {storage.path}/{name}"):
         sink = storage.create(name, nbytes, sync=True)
-    except OSError as error:
-        message = f"cannot create {storage.path}/{name}: {error}"
-        raise WriteError(storage.scrub(message)) from storage.cause(error)
     parts = FileParts(nbytes, sink, filling=2, writing=sink.concurrency)
     offset = 0
 
@@ -248,17 +259,15 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
             parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
             offset += piece.nbytes
 
-    try:
-        yield write_piece
-        parts.finish()
-        sink.complete()
-    except BaseException as error:
-        parts.abandon(error)
-        sink.abort()
-        if isinstance(error, OSError):
-            message = f"cannot write {storage.path}/{name}: {error}"
-            raise WriteError(storage.scrub(message)) from storage.cause(error)
-        raise
+    with writing(storage, f"write {storage.path}/{name}"):
+        try:
+            yield write_piece
+            parts.finish()
+            sink.complete()
+        except BaseException as error:
+            parts.abandon(error)
+            sink.abort()
+            raise
 
 
 def header_of(sizes: Mapping[str, int], notes: Mapping[str, str]) -> bytes:

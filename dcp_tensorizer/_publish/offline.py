@@ -14,9 +14,9 @@ from .._format.safetensors_header import INDEX
 from .._runtime.validation import check_count
 from .._storage.base import Storage
 from .._storage.open import open_storage
-from ..errors import CheckpointError, NotCommitted, WriteError
+from ..errors import CheckpointError, NotCommitted
 from .chain import Chain, copied, read_delta
-from .model import read_small, read_weight_file
+from .model import read_small, read_weight_file, writing
 from .publisher import remove_old
 from .versions import FileRecord, Manifest, Published, decode_manifest
 
@@ -152,13 +152,8 @@ def collect_versions(
     check_count("keep_latest", keep_latest)
     published = Published(open_storage(path, storage_options))
     known = {info.version: info for info in list_versions(path, storage_options=storage_options)}
-    try:
+    with writing(published.storage, f"remove versions in {published.path}"):
         return tuple(known[version] for version in remove_old(published, keep_latest, dry_run=dry_run))
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        message = f"cannot remove versions in {published.path}: {error}"
-        raise WriteError(published.storage.scrub(message)) from published.storage.cause(error)
 
 
 class _Verification:

@@ -22,7 +22,7 @@ from .._runtime.validation import check_count, check_path
 from .._storage.base import Refused, Storage
 from .._storage.claim import Claim, Ownership
 from .._storage.open import absolute_path, open_storage
-from ..errors import CheckpointError, ChecksumMismatch, WriteError
+from ..errors import ChecksumMismatch
 from .chain import Chain, read_delta
 from .model import (
     READ_BYTES,
@@ -35,6 +35,7 @@ from .model import (
     read_model,
     read_weight_file,
     reading_tensors,
+    writing,
     written_file,
 )
 from .versions import FileRecord, Manifest, Published, encode_manifest, now
@@ -177,14 +178,9 @@ class Publication:
         model = self._model(self.directory, self.index)
         previous = None if self.previous is None else self._model(self.previous, self.previous_index)
         publisher = _Publisher(folder, folder.ownership(own), model, self.step, on_progress)
-        try:
+        with writing(folder.storage, f"publish in {folder.path}"):
             version = publisher.publish(previous, self.max_deltas)
             removed = () if self.keep_latest is None else remove_old(folder, self.keep_latest)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            message = f"cannot publish in {folder.path}: {error}"
-            raise WriteError(folder.storage.scrub(message)) from folder.storage.cause(error)
         assert publisher.ownership.own is not None
         return replace(version, removed=removed), publisher.ownership.own
 

@@ -33,11 +33,6 @@ def check_timeout(value: object, *, least: float | None = None, name: str = "tim
         raise ValueError(f"{name}={value!r} must be {allowed}, and finite: at most {threading.TIMEOUT_MAX:.0f}")
 
 
-def check_thread_count(value: object) -> None:
-    """Raises `TypeError` or `ValueError` unless the value is a number of threads, or None."""
-    check_count("thread_count", value, optional=True)
-
-
 def check_count(name: str, value: object, *, optional: bool = False) -> None:
     """Raises `TypeError` or `ValueError` unless the value is an int of at least 1, or None if ``optional``."""
     if value is None and optional:

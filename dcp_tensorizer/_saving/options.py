@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from .._runtime.threads import cores
-from .._runtime.validation import check_choice, check_count, check_thread_count, check_timeout
+from .._runtime.validation import check_choice, check_count, check_timeout
 from .._staging.device import expandable_segments
 from .._tiers.target import FlushTarget
 from .._writer_process.write_options import SaveLimits, WriteOptions
@@ -86,7 +86,7 @@ class SaveOptions:
 
 def threads_of_save(thread_count: int | None) -> int:
     """The threads of a save: by default as many as there are cores, up to four. Raises `TypeError` or `ValueError`."""
-    check_thread_count(thread_count)
+    check_count("thread_count", thread_count, optional=True)
     return thread_count or min(4, cores())
 
 

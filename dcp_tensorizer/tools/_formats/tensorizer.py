@@ -24,11 +24,12 @@ from ..._format.names import INDEX_CAPACITY, index_entry_size
 from ..._format.tensor_bytes import dtype_name, host_bytes, named_dtype
 from ..._format.tensorizer_file import lay_out
 from ..._index.chunks import Region
+from ..._publish.model import writing
 from ..._runtime.forks import free_in_child
 from ..._saving.write_plan import stored_names
 from ..._storage.base import Storage
 from ..._writer_process.protocol import TensorSource
-from ...errors import ChecksumMismatch, ConversionError, WriteError
+from ...errors import ChecksumMismatch, ConversionError
 from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
 from .common import FileRange, Options, by_key, check_no_objects, naming, tensors_at_once
@@ -196,12 +197,9 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], op
     capacity = max(INDEX_CAPACITY, sum(index_entry_size(source.name, len(source.shape)) for source in sources))
     layout = lay_out(sources, capacity=capacity)
     by_name = {tensor.key: tensor for tensor in tensors}
-    try:
+    with writing(storage, f"write {storage.path}/{name}"):
         sink = storage.create(name, layout.nbytes, sync=True)
         encode(layout, lambda source: _elements(by_name[source.name]), sink, tensors_at_once(tensors))
-    except OSError as error:
-        message = f"cannot write {storage.path}/{name}: {error}"
-        raise WriteError(storage.scrub(message)) from storage.cause(error)
 
 
 def _elements(tensor: StoredTensor) -> memoryview:

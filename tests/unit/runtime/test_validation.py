@@ -17,7 +17,6 @@ from dcp_tensorizer._runtime.validation import (
     check_count,
     check_path,
     check_storage_options,
-    check_thread_count,
     check_timeout,
     check_type,
     did_you_mean,
@@ -83,14 +82,14 @@ def test_timeouts_are_numbers(value: Any) -> None:
 @pytest.mark.parametrize("value", [1, 64, np.int64(3), None])
 def test_thread_counts(value: Any) -> None:
     """At least one, or None for as many as there are cores."""
-    check_thread_count(value)
+    check_count("thread_count", value, optional=True)
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-2, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_other_thread_counts_are_refused(value: Any, error: type[Exception]) -> None:
     """0 is not taken for None, nor True for 1."""
     with pytest.raises(error, match=r"^thread_count.* must be an int of at least 1, or None"):
-        check_thread_count(value)
+        check_count("thread_count", value, optional=True)
 
 
 def test_counts_may_have_to_be_given() -> None:
