@@ -147,7 +147,6 @@ class Survival:
             self._keeper = KeeperProcess(self._job_name, self.run, self._seconds)
         except WriteError as error:
             self._stop_keeping(str(error))
-        self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def begin_copies(self) -> None:
         """Finds the partners of all ranks; only the first call does so. Every rank calls it, after `start_keeper`.
@@ -158,7 +157,7 @@ class Survival:
             return
         self.copies.begin(self._keeper)
         self._has_begun_copies = True
-        if self in self._saver.engine.saves.spares:
+        if self._stage is _Stage.ON:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def wait_kept(self) -> tuple[bool, bool]:

@@ -14,7 +14,7 @@ from .._runtime.channel import Channel, Done, Failed
 from .._runtime.child import END_SECONDS, ChildProcess
 from .._runtime.forks import Descriptor
 from .._runtime.threads import NEVER, Deadline, in_background
-from ..errors import CheckpointError, ReadError, WriteError
+from ..errors import CheckpointError, ReadError, WriteError, describe
 from .protocol import (
     Answer,
     ClaimRequest,
@@ -50,11 +50,13 @@ class KeeperProcess(ChildProcess):
 
     A keeper that refuses a request is ended, and its buffers are free: it must not have buffers that are overwritten.
     ``seconds`` is how long it waits for a successor when this process is gone and has left no state; see `Keep`.
-    ``kept`` are the buffers of the states that it keeps, by the states' ids, each with ``is_kept`` set.
+    ``kept`` are the buffers of the states that it keeps, by the states' ids, each with ``is_kept`` set. ``loss`` says
+    why they were lost; it is empty if they were not.
     """
 
     def __init__(self, job: str, run: str, seconds: float) -> None:
         self.kept: dict[str, SharedBuffer] = {}
+        self.loss = ""
         self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last one, with its digests
         try:
             self._path = socket_path(runtime_directory(), job)
@@ -75,7 +77,7 @@ class KeeperProcess(ChildProcess):
             self._ask(state, [buffer.fd])
         except BaseException as error:
             if not isinstance(error, WriteError):  # the keeper may have received the state
-                self._lose()
+                self._lose(describe(error))
             self._release([state_id])
             raise
         self._tell_digests(state_id)
@@ -100,8 +102,8 @@ class KeeperProcess(ChildProcess):
             return
         try:
             answer = self._ask(Forget(tuple(forgotten), but_copied))
-        except BaseException:
-            self._lose()
+        except BaseException as error:
+            self._lose(describe(error))
             raise
         self._release(answer if isinstance(answer, tuple) else forgotten)
 
@@ -157,8 +159,9 @@ class KeeperProcess(ChildProcess):
             remove(self._path)
         return super()._kill()
 
-    def _lose(self) -> None:
+    def _lose(self, why: str = "") -> None:
         """Ends it at once, whatever it does: its buffers are free."""
+        self.loss = self.loss or why
         self._kill()
         self._close_files()
         self._release(list(self.kept))
@@ -174,7 +177,7 @@ class KeeperProcess(ChildProcess):
         if written == state_id:
 
             def tell() -> None:
-                with suppress(WriteError):  # it is busy, and will take the digests itself when they are wanted
+                with suppress(WriteError):  # a busy keeper takes the digests itself; whoever needs it sees a ``loss``
                     self._ask(WrittenDigests(state_id, known))
 
             in_background(tell, name="digests", daemon=True)
@@ -186,7 +189,7 @@ class KeeperProcess(ChildProcess):
         try:
             answer: Answer = self._exchange(request, fds, _ANSWER_SECONDS)
         except BaseException as error:
-            self._lose()
+            self._lose(describe(error))
             if isinstance(error, EOFError | TimeoutError):
                 raise KeeperDied(str(error)) from None
             raise

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
@@ -160,8 +161,8 @@ class KeptSave:
             keeper.keep(described(head, plan, planner, buffer, self._seconds, digests_follow=True), buffer)
             self._staged_save.on_written = functools.partial(keeper.written, state.id)
             self._keeping.copies.start(keeper, state)
-        except KeeperDied as error:
-            _log_loss(error)
+        except KeeperDied:
+            self._keeping.log_loss()
         except Exception as error:
             logger.warning("%s: the state is not kept in memory: %s", self._path, describe(error))
 
@@ -200,6 +201,7 @@ class Keeping:
     def keeper(self, seconds: float) -> KeeperProcess:
         """Returns the keeper, and starts it if there is none; raises `WriteError`."""
         with self._starting:
+            self.log_loss()
             if self._keeper is None or not self._keeper.is_ours:
                 self._keeper = KeeperProcess(job_name(SAVES), self.run, seconds)
             if not self._ends_at_exit:
@@ -213,16 +215,21 @@ class Keeping:
         over = [state_id for state_id, save in list(self.saves.items()) if save.is_over]
         for state_id in over:
             self.saves.pop(state_id, None)
-        try:
-            if self._keeper is not None:
+        if self._keeper is not None:
+            with suppress(Exception):  # the next save starts another keeper; an error would fail this rank alone
                 self._keeper.forget(over)
-        except Exception as error:  # the next save starts another keeper; an error would fail this rank alone
-            _log_loss(error)
+        self.log_loss()
         if loaded.nbytes:
             saves.reclaim()
             if why := lack_of_room(saves, loaded.nbytes):
                 logger.warning("what was loaded from memory is freed: %s", why)
                 loaded.release()
+
+    def log_loss(self) -> None:
+        """Says once that the keeper was lost, whichever thread has met its death."""
+        if (keeper := self._keeper) is not None and keeper.loss:
+            self._keeper = None
+            logger.warning("what was kept in memory is lost: %s", keeper.loss)
 
     def end(self, deadline: Deadline = NEVER, *, is_abandoned: bool = False) -> None:
         """Ends the keeper, or leaves it to a later run if it has a state that is not on storage. Idempotent.
@@ -299,10 +306,6 @@ class SaveCopies:
         if why not in self._said:
             self._said.add(why)
             logger.warning("states are not copied to other hosts, as with copies=1: %s", why)
-
-
-def _log_loss(error: Exception) -> None:
-    logger.warning("what was kept in memory is lost: %s", describe(error))
 
 
 def _are_on_storage(saves: Sequence[KeptSave], deadline: Deadline) -> bool:

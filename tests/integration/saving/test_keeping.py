@@ -166,6 +166,25 @@ def test_a_keeper_that_is_killed(
     assert len(kept_buffers()) == len(list(sockets.iterdir())) == 1
 
 
+def test_the_thread_that_tells_digests_meets_a_dead_keeper(
+    tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss is logged once, also if no other request was the first to fail."""
+    save(writer, tmp_path / "a", 1)
+    keeper = keeping_of_process().keeper(WAIT)
+    (state_id,) = keeper.kept
+    end_keepers(sockets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "in_background", lambda operation, **options: operation())
+        keeper.written(state_id, {})
+    assert "the keeper" in keeper.loss
+    with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
+        for value in (2, 3):
+            save(writer, tmp_path / str(value), value)
+    assert [m for m in caplog.messages if "is lost" in m] == [f"what was kept in memory is lost: {keeper.loss}"]
+    assert len(kept_buffers()) == 1
+
+
 def test_a_save_that_is_interrupted_while_the_keeper_answers(
     tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
