@@ -13,6 +13,7 @@ A restart takes the record of a part of a state, and reads ranges of its bytes, 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import secrets
 import socket
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from typing import Annotated, Protocol
 
 import msgspec
@@ -29,7 +30,7 @@ import xxhash
 from msgspec import Meta, Struct
 
 from .._runtime.child import lower_priority
-from .._runtime.forks import anonymous_file, free_in_child
+from .._runtime.forks import Descriptor, anonymous_file, free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import cores
 from .._storage.base import RangeReader
@@ -278,9 +279,8 @@ class ReplicaServer:
     def _serve(self, connection: socket.socket) -> None:
         own: list[_Incoming] = []
         try:
-            with closing(Wire(connection, self.address.secret, is_server=True)) as wire, ExitStack() as stack:
+            with closing(Wire(connection, self.address.secret, is_server=True)) as wire:
                 reader = _PartReader(self._parts)
-                stack.callback(reader.close)
                 while True:
                     match wire.receive(ReplicaOffer | Join | Record | Drop | TakeRecord | ReadRange):
                         case ReplicaOffer() as offer:
@@ -396,32 +396,34 @@ def _receive_blocks(wire: Wire, copy: _Incoming) -> None:
 
 
 class _PartReader:
-    """Reads parts for one connection, whose buffer stays open from one range to the next."""
+    """Reads parts for one connection, whose buffer stays mapped from one range to the next.
+
+    What is sent is encrypted from the mapping. Reading 0.5 GiB of it as a file first takes 0.1 s of CPU time, mapping
+    and unmapping its pages half of that.
+    """
 
     def __init__(self, parts: HeldParts) -> None:
         self._parts = parts
         self._open: tuple[str, int] | None = None
-        self._fd: int | None = None
+        self._memory: memoryview | None = None
 
     def give(self, wire: Wire, wanted: ReadRange) -> None:
         if self._open != (wanted.id, wanted.rank):
-            self.close()
-            self._fd = self._parts.buffer(wanted.id, wanted.rank)
+            self._memory = None
+            fd = self._parts.buffer(wanted.id, wanted.rank)
+            if fd is not None:
+                with closing(Descriptor(fd)):
+                    self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
             self._open = wanted.id, wanted.rank
-        if self._fd is None:
+        if self._memory is None:
             wire.send(ReplicaRefused("it is not kept"))
             return
-        fd, offset = self._fd, wanted.offset
-        if offset + wanted.nbytes > os.fstat(fd).st_size:
+        stop = wanted.offset + wanted.nbytes
+        if stop > self._memory.nbytes:
             wire.send(ReplicaRefused("it has not so many bytes"))
             return
         wire.send(Following(wanted.nbytes))
-        wire.send_filled(wanted.nbytes, lambda frame, start: read_into(fd, [frame], offset + start))
-
-    def close(self) -> None:
-        fd, self._fd, self._open = self._fd, None, None
-        if fd is not None:
-            os.close(fd)
+        wire.send_bytes(self._memory[wanted.offset : stop])
 
 
 def allocated(nbytes: int, beside: int = 0) -> int:

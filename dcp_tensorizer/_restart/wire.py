@@ -17,7 +17,6 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -131,17 +130,6 @@ class Wire:
         for start in range(0, data.nbytes, MAX_BYTES):
             self._send(_BYTES, data[start : start + MAX_BYTES])
 
-    def send_filled(self, nbytes: int, fill: Callable[[memoryview, int], object]) -> None:
-        """Sends bytes that a message has announced, and that ``fill`` puts where they are sealed.
-
-        It gets the memory of each frame, and how many bytes come before it.
-        """
-        for start in range(0, nbytes, MAX_BYTES):
-            frame = self._frame(_BYTES, min(MAX_BYTES, nbytes - start))
-            content = frame[_HEADER.size : -FRAME_MAC_BYTES]
-            fill(content, start)
-            self._send_frame(frame, content)
-
     def receive_bytes(self, target: memoryview) -> None:
         """Receives bytes that a message has announced into the target, which is undefined after an error."""
         for start in range(0, target.nbytes, MAX_BYTES):
@@ -153,15 +141,8 @@ class Wire:
     # --- frames -----------------------------------------------------------------------------------------------------
 
     def _send(self, kind: int, content: memoryview | bytes) -> None:
-        self._send_frame(self._frame(kind, len(content)), content)
-
-    def _frame(self, kind: int, nbytes: int) -> memoryview:
-        """The memory of a frame, which begins with its header."""
-        frame = self._room("_out", _HEADER.size + nbytes + FRAME_MAC_BYTES)
-        _HEADER.pack_into(frame, 0, kind, nbytes)
-        return frame
-
-    def _send_frame(self, frame: memoryview, content: memoryview | bytes) -> None:
+        frame = self._room("_out", _HEADER.size + len(content) + FRAME_MAC_BYTES)
+        _HEADER.pack_into(frame, 0, kind, len(content))
         self._sealing.seal(content, frame[_HEADER.size :], bytes(frame[: _HEADER.size]))
         try:
             self._sock.sendall(frame)
