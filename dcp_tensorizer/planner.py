@@ -205,8 +205,6 @@ class LoadPlanner(DefaultLoadPlanner):
     - ``allow_partial_load``: a key that the checkpoint does not have stays as it is; by default it is an error.
     """
 
-    delivers_as_torch: ClassVar[type[DefaultLoadPlanner]]
-
     @collector_paused()
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -255,19 +253,6 @@ class LoadPlanner(DefaultLoadPlanner):
             container = container[_own_key(container, part)]
         container[_own_key(container, last)] = torch.load(value, weights_only=False)
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor that receives an item."""
-        value = self.state_dict.get(index.fqn)
-        if type(value) is torch.Tensor and not any(index.offset or ()):
-            return value
-        local = plain_local(value)
-        return super().lookup_tensor(index) if local is None else local
-
-    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor that receives an item."""
-        whole = tensor.shape == read_item.lengths
-        return tensor if whole else super().transform_tensor(read_item, tensor)
-
 
 def _own_key(container: Any, part: Any) -> Any:
     """The key in a dict that a path names ``part``."""
@@ -276,7 +261,3 @@ def _own_key(container: Any, part: Any) -> Any:
     if isinstance(part, str) and part.isdigit() and int(part) in container:
         return int(part)
     return next((key for key in container if str(key) == part), part)
-
-
-LoadPlanner.delivers_as_torch = LoadPlanner
-"""Marks the planner that returns tensors like torch's; see `_loading.deliver`. Subclasses may return others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import xxhash
 from isal.isal_zlib import crc32  # ten times as fast as zlib's
@@ -125,6 +125,16 @@ def _digest(data: memoryview) -> bytes:
     state = xxhash.xxh3_64()
     state.update(data)  # releases it, so that other threads begin their next reads
     return state.digest()
+
+
+def all_match(items: Sequence[StoredItem], contents: Sequence[memoryview]) -> bool:
+    """Returns whether whole items of one block match their digests; False for other items.
+
+    One comparison of all takes a third of the time of one for each.
+    """
+    if any(len(item.digests) != 8 or data.nbytes != item.length for item, data in zip(items, contents, strict=True)):
+        return False
+    return b"".join(map(_digest, contents)) == b"".join([item.digests for item in items])
 
 
 def check_digests(item: StoredItem, start: int, data: memoryview) -> None:

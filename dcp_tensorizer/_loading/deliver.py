@@ -22,7 +22,7 @@ from .._index.chunks import Region
 from .._index.reader import Index, Piece
 from .._runtime.gc_pause import collector_paused
 from .._runtime.spans import Span
-from .._runtime.torch_compat import is_fake, real_tensors
+from .._runtime.torch_compat import is_fake, plain_local, real_tensors
 from .._staging.device import CUDA
 from .._storage.base import Storage
 from .._unpickle.objects import advice, unsafe_globals
@@ -250,7 +250,7 @@ def read_tensors(
         progress(0, total)
     for batch in _batches(items, planner):
         with collector_paused():
-            tensors = [detached(planner.resolve_tensor(read_item)) for read_item, _ in batch]
+            tensors = resolved(batch, planner)
             places = [_place_for(tensor, pieces) for tensor, (_, pieces) in zip(tensors, batch, strict=True)]
             wanted = zip(batch, places, strict=True)  # only the shape of a fake tensor is wanted, which is known
             targets = [t for item, place in wanted if not is_fake(place) for t in targets_of(*item, place)]
@@ -261,6 +261,23 @@ def read_tensors(
                 tensor.copy_(place)
             planner.commit_tensor(read_item, tensor)
     return done
+
+
+def resolved(items: _Items, planner: LoadPlanner) -> list[torch.Tensor]:
+    """The tensors that receive items, in the order of the items.
+
+    torch's planner takes several times as long to find a tensor that an item fills. So it is asked only for others.
+    """
+    state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
+    tensors = []
+    for read_item, _ in items:
+        index = read_item.dest_index
+        value = state.get(index.fqn)
+        whole = value if type(value) is torch.Tensor and not any(index.offset or ()) else plain_local(value)
+        if whole is None or whole.shape != read_item.lengths:
+            whole = planner.resolve_tensor(read_item)
+        tensors.append(detached(whole))
+    return tensors
 
 
 def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
@@ -275,9 +292,8 @@ def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:
-    """Returns whether a planner gets all tensors at once: one of torch's own, or `planner.LoadPlanner`."""
-    known = getattr(planner, "delivers_as_torch", DefaultLoadPlanner)  # set by `planner.LoadPlanner`
-    return all(getattr(type(planner), name, None) is getattr(known, name) for name in _DELIVERY)
+    """Returns whether a planner gets all tensors at once: one that finds its tensors as torch's own does."""
+    return all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY)
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:

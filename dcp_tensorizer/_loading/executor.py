@@ -21,9 +21,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from .._format.checksums import DigestCheck, check_digests
+from .._format.checksums import DigestCheck, all_match, check_digests
 from .._format.encryption import Cipher
-from .._format.tensor_bytes import memory_of, named_dtype
+from .._format.tensor_bytes import memories_of, named_dtype
 from .._index.chunks import regions_of_range
 from .._runtime.forks import free_in_child
 from .._runtime.memory_limit import available_memory
@@ -211,10 +211,11 @@ class _Executor:
         """
         sizes = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
         scratch = iter(self._scratch_views(sizes, slot) if sizes else ())
+        own = iter(memories_of([s.targets[0].tensor for s in operation.segments if s.target_offset is not None]))
         return [
             next(scratch)
             if segment.target_offset is None
-            else _part(memory_of(segment.targets[0].tensor), segment.target_offset, segment.stop - segment.start)
+            else _part(next(own), segment.target_offset, segment.stop - segment.start)
             for segment in operation.segments
         ]
 
@@ -259,6 +260,8 @@ class _Executor:
         return _timed(self._compare_all, segments, places) if self._verify else 0.0
 
     def _compare_all(self, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
+        if all_match([segment.item for segment in segments], places):
+            return
         for segment, place in zip(segments, places, strict=True):
             self._compare(segment, place)
 

@@ -52,7 +52,8 @@ class PinnedPools:
         indices: set[int] = set()
         nbytes = 0
         for operation in operations:
-            of_operation = {self._device.index_of(target.tensor) for target in operation.targets} - {None}
+            elsewhere = (target.tensor for target in operation.targets if not target.in_place)
+            of_operation = {self._device.index_of(tensor) for tensor in elsewhere} - {None}
             if of_operation:
                 indices |= of_operation  # type: ignore[arg-type]
                 nbytes = max(nbytes, sum(aligned(segment.scratch_bytes) for segment in operation.segments))

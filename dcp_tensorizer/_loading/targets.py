@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -106,6 +107,11 @@ def targets_of(
     """
     key = read_item.dest_index.fqn
     size = tuple(read_item.lengths)
+    if world_size == 1 and len(pieces) == 1:  # most items: one whole tensor, and a target of its dtype and shape
+        item, shape, region, _ = pieces[0]
+        is_same = region.size == shape == tensor.shape and can_read_in_place(tensor, named_dtype(item.dtype))
+        if is_same and tensor.nbytes == item.length:
+            return [ReadTarget(key, item, shape, region, tensor, True)]
     entry = metadata.state_dict_metadata.get(read_item.storage_index.fqn) if not pieces or world_size > 1 else None
     whole_size = entry.size if isinstance(entry, TensorStorageMetadata) else None
     if not pieces and isinstance(entry, TensorStorageMetadata):
@@ -181,6 +187,12 @@ def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
 
 def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
     """The targets whose memory overlaps that of another one."""
+    if all(target.in_place for target in targets):  # most loads: one look at all of them
+        starts = np.array([target.tensor.data_ptr() for target in targets], dtype=np.int64)
+        stops = starts + np.array([target.tensor.nbytes for target in targets], dtype=np.int64)
+        order = np.argsort(starts)
+        if (stops[order[:-1]] <= starts[order[1:]]).all():
+            return set()
     placed = sorted((*_memory(t), n) for n, t in enumerate(targets) if t.in_place or type(t.tensor) is torch.Tensor)
     overlapping: set[ReadTarget] = set()
     furthest = reached_device = reached = -1

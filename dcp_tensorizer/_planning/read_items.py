@@ -47,8 +47,14 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
     """
     known: dict[_Layout, list[ReadItem]] = {}
     items: list[ReadItem] = []
+    checked: dict[tuple[int, torch.Size], _Layout | None] = {}  # many tensors share one entry of the metadata
     for key, value in state_dict.items():
-        layout = _layout(value, metadata.state_dict_metadata.get(key))
+        stored = metadata.state_dict_metadata.get(key)
+        if type(value) is torch.Tensor:
+            name = id(stored), value.shape
+            layout = checked[name] if name in checked else checked.setdefault(name, _layout(value, stored))
+        else:
+            layout = _layout(value, stored)
         if layout in known:
             items += _renamed(known[layout], key)
             continue

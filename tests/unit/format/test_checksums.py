@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch
 from dcp_tensorizer._format import checksums
-from dcp_tensorizer._format.checksums import DigestCheck, Digester, check_digests
+from dcp_tensorizer._format.checksums import DigestCheck, Digester, all_match, check_digests
 from dcp_tensorizer._format.names import StoredItem, block_size
 
 from ...support import filled, stored_item
@@ -136,3 +136,19 @@ def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [len(content)] * 2 + [step] * 6
     with pytest.raises(ChecksumMismatch):
         check_digests(item._replace(digests=b""), 0, memoryview(content))
+
+
+def test_several_items_are_checked_by_one_comparison() -> None:
+    """One changed byte is found in any of them; items of several blocks, parts and lost digests never match."""
+    contents = [bytearray(b"some"), bytearray(b"other"), bytearray(100)]
+    items = [item_of(content) for content in contents]
+    views = list(map(memoryview, contents))
+    assert all_match(items, views)
+    assert not all_match(items, [views[0][:3], *views[1:]])
+    assert not all_match([*items[:2], items[2]._replace(digests=b"")], views)
+    large = bytearray(70_000)
+    assert not all_match([*items, item_of(large)], [*views, memoryview(large)])
+    for content in contents:
+        content[-1] ^= 1
+        assert not all_match(items, views)
+        content[-1] ^= 1

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from dcp_tensorizer import StagingError
-from dcp_tensorizer._format.tensor_bytes import check_supported, host_bytes, memory_of
+from dcp_tensorizer._format.tensor_bytes import check_supported, host_bytes, memories_of, memory_of
 
 from ...support import ALL_DTYPES, dtype_name, filled, raw
 
@@ -129,3 +129,12 @@ def test_host_bytes_where_a_dimension_has_one_element(size: tuple[int, ...], str
     assert bytes(data) == memory[4 : 4 + tensor.numel()].numpy().tobytes()
     data[:] = bytes(len(data))
     assert not tensor.any()
+
+
+def test_the_memory_of_several_tensors() -> None:
+    """Each has its own part, in the order of the tensors, also if they have the same; also of empty and no tensors."""
+    first, second = filled(torch.float32, (3,)), filled(torch.int64, (2, 5))
+    for tensors in ([first, second], [second, first[1:], first], [first[:0], second], []):
+        assert list(map(bytes, memories_of(tensors))) == list(map(raw, tensors))
+    memories_of([second, first])[1][:4] = raw(torch.tensor(7.0))
+    assert first[0] == 7.0

@@ -22,6 +22,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
 from dcp_tensorizer import LoadPlanner
+from dcp_tensorizer._loading.deliver import resolved
 from dcp_tensorizer._planning import read_items
 from dcp_tensorizer._planning.read_items import has_older_keys, read_items_of
 
@@ -140,7 +141,7 @@ def test_a_sum_that_is_not_made_yet_is_refused(mesh: DeviceMesh, before: bool) -
 
 
 def test_targets_are_torchs(mesh: DeviceMesh) -> None:
-    """The same memory, the same flag; and torch's errors for what is not there."""
+    """The same memory, and no history; and torch's errors for what is not there."""
     state = {**state_of(mesh), "scalar": torch.tensor(1.0)}
     metadata = metadata_of(state)
     ours, theirs = LoadPlanner(), DefaultLoadPlanner()
@@ -150,13 +151,11 @@ def test_targets_are_torchs(mesh: DeviceMesh) -> None:
     assert in_full(plan.items) == in_full(theirs.create_local_plan().items)
     tensors = [item for item in plan.items if item.storage_offsets and "object" not in item.dest_index.fqn]
     assert len(tensors) >= 20
-    for item in tensors:
-        found, expected = ours.resolve_tensor(item), theirs.resolve_tensor(item)
-        assert (found.data_ptr(), found.shape, found.requires_grad) == (
-            expected.data_ptr(),
-            expected.shape,
-            expected.requires_grad,
-        )
+    for planner in (ours, theirs):
+        for item, found in zip(tensors, resolved([(item, []) for item in tensors], planner), strict=True):
+            expected = theirs.resolve_tensor(item)
+            assert (found.data_ptr(), found.shape) == (expected.data_ptr(), expected.shape)
+            assert not found.requires_grad
     for index in (MetadataIndex("not there"), MetadataIndex("0.plain", (1, 0)), MetadataIndex("0.object", (0,))):
         for planner in (ours, theirs):
             with pytest.raises(ValueError, match="FQN"):
