@@ -30,6 +30,7 @@ _IMPORTED = [
         f"dcp_tensorizer.{name}"
         for name in ("writer", "reader", "planner", "manager", "any_format", "tools", "_install")
     ),
+    "torch._dynamo",  # torch imports it when the first tensor is distributed
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "pytest",

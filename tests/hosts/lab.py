@@ -481,7 +481,7 @@ class Forked:
 def _nursery(module: str) -> ForkServerContext:
     """A process that has imported a module, and forks. It ends with this one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
+    context.set_forkserver_preload(["torch._dynamo", module])  # torch imports it when the first tensor is distributed
     return context
 
 

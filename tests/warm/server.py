@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 # What the package and its tests use of other people, so that it is there: of torch, what `import torch` leaves out.
 _IMPORTED = [
+    "torch._dynamo",  # torch imports it when the first tensor is distributed
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.run",
