@@ -143,6 +143,8 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the state dict's value for an item."""
         value = self.state_dict.get(index.fqn)
+        if type(value) is torch.Tensor and not any(index.offset or ()):
+            return value
         local = plain_local(value)
         return super().lookup_object(index) if local is None else local
 

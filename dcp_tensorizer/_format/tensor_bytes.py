@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -82,7 +82,7 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
-def is_ordinary(value: Any) -> bool:
+def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
     """Returns whether a value is a tensor of torch's own class that `check_supported` accepts, in half of its time.
 
     Nearly all values of large state dicts are: every look counts.

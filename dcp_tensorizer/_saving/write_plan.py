@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.checksums import digests_of
 from .._format.encryption import Cipher
 from .._format.names import INDEX_CAPACITY, INLINE_BYTES, MAX_INLINE_BYTES, StoredItem, data_file_name, index_entry_size
-from .._format.tensor_bytes import check_supported, detached, dtype_name, host_bytes, is_wrapper
+from .._format.tensor_bytes import check_supported, detached, dtype_name, host_bytes, is_ordinary, is_wrapper
 from .._index.locations import InlineItem, RankPlaces, checked_hash
 from .._index.schema import ItemKey, item_key
 from .._runtime.gc_pause import collector_paused
@@ -37,7 +37,7 @@ _MAX_BYTES = 4 << 20
 _MAX_OPCODES = 25_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: a frozen one takes three times as long to make
 class Item:
     """One write item.
 
@@ -108,8 +108,7 @@ def plan_with(plan: SavePlan, storage_data: object) -> SavePlan:
 
 def _makes_items(planner: SavePlanner) -> bool:
     """Returns whether a planner resolves items in its own way."""
-    ways = ("resolve_data", "lookup_object", "transform_object")
-    return any(getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name) for name in ways)
+    return not _is_as_known(planner, ("resolve_data", "lookup_object", "transform_object"))
 
 
 def _always(tensor: torch.Tensor) -> bool:
@@ -155,9 +154,13 @@ def write_results(
 
 def _plans_as_torch(planner: SavePlanner) -> bool:
     """Returns whether a planner's metadata describes all of its plan. Those of other planners may not."""
+    return _is_as_known(planner, ("create_local_plan", "create_global_plan", "finish_plan"))
+
+
+def _is_as_known(planner: SavePlanner, methods: Iterable[str]) -> bool:
+    """Returns whether a planner has these methods of torch's own planner, or of this package's."""
     known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
-    ways = ("create_local_plan", "create_global_plan", "finish_plan")
-    return all(getattr(type(planner), name, None) is getattr(known, name) for name in ways)
+    return all(getattr(type(planner), name, None) is getattr(known, name) for name in methods)
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
@@ -215,6 +218,9 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
     key = item.index.fqn
     try:
         data = planner.resolve_data(item)
+        if is_ordinary(data) and item.type is not WriteItemType.BYTE_IO:  # as nearly all are: every call counts
+            _check_shape(item, data)
+            return "tensor", detached(data) if lasts(data) else _copy(data)
         if item.type == WriteItemType.BYTE_IO:
             blob = _blob(data)
             return "object", blob if lasts(blob) else _copy(blob)

@@ -16,7 +16,7 @@ from .._runtime.process_context import ProcessContext, identity_of_process
 from .._runtime.progress import each_second
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._staging.device import CUDA, Device
-from .._staging.shared_mappings import MappedFile, SharedTensors
+from .._staging.shared_mappings import SharedTensors
 from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
@@ -356,23 +356,25 @@ class WriterClient:
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
         """Finds each item's bytes in shared memory. Tensors that the planner has made are copied there."""
-        places: dict[str, tuple[int | MappedFile, int]] = {}
-        made = []
+        sources: list[TensorSource] = []
+        made: dict[int, Item] = {}  # by their numbers in ``sources``
         for item in items:
-            offset = buffer.locate(item.tensor)
-            if offset is not None:
-                places[item.name] = buffer.id, offset
+            if not item.has_bytes:
+                continue
+            if (offset := buffer.locate(item.tensor)) is not None:
+                sources.append(item.source(buffer.id, offset))
             elif shared is not None and (place := shared.locate(item.tensor)) is not None:
-                places[item.name] = place
+                sources.append(item.source(*place))
             else:
-                made.append(item)
-        extra = self._extra_buffer(sum(aligned(item.tensor.nbytes) for item in made))
-        for item in made:
-            if item.has_bytes and extra is not None:
-                copied = extra.allocate(item.tensor.dtype, item.tensor.shape)
-                copied.copy_(item.tensor)
-                places[item.name] = extra.id, extra.locate(copied) or 0
-        return [item.source(*places[item.name]) for item in items if item.has_bytes], extra
+                made[len(sources)] = item
+                sources.append(item.source())
+        extra = self._extra_buffer(sum(aligned(item.tensor.nbytes) for item in made.values()))
+        for number, item in made.items():
+            assert extra is not None
+            copied = extra.allocate(item.tensor.dtype, item.tensor.shape)
+            copied.copy_(item.tensor)
+            sources[number] = item.source(extra.id, extra.locate(copied) or 0)
+        return sources, extra
 
     def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
         """A buffer for ``nbytes`` bytes, the kept one if it fits; None for 0 bytes."""
