@@ -297,10 +297,14 @@ class IndexPlaces:
         """
         if self._inline is not None and (row := self._inline.row_of(item_hash)) is not None:
             return self._inline.item(row, key)
-        return None if owner < 0 else self.stored([key], [item_hash], owner)[0]
+        return self.stored([key], [item_hash], owner)[0]
 
     def stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
-        """The locations of items in the data files of one section; None for an item that is in none."""
+        """The locations of items in the data files of one section; None for an item that is in none, as all are if
+        ``owner`` is -1.
+        """
+        if owner < 0:
+            return [None] * len(keys)
         if owner not in self._tables:
             self.load([owner])
         table = self._tables[owner]

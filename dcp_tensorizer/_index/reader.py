@@ -215,7 +215,7 @@ class Index:
         for key, value in self._values.items():
             owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
             for offset, owner in owned:
-                item = None if owner < 0 else self._places.stored([key], [hash_of(key, offset)], owner)[0]
+                item = self._places.stored([key], [hash_of(key, offset)], owner)[0]
                 if item is not None:
                     items[key, offset] = item
                 elif owner >= 0:

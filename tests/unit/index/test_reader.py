@@ -122,6 +122,8 @@ def test_what_is_not_there_is_named() -> None:
         index.pieces("w0", (2, 0), Region((0, 0), (2, 4)))
     with pytest.raises(MetadataError, match=r"m has no data for 'x' at offset None"):
         index.pieces("x", None, None)
+    with pytest.raises(MetadataError, match=r"m has no data for 'w0' at offset \(0, 0\)"):
+        opened(index_of(1, without=0)).pieces("w0", (0, 0), Region((0, 0), (2, 4)))
     with pytest.raises(MetadataError, match=r"m: 4 of 8 elements of 'w0' are stored in the region"):
         opened(index_of(3)).pieces("w0", (0, 0), Region((5, 0), (2, 4)))
 
