@@ -39,16 +39,16 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 class Export:
     """The models that `CheckpointManager` exports, and when: ``CheckpointManager(..., export=Export("models/{}"))``.
 
-    An export is written from the copy that a save has made anyway, when that save is committed. Training waits for no
-    second copy; it waits for the export where it would wait for the save. A failure is logged, and raised by ``wait``
-    and ``close``; the checkpoint of that step is there in any case.
+    An export is written when a save is committed, from the copy that the save has made. Training does not wait for a
+    second copy. Where it would wait for the save, it also waits for the export. A failure is logged, and raised by
+    ``wait`` and ``close``. It does not affect the checkpoint of that step.
 
     Attributes:
-        path: Where to; ``{}`` stands for the step. Without it every export replaces the one before, with
-            ``overwrite=True``.
-        every: Export with the next save when a multiple of so many steps has been reached since the last export.
+        path: Where to write the model; ``{}`` stands for the step. Without ``{}``, and with ``overwrite=True``, every
+            export replaces the previous one.
+        every: Export with the next save when a multiple of this many steps has been reached since the last export.
         at_end: Export the last save of the job when the manager is closed, unless an error or a signal ends the job.
-        include: Patterns of the keys, in the flattened state dict, of what is exported.
+        include: Patterns of the keys to export, in the flattened state dict.
         dtype, rename, max_shard_bytes, files, overwrite, publish, storage_options: As for
             `SafetensorsStorageWriter`. By default the prefix ``model.`` is cut from the keys.
 
@@ -99,11 +99,12 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
 
     Every rank writes its own part of each tensor to its place in the files. Nothing is gathered, and nothing is written
-    twice. Each file is, byte for byte, what ``safetensors.torch.save_file`` makes of its tensors. Training waits for
-    the copy to the staging buffer alone, as with `TensorizerStorageWriter`, whose buffers and process it shares.
+    twice. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for
+    the copy to the staging buffer, as with `TensorizerStorageWriter`, whose buffers and process it shares.
 
-    ``model.safetensors.index.json`` is the commit: it comes last, and atomically. A model of one file has no index, and
-    is committed when that gets its name. If a save fails, or is killed, the path holds the model from before, or none.
+    ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file has no
+    index, and is committed when the file gets its name. If a save fails, or is killed, the path holds the old model, or
+    none.
 
     Tied tensors are written once, under the name that comes first in the state dict. A state dict with values that are
     no tensors is refused.
@@ -112,26 +113,26 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         path: Where to save: a local directory or a mount that all ranks share, or a URL of S3. A save's
             ``checkpoint_id`` overrides it for that save.
         dtype: What floating-point tensors are cast to, bit for bit as ``tensor.to(dtype)`` does it.
-        rename: New names by patterns of the keys of the flattened state dict. Only ``*`` has a meaning in them: the
-            n-th of a new name is what the n-th of its pattern stands for. The first pattern that matches counts. One
-            side of a rule may be `Parts`: experts one by one, or queries, keys and values. Each name has to lead back
-            to its key, so that ``open_reader(path, rename=...)`` loads the model with the same rules.
-        max_shard_bytes: The most in a file; a tensor that is larger gets a file of its own.
-        files: Files that come along, as ``config.json`` and those of the tokenizer; of a directory all files that hold
-            no weights. The coordinator reads them.
+        rename: New names, by patterns of the keys of the flattened state dict. Only ``*`` is special: the n-th ``*`` of
+            a new name stands for the same text as the n-th of its pattern. The first pattern that matches counts. One
+            side of a rule may be `Parts`: experts one by one, or queries, keys and values. The rules must be
+            reversible, so that ``open_reader(path, rename=...)`` loads the model with them.
+        max_shard_bytes: The most bytes in a file. A larger tensor gets a file of its own.
+        files: Files to copy along, such as ``config.json`` and those of the tokenizer. Of a directory, all files are
+            copied that hold no weights. The coordinator reads them.
         overwrite: Replace a model at the path. Files then have names of their save, and those that the old index
             names are removed after the new one is in place. If False, a model at the path is an error.
         publish: Where each model is published as the next version for inference servers, whole or as what changed. A
-            process of the coordinator's does so when the model is saved; neither training nor the next save waits for
-            it. If models are saved faster than they are published, some are skipped: see `wait_published`. With
-            ``overwrite``, a model of one file has an index, too, so that its file stays while it is being published.
+            process on the coordinator does so after the save. Neither training nor the next save waits for it. If
+            models are saved faster than they are published, some are skipped: see `wait_published`. With ``overwrite``,
+            a model of one file also has an index, so that its file stays while it is being published.
         cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report,
         on_progress, limits: As for `TensorizerStorageWriter`.
 
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed.
-        WriteError: the path is only read (http), or has no working directory.
+        WriteError: the path is read-only (http), or it is relative, and there is no working directory.
 
     The save then raises, on each rank:
         WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
@@ -187,7 +188,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         Only the coordinator publishes. Elsewhere, and without ``publish``, it returns None.
 
         Args:
-            timeout: Seconds that this may take; then it returns None. None: as long as it takes.
+            timeout: The most seconds that this may take; after that it returns None. None: as long as it takes.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.

@@ -78,40 +78,42 @@ class CheckpointManager:
         name: The names of their directories. ``"step-{:06}"`` pads the number. Directories are recognised by the
             number, padded or not.
         save_every: Save when a multiple of this many steps has been reached since the last save.
-        save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. ``"auto"``: as
-            many as lose the least time, by what saves cost and how often the job has failed in all its runs.
-            ``(60, 3600)``: the same, with a least and a greatest value. Without ``save_every`` and ``save_interval``,
-            every call of `save` saves; with both, either is enough.
-        keep_latest: Keep this many of the newest checkpoints. Checkpoints that none of the three rules keeps are
-            deleted after the next commit, except the newest. Without rules everything is kept.
+        save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. ``"auto"``: the
+            interval that loses the least time, computed from the cost of saves and the failures of the job in all its
+            runs. ``(60, 3600)``: the same, with a least and a greatest value. With ``save_every`` as well, either is
+            enough. With neither, every call of `save` saves.
+        keep_latest: Keep this many of the newest checkpoints. Checkpoints that no ``keep_`` rule keeps are deleted
+            after the next commit, except the newest. Without rules everything is kept.
         keep_every: Keep the checkpoints whose step is a multiple of this.
         keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
             While no checkpoint has a value of it, none is deleted, and a warning says so.
         delete_after: The age in seconds from which checkpoints are deleted on object stores and network mounts, where a
             job that loads a checkpoint cannot lock it.
         delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
-        must_change: Patterns of keys. If none of their floating-point tensors differs from the save before, a warning
+        must_change: Patterns of keys. If none of their floating-point tensors differs from the previous save, a warning
             says so: the state that is saved may not be the one that is trained.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
-            `stopping` is true. Handlers that were there are called too. A second signal, 5 seconds later or more, does
-            what it would have done without the manager.
+            `stopping` is true. Earlier handlers are called as well. A second signal, 5 seconds later or more, acts as
+            it would without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that is
             started again there within that time resumes from them. It takes memory; 0: nothing is kept.
         survive_every: With ``survive`` and 3 buffers: also keep each step in memory that is a multiple of this, whether
             or not a save is due.
-        buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the save before it
+        buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the previous save
             still runs is kept only in memory, and training does not wait. 2: training waits for that save.
-        copies: On how many hosts each state is kept with ``survive``. 2: a keeper on another host has a copy of the
-            newest state, from which a job that has lost a host resumes. What is copied is encrypted on its way.
-        copy_rate: Bytes a second that each host sends for that, at most; None for no limit.
-        failure_domain: A name for what fails together with this host, as a rack: its copies go to another one.
+        copies: How many hosts keep each state, with ``survive``. 2: another host has a copy of the newest state in its
+            memory. A job that has lost a host resumes from it. Copies are encrypted on the network.
+        copy_rate: The most bytes a second that each host sends for copies; None: no limit.
+        failure_domain: A name for what fails together with this host, such as a rack. Its copies go to a host with
+            another name. By default each host fails by itself.
         interface: The network interface for copies, by its name or its address. By default the one that reaches the
             coordinator.
-        export: What is also saved as a model for inference, and when: see `Export`.
+        export: The models for inference that are also saved, and when: see `Export`.
         process_group: The ranks of the job; by default all.
-        reader_options: For `TensorizerStorageReader`, in `restore`. Storage options, the timeout and a key are taken
-            from the writer's; a passphrase is not. ``page_cache`` is False, unless it is here.
-        writer_options: For `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in ``folder``.
+        reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, the timeout and a key are
+            taken from the writer's options; a passphrase is not. ``page_cache`` is False by default.
+        writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in
+            ``folder``.
 
     Raises:
         TypeError, ValueError: an argument makes no sense, or this is not the main thread and there are signals.
@@ -213,9 +215,9 @@ class CheckpointManager:
     ) -> Future[str] | None:
         """Saves a step if a save is due, or a rank has been told to stop; call it after each step.
 
-        It returns when the state is copied, and the save goes on in the background. If the save before is still
-        running, it waits for that (with ``survive``, see ``buffers``). A step that is being saved, or is saved already,
-        is not saved again. When the job is to stop, it waits for the save.
+        It returns when the state is copied, and the save goes on in the background. If the previous save still runs, it
+        waits for that (with ``survive``, see ``buffers``). A step that is being saved, or is saved already, is not
+        saved again. When the job is to stop, it waits for the save.
 
         Args:
             step: The step of training, the same on every rank.
@@ -280,9 +282,10 @@ class CheckpointManager:
                 empty dict has no place. If False, each is a warning, and the state stays as it is there.
             allow_shape_mismatch: A tensor that the checkpoint has in another shape stays as it is, and so does the
                 optimizer's state of it, with a warning. Otherwise it is an error.
-            grow: Patterns of tensors that may be larger than the saved ones, such as those of a vocabulary that grew.
-                What was saved is loaded into their beginning, in each dimension. The value is that of all other
-                elements; None leaves them as they are. An optimizer's state of such a parameter grows with zeros.
+            grow: Patterns of tensors that may be larger than the saved ones, such as those of a vocabulary that grew,
+                each with the value of the new elements. None leaves those as they are. What was saved is loaded into
+                the beginning of the tensor, in each dimension. An optimizer's state of such a parameter grows with
+                zeros.
             fallback: If a checkpoint is damaged or unreadable, load the one before it, and log an error.
 
         Returns:
@@ -352,8 +355,8 @@ class CheckpointManager:
         ``limits.timeout`` seconds; the log names a model that is not published then. In a forked child it does nothing.
 
         Args:
-            timeout: Seconds that this may take. After that the save under way is abandoned, and the checkpoint before
-                it stays.
+            timeout: The most seconds that this may take. After that the save under way is abandoned, and the previous
+                checkpoint stays.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
@@ -385,7 +388,7 @@ class CheckpointManager:
     # --- what each rank may call by itself --------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of the committed checkpoints of the job's branch, lowest first, as they are now.
+        """Returns the steps of the committed checkpoints of the job's branch, lowest first, as they are now.
 
         Raises:
             MetadataError: two directories are of one step.
@@ -394,11 +397,11 @@ class CheckpointManager:
         return [step.number for step in self._job_here().members()]
 
     def latest(self) -> int | None:
-        """The highest of the `steps`; None if there is none. Raises what `steps` raises."""
+        """Returns the highest of the `steps`; None if there is none. Raises what `steps` raises."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it.
+        """Returns the step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it.
 
         Raises what `steps` raises, and `ValueError` without ``keep_best``.
         """

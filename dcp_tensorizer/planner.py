@@ -37,14 +37,13 @@ __all__ = ["LoadPlanner", "SavePlanner"]
 class SavePlanner(DefaultSavePlanner):
     """Plans saves as torch's ``DefaultSavePlanner`` does, for many tensors on many ranks.
 
-    Pass it as ``planner`` to ``dcp.async_save`` or ``dcp.save``, with any storage writer, the same one for every save
-    of a job::
+    Pass the same one as ``planner`` to every ``dcp.async_save`` or ``dcp.save`` of a job, with any storage writer::
 
         planner = SavePlanner()
         for step in ...:
             dcp.async_save(state_dict, storage_writer=writer, planner=planner)
 
-    It saves the same, with the same ``Metadata``, but faster. torch's planner makes a dozen objects for each item on
+    It saves the same, with the same ``Metadata``, and is faster. torch's planner makes a dozen objects for each item on
     each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns, or only a
     digest if a rank's plan equals that of one of the last saves.
 
@@ -190,7 +189,7 @@ _OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}
 class LoadPlanner(DefaultLoadPlanner):
     """Plans loads as torch's ``DefaultLoadPlanner`` does, in a fraction of its time for many tensors.
 
-    Pass it as ``planner`` to ``dcp.load``, with any storage reader, a new one for each load::
+    Pass a new one as ``planner`` to each ``dcp.load``, with any storage reader::
 
         dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner())
 

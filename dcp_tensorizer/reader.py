@@ -84,22 +84,22 @@ class TensorizerStorageReader(StorageReader):
             a program. Without it, data types of the standard library, NumPy and torch are loaded, and those passed to
             ``torch.serialization.add_safe_globals``.
         thread_count: Parallel reads; None for a number that suits the storage.
-        page_cache: Leave the data of local disks in the page cache, for the next load. None: if there is room for twice
-            the bytes that the ranks of this machine read.
+        page_cache: Leave the data of local disks in the page cache, for the next load. None: only if memory has room
+            for twice the bytes that the ranks of this machine read.
         timeout: Seconds after which a wait for a remote storage is given up; 600 by default. Requests to S3 and SFTP
             servers that stay silent for a tenth of that are tried again.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
             checkpoint that is not encrypted is refused.
-        on_progress: Called before the first tensor is read, and then again and again, with the bytes that are done and
-            the bytes in all; by several threads, one at a time. `ProgressLine` shows them on a terminal.
+        on_progress: Called with the bytes that this rank has loaded and the bytes that it loads in all: before the
+            first tensor, and then often; by several threads, one at a time. `ProgressLine` shows them on a terminal.
         exchange: A process group. Data that all its ranks want is read once: each rank reads a part, and they exchange
-            the parts. It pays if ranks hold the same state (DDP; for HSDP, pass the group of the replicas), and the
+            the parts. Use it if ranks hold the same state (DDP; for HSDP, pass the group of the replicas), and the
             network between ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of the group
             must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. An error in it is logged; the
             load does not fail.
-        local: The writer's ``local`` folder. Files that are whole there are read from there. Then ``path`` is the
-            writer's path, and the checkpoint, below it, is the ``checkpoint_id`` of ``dcp.load``.
+        local: The writer's ``local`` folder. Files that are whole there are read from there. With it, ``path`` is the
+            writer's path. Pass the checkpoint below it as the ``checkpoint_id`` of ``dcp.load``.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
@@ -191,7 +191,7 @@ class TensorizerStorageReader(StorageReader):
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
 
         In it each tensor is one whole chunk, because DCP's planner visits all chunks of all tensors on each rank. The
-        reader finds the stored chunks when it reads. If the stored chunks do not make a tensor up, or if each rank
+        reader finds the stored chunks when it reads. If the stored chunks do not cover a tensor, or if each rank
         saved for itself, the metadata has the stored chunks. `stored_metadata` always has them.
 
         DCP swallows an error here, and asks again for the rank's own. A rank that gets an answer then skips the
@@ -223,10 +223,10 @@ class TensorizerStorageReader(StorageReader):
         return unreadable(self._error, StorageMeta(load_id=self._load_id))
 
     def stored_metadata(self, *, rank: int | None = None) -> Metadata:
-        """The checkpoint's metadata with each chunk as it is stored; with ``rank`` that rank's own.
+        """Returns the checkpoint's metadata with each chunk as it is stored; with ``rank`` that rank's own.
 
-        Its ``storage_data`` is a dict. In it ``files`` has the bytes in each data file by name, and ``items`` the place
-        of each chunk.
+        Its ``storage_data`` is a dict. In it ``files`` has the bytes in each data file by name, and ``items`` the
+        location of each chunk.
 
         Raises:
             NotCommitted: there is none.
@@ -289,7 +289,8 @@ class TensorizerStorageReader(StorageReader):
         """Reads everything in the plan into the targets that the planner gives.
 
         Raises:
-            MetadataError: this rank saved for itself, and other parts of a tensor than its target holds; names the key.
+            MetadataError: each rank saved for itself, and this one other parts of a tensor than its target holds; names
+                the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
             UntrustedObject: objects could run code; names keys and types; no target has changed.

@@ -1,4 +1,4 @@
-"""The contract of a storage, and base classes, for packages that bring a storage of their own.
+"""The contract of a storage, and base classes, for packages that add a storage.
 
 A storage is a `RemoteStorage` with seven methods: `create`, `open`, `remove`, `_read`, `_head`, `_list` and
 `_put_file`; and a `Sink` with three: `_put_part`, `_complete` and `_abort`. All else has a default. An entry point of

@@ -5,7 +5,7 @@ state dict --stage()--> SharedBuffer                      training thread     [a
            WriteRequest (offsets only) --> writer process  hashes and writes
            --WriteResults--> finish() --> .metadata        coordinator         [the commit]
 
-Here are DCP's hooks; what happens in each of them is in ``_saving.session``.
+DCP calls the hooks here. ``_saving.session`` does their work.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     one at a time.
 
     A writer is a cheap handle. All writers of a process share buffer and process, which the first ``async_save`` or
-    `prewarm` starts. So there may be a new writer for every save. It need not be closed if the future of the last save
-    is waited for.
+    `prewarm` starts. So you may make a new writer for every save. You need not close it if you wait for the future of
+    its last save.
 
     Memory: one buffer of the size of the rank's state is kept between saves. `prewarm` allocates it in the background;
     otherwise the first save does, and takes longer. It is allocated again when the state outgrows it. The writer
@@ -108,9 +108,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             ``checkpoint_id`` overrides it for that save.
         cache_staged_state_dict: Keep the staging buffer between saves.
         staging: ``"buffer"``: everything is copied to the staging buffer. ``"shared"``: everything except CPU tensors
-            in shared memory. Those are written from there, and may be changed when they are written; not together with
-            encryption. ``"device"``: the writer process copies CUDA tensors to the buffer, and has a CUDA context of
-            its own. Unless staging overlaps, ``async_save`` returns when the state may be changed.
+            in shared memory. Those are written from where they are, and may be changed once they are written. It
+            excludes encryption. ``"device"``: the writer process copies CUDA tensors to the buffer, and has a CUDA
+            context of its own. Unless staging overlaps, ``async_save`` returns when the state may be changed.
         overlap_staging: ``async_save`` returns before the state is copied, with an ``AsyncSaveResponse``. The state may
             be changed when its ``staging_completion`` is done; see `lock`.
         overwrite: Replace a checkpoint at the path; if False, that is an error.
@@ -120,37 +120,41 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             the node divided by its ranks, up to four.
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
             written to disk.
-        on_report: Called with the `SaveReport` of each save that this rank has written, and on the coordinator
-            committed, on the save's thread; the report is logged (logger ``dcp_tensorizer``) in any case.
-        on_progress: Called before this rank writes the first byte of a save, then about once a second, and when all is
-            written, with the bytes that are written and the bytes in all; by one thread at a time. `ProgressLine` shows
-            them on a terminal. An error in it is logged; the save does not fail.
+        on_report: Called once with the `SaveReport` of each save, on the save's thread: on the coordinator when the
+            save is committed, elsewhere when this rank has written it. The report is also logged (logger
+            ``dcp_tensorizer``).
+        on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
+            first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
+            terminal. An error in it is logged; the save does not fail.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It takes 0.6 s of CPU time per GB in the
-            writer process. Both find damage. Neither protects against somebody who may write there, and can change the
-            hash with the data.
-        reuse_unchanged: Do not write again what has not changed since the last saves: their files get another name by
-            hard link, or are copied by the object store. Every checkpoint is whole by itself. Not with encryption.
+            writer process. Both find damage. Neither protects against somebody who changes the data: they can also
+            change the hash.
+        reuse_unchanged: Do not rewrite tensors that have not changed since the last saves. Their files get another name
+            by a hard link, or are copied by the object store. Every checkpoint is still complete. It excludes
+            encryption and ``local``.
         encryption: `tensorizer.EncryptionParams`, the same on every rank: the key with which all tensors and objects
             are encrypted. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket,
             and is never written to disk.
         limits: How long a save may wait, how much memory it may take, and how many may fail: see `SaveLimits`.
-        local: A folder on a disk of each node, which mirrors the path: saves are durable there first, and are flushed
-            to the path when no save needs the writer process. Then ``on_report`` is called once more.
+        local: A folder on a disk of each node, which mirrors the path. Saves are first made durable there. They are
+            sent to the path while no save needs the writer process. Then ``on_report`` is called once more.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
         survive: Seconds for which a state stays in this machine's memory if the trainer dies during its ``async_save``.
             `open_reader` loads it from there. 0: nothing is kept.
-        copies: On how many hosts each state is kept with ``survive``. 2: the memory of another host has a copy of it,
-            which `tools.list_kept` finds when the host is lost. The hosts find each other in the first save.
-        copy_rate: Bytes a second that each host sends for that, at most; None for no limit.
-        failure_domain: A name for what fails together with this host, as a rack: its copies go to another one.
-        interface: The network interface for copies, by its name or its address. Without it, the one that reaches the
+        copies: How many hosts keep each state, with ``survive``. 2: another host has a copy in its memory, which
+            `tools.list_kept` finds when this host is lost. The hosts find each other in the first save.
+        copy_rate: The most bytes a second that each host sends for copies; None: no limit.
+        failure_domain: A name for what fails together with this host, such as a rack. Its copies go to a host with
+            another name. By default each host fails by itself.
+        interface: The network interface for copies, by its name or its address. By default the one that reaches the
             coordinator.
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: an argument has a value that is not allowed, or two of them exclude each other: ``encryption`` and
-            ``sha256``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"`` or
-            ``cache_staged_state_dict=False``; ``local`` without a path; ``copies=2`` without ``survive``.
+        ValueError: an argument has a value that is not allowed; ``local`` has no path; ``copies=2`` has no ``survive``;
+            or two options exclude each other: ``encryption`` and ``sha256``, ``reuse_unchanged`` or
+            ``staging="shared"``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"``
+            or ``cache_staged_state_dict=False``; ``staging="device"`` and torch's expandable segments.
         WriteError: there is a key, or ``copies=2``, but no libsodium; the path is read-only (http); or it is relative,
             and there is no working directory.
     """
@@ -218,8 +222,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Starts the writer process, and allocates the staging buffer for state dicts of this size.
 
         It returns at once: memory is allocated in the background, and the first save waits for it if necessary.
-        ``Stateful`` values are asked for their state, as in a save. Call it after the first optimizer step: before,
-        ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which Adam counts.
+        ``Stateful`` values are asked for their state, as in a save. Call it after the first optimizer step. Before
+        that, ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which Adam counts.
 
         Raises:
             StagingError: memory is short, or a value cannot be saved; names the key.
@@ -227,16 +231,16 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for this writer's saves, and with ``local`` until they are at the path, too. Idempotent.
+        """Waits for this writer's saves, and with ``local`` until the path also has them. Idempotent.
 
-        If no other writer that has staged something is open, it ends the writer process and frees the memory. Call it
-        before ``destroy_process_group()``, which would make a running save fail. A signal handler may call it at any
+        It ends the writer process and frees the memory, unless another writer that has staged something is open. Call
+        it before ``destroy_process_group()``, which would make a running save fail. A signal handler may call it at any
         time. If it has interrupted the copying of a state, the save of that state is abandoned at once.
 
         Args:
-            timeout: Seconds that all of this may take, 0 for none. After that the save under way is abandoned, its
-                writer process is killed, and the checkpoint before it stays. None: as long as the save takes.
-                Checkpoints that are not at the path by then stay in the local folder for the next job, and the log says
+            timeout: The most seconds that all of this may take; 0: do not wait. After that the save under way is
+                abandoned, its writer process is killed, and the previous checkpoint stays. None: as long as the save
+                takes. Checkpoints that are only in the local folder then stay there for the next job, and the log says
                 so.
 
         Raises:
@@ -254,7 +258,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Waits until the path has everything from the local folder, also from jobs that died; returns whether it has.
 
         Args:
-            timeout: Seconds that this may take. None: as long as the flush makes progress.
+            timeout: The most seconds that this may take. None: as long as the flush makes progress.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
@@ -283,7 +287,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     # --- AsyncStager: on the training thread --------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture:
-        """Copies the state dict into the staging buffer, once the saves before are over.
+        """Copies the state dict into the staging buffer, once the previous saves are over.
 
         Returns:
             The staged state dict; with ``overlap_staging`` a future that is done when the state may be changed.
@@ -311,8 +315,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             with writer.lock():
                 optimizer.step()
 
-        It is not a real lock: several threads may be inside at once, and leaving does nothing. The name is known from
-        other checkpointers. If the remaining copies all come from a GPU, entering returns at once, and work that is
+        It is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers use
+        the same name. If the remaining copies all come from a GPU, entering returns at once, and work that is
         queued inside on the current stream waits for them. Otherwise entering waits until the state may be changed.
         """
         self._saver.stager.hold_training()
@@ -425,7 +429,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Commits the save, on the coordinator (without collectives: every rank its own part).
 
         Raises:
-            WriteError: it is not committed, and what was committed before is untouched.
+            WriteError: it is not committed, and the previous checkpoint is untouched.
         """
         self._session.finish(metadata, results)
 

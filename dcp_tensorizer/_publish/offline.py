@@ -32,13 +32,13 @@ class VersionInfo:
     Attributes:
         path: Its directory, without credentials.
         version: Its number.
-        step: Of training, if its publisher has told.
-        published: When, in UTC.
-        is_delta: It is a change of the version before, and not whole.
+        step: The step of training, if the publisher has given it.
+        published: When it was published, in UTC.
+        is_delta: It holds only what has changed since the previous version.
         base: The whole version that it builds upon; its own number if it is whole itself.
         nbytes: The size of its own files.
         model_nbytes: The size of the model's safetensors files.
-        tensors: How many tensors it holds: of a delta, those that changed.
+        tensors: How many tensors it holds; in a delta, those that changed.
     """
 
     path: str
@@ -60,7 +60,7 @@ class VersionsVerified:
         path: The directory, without credentials.
         versions: The versions that were put together and compared.
         files: How many files were compared.
-        nbytes: Their bytes.
+        nbytes: Bytes of these files.
         damages: Why versions are not what was published; empty if all are.
         seconds: How long it took.
     """
@@ -106,7 +106,7 @@ def verify_versions(
         version: The version to verify. By default all: the last one of each whole version with its deltas, which needs
             all of these.
         storage_options: Passed to the fsspec filesystem of a URL.
-        on_progress: Called with bytes that are done, and those to be done.
+        on_progress: Called with the bytes that are done and the bytes in all.
 
     Raises:
         NotCommitted: there is no such version, or nothing has been published there.
@@ -138,7 +138,7 @@ def collect_versions(
 
     Args:
         path: The directory of versions.
-        keep_latest: How many of the newest to keep, with all that they build upon.
+        keep_latest: How many of the newest versions to keep, with all that they build upon.
         dry_run: Remove nothing.
         storage_options: Passed to the fsspec filesystem of a URL.
 

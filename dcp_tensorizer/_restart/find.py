@@ -244,18 +244,18 @@ def _taken(
 
 
 def list_kept(folder: str | os.PathLike[str], *, process_group: ProcessGroup | None = None) -> tuple[KeptInfo, ...]:
-    """The saves below a folder whose states dead trainers have left in memory.
+    """Lists the saves below a folder whose states dead trainers have left in memory.
 
-    Those of writers with ``survive``; `CheckpointManager` finds its own. A save may be committed all the same.
+    They are those of writers with ``survive``. `CheckpointManager` finds its own. Some of the saves may be committed.
 
     Args:
         folder: A local path, or a URL.
-        process_group: Of the job, with a CPU backend; each rank makes the call. Then the memory of all their hosts
-            counts, and what is listed is the same on all ranks, which can all load it. Later loads in this process also
-            read from other hosts what has copies there. None: the memory of this machine alone.
+        process_group: A group of the job's ranks with a CPU backend; each rank makes the call. Then states in the
+            memory of all their hosts are listed, the same on all ranks, if every rank can load them. Later loads in
+            this process also read copies from other hosts. None: only the memory of this machine.
 
     Returns:
-        The newest comes first.
+        The saves, the newest first.
 
     Raises:
         WriteError: the path is relative, and there is no working directory.

@@ -1,7 +1,7 @@
 """The contract of a checkpoint's directory: sinks, range reads, and small files that appear whole.
 
 File names are taken literally, without globbing. Only local disks and SFTP rename files: fsspec's rename copies, and
-globs. Saving and loading never list a directory; only tools that look for checkpoints do.
+globs. Saving and loading never list a directory. Only the manager and the tools do, to find checkpoints.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class StorageTests:
     entry point is found.
 
     Attributes:
-        creates_exclusively: Of several jobs that put a new file at once with ``replace=False``, one succeeds.
-        replaces_exclusively: Of several that replace the same contents at once by `put_if`, one succeeds.
+        creates_exclusively: If several jobs put a new file at once with ``replace=False``, exactly one succeeds.
+        replaces_exclusively: If several jobs replace the same contents at once by `put_if`, exactly one succeeds.
     """
 
     creates_exclusively = True
@@ -305,7 +305,7 @@ def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) 
 
 
 def on_a_page(content: bytes) -> memoryview:
-    """A copy that begins on a page of memory, as a sink is given it."""
+    """Returns a copy that begins on a page of memory, as sinks require."""
     memory = mmap.mmap(-1, max(1, len(content)))
     memory[: len(content)] = content
     return memoryview(memory)[: len(content)]

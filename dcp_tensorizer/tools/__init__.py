@@ -1,12 +1,12 @@
-"""The commands of ``dcp-tensorizer``, from Python: each gives plain, frozen records.
+"""The commands of ``dcp-tensorizer``, from Python. Each returns plain, frozen records.
 
     from dcp_tensorizer.tools import list_checkpoints, verify
 
     newest = next(found for found in list_checkpoints("run") if found.state == "committed")
     assert not verify(newest.path).damages
 
-Checkpoints are local paths or URLs that fsspec opens. Nothing runs code from a checkpoint, and nothing needs a GPU, a
-process group, or more memory than some blocks.
+Checkpoints are local paths or URLs that fsspec opens. No command runs code from a checkpoint. None needs a GPU, a
+process group, or memory for more than a few blocks of tensors.
 """
 
 from importlib import import_module

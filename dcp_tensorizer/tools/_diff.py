@@ -97,8 +97,8 @@ def diff(
 ) -> Difference:
     """Compares two checkpoints, of any of the formats that `convert` reads and however they are sharded.
 
-    Tensors in the same chunks with the same stored digests are the same, and are not read: `verify` finds damage.
-    64-bit digests of different blocks are equal in one case of 10^19.
+    Tensors with the same chunks and the same stored digests are not read, and count as the same. `verify` finds damage.
+    64-bit digests of different blocks are equal in one of 10^19 cases.
 
     Args:
         before: A checkpoint.

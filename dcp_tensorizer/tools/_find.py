@@ -126,7 +126,7 @@ class Folder:
 def list_checkpoints(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[CheckpointInfo, ...]:
-    """The checkpoints in a directory and in those below it: directory by directory, the highest step first.
+    """Lists the checkpoints in a directory and below it: directory by directory, the highest step first.
 
     Links to directories are not followed.
 

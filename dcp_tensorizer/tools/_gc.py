@@ -76,9 +76,9 @@ def collect(
 ) -> tuple[Collected, ...]:
     """Removes old checkpoints in a directory and below it, and what dead saves have left there.
 
-    A checkpoint goes if it is neither among the ``keep_latest`` newest nor among those with the ``keep_latest`` highest
-    steps of its directory, and is older than ``older_than``. With neither of the two, only leftovers go. The newest
-    committed checkpoint never goes, nor does one that a link there leads to.
+    A checkpoint is removed if it is neither among the ``keep_latest`` newest nor among those with the ``keep_latest``
+    highest steps of its directory, and is older than ``older_than``. With neither argument, only leftovers are removed.
+    The newest committed checkpoint always stays, and so does one that a link there leads to.
 
     Args:
         path: The directory.

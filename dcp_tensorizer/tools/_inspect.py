@@ -131,7 +131,7 @@ def inspect(
 
     Args:
         checkpoint: The checkpoint.
-        pattern: Which keys to look at, as in a shell: ``model.*.weight``.
+        pattern: A pattern of the keys to list, as in a shell: ``model.*.weight``.
         storage_options: Passed to the fsspec filesystem of a URL.
         encryption: The key of an encrypted checkpoint; without it, the values of objects are not shown.
 

@@ -40,12 +40,12 @@ class Traced:
 
     Attributes:
         path: The file.
-        saves: Saves of a rank in it: a save of four ranks counts as four.
-        loads: Loads of a rank.
-        ranks: Different ranks.
-        hosts: Different hosts.
-        spans: Spans.
-        seconds: From the first to the last.
+        saves: Number of saves, counted by rank: a save of four ranks counts as four.
+        loads: Number of loads, counted by rank.
+        ranks: Number of ranks.
+        hosts: Number of hosts.
+        spans: Number of spans.
+        seconds: Time from the beginning of the first span to the end of the last.
     """
 
     path: str
@@ -68,8 +68,8 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
 
     Raises:
         ValueError: there are no sources.
-        NotCommitted: there is no trace file at one of them.
-        ReadError: one cannot be read, or is none of them.
+        NotCommitted: there is no trace file at one of them, or the files hold no save and no load.
+        ReadError: a file cannot be read, or is no trace file.
         WriteError: the trace cannot be written.
     """
     if not sources:

@@ -54,10 +54,10 @@ def report(
     encryption: DecryptionParams | None = None,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Reported:
-    """Writes a page about one or several checkpoints: sizes, norms, extremes, histograms, and how they move.
+    """Writes a page about one or several checkpoints: sizes, norms, extremes, histograms, and how they change.
 
-    The page is one HTML file that makes no request. Each block of a tensor is read once. A tensor whose digests are the
-    same as in the checkpoint before is not read again.
+    The page is one HTML file that needs no network. Each block of a tensor is read once. A tensor whose digests are the
+    same as in the previous checkpoint is not read again.
 
     Args:
         checkpoints: Of any of the formats that `convert` reads. They are sorted by the steps in their names, if all
