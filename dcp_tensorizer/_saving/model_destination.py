@@ -15,7 +15,7 @@ from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
-from ..errors import NotCommitted, WriteError, describe
+from ..errors import NotCommitted, ReadError, WriteError, describe
 from .commit import files_of_models, put_records, remove, remove_records
 from .context import SaveContext
 from .destination import Destination
@@ -184,8 +184,10 @@ class ModelDestination(Destination):
             self.index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
                 self._check_commit()
-                storage.put(INDEX, self.index, sync=sync, replace=self._index is not None, save_id=self._save_id)
-            except Refused:
+                # Another save may have removed these files as a dead one's. If so, its index is here by now.
+                if not storage.put_if(INDEX, self._index, self.index, sync=sync, save_id=self._save_id):
+                    raise Refused(f"{storage.path}: another save has put a model there just now; this one is dropped")
+            except (Refused, ReadError):
                 storage.unmark(self._save_id, *replaced)
                 raise
             except WriteError:  # the index may be in place, or arrive later, so all files stay
@@ -195,6 +197,7 @@ class ModelDestination(Destination):
         if replaced:
             with suppress(OSError):
                 storage.unmark(self._save_id, *names)
+                remove_uploads(storage, self._save_id)  # the index names them: they must not count as a dead save's
         else:
             self._forget(*names)
         return replaced

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,8 +34,10 @@ from dcp_tensorizer import (
     unwrap,
 )
 from dcp_tensorizer._format.safetensors import NAMES, PAIRS
+from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer._writer_process.client import WriterProcess
 from dcp_tensorizer.tools import collect
 
@@ -42,6 +45,7 @@ from ..models import INDEX, weight_files
 from ..servers import S3Server
 from ..simulated import SimulatedDevice
 from ..support import ROOT, dtype_name, filled, kill, same
+from ..waiting import WAIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -423,7 +427,7 @@ def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     files = [f"model/model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     for end in ("save", "gc", "another's file"):
-        command = [sys.executable, "-c", _KILLED, url, repr(options), "put"]
+        command = [sys.executable, "-c", _KILLED, url, repr(options), "put_if"]
         assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
         record, *found = s3.objects(prefix)
         assert (found, s3.uploads(prefix)) == (files, [])
@@ -453,7 +457,7 @@ def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, has_index: b
     shards = {"max_shard_bytes": 1_000_000} if has_index else {}
     save(url, state, storage_options=options, **shards)
     before = s3.objects(prefix)
-    kill = [sys.executable, "-c", _KILLED, url, repr(options), "put", "overwrite"]
+    kill = [sys.executable, "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
     if not has_index:  # readers prefer the one file, so a save of several refuses: these are of a save before it
         s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{before[0]}")
     assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
@@ -466,5 +470,64 @@ def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, has_index: b
     save(url, state, storage_options=options, overwrite=True, **shards)
     assert len(s3.objects(prefix)) == len(before)
     assert left.isdisjoint(s3.objects(prefix))
+    for key in s3.objects(prefix):
+        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
+
+
+def test_a_save_whose_files_another_has_removed_is_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops before its index, and another save takes its files for a dead one's: the model is the other's, whole."""
+    prefix = uuid.uuid4().hex
+    url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
+    shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
+    state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+    save(url, state, **shards)
+    other = [sys.executable, "-c", _KILLED, url, repr(options), "adopt", "overwrite"]
+    original, puts = S3Storage.put_if, []
+
+    def late(self: S3Storage, *arguments: Any, **given: Any) -> bool:
+        puts.append(arguments[0])
+        assert subprocess.run(other, cwd=ROOT, capture_output=True).returncode == 0
+        return original(self, *arguments, **given)
+
+    monkeypatch.setattr(S3Storage, "put_if", late)
+    assert "another save has put a model there just now" in refused(url, state, **shards)
+    assert puts == [INDEX]
+    index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
+    named = set(json.loads(index)["weight_map"].values())
+    assert set(s3.objects(prefix)) == {f"model/{name}" for name in (INDEX, *named)}
+    for key in s3.objects(prefix):
+        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
+
+
+def test_files_that_are_being_published_are_not_those_of_a_dead_save(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay until they are published, also where a killed save has left files, and other saves follow meanwhile."""
+    prefix = uuid.uuid4().hex
+    url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
+    shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
+    state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+    goes_on, original = threading.Event(), WriterClient.publish
+
+    def held(self: WriterClient, *arguments: Any) -> Any:
+        assert goes_on.wait(WAIT)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(WriterClient, "publish", held)
+    save(url, state, **shards)
+    with SafetensorsStorageWriter(url, publish=Publish(tmp_path), **shards) as writer:
+        dcp.save(state, storage_writer=writer)
+        kill = [sys.executable, "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
+        published = set(s3.objects(prefix))
+        assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+        for _ in range(3):
+            dcp.save(state, storage_writer=writer)
+        left = {name for name in published if name.endswith(".safetensors")} - set(s3.objects(prefix))
+        goes_on.set()
+        assert left == set()
+        version = writer.wait_published()
+        assert version is not None
+        assert version.version == 2
+    assert len(s3.objects(prefix)) == 3
     for key in s3.objects(prefix):
         s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
