@@ -255,7 +255,9 @@ class _RankJob:
         self._progress: Callable[[int], object] = lambda nbytes: None
 
     def prepare(self, plan: SavePlan, planner: SavePlanner) -> Pieces:
-        """Resolves the items; returns the pieces that this rank has. If it fails, that are none, and `run` says so."""
+        """Resolves the items; returns the pieces that this rank has. If it fails, it returns none, and `run` tells the
+        other ranks.
+        """
         try:
             return self._pieces(plan, planner)
         except BaseException as error:
