@@ -33,11 +33,13 @@ def main(words: str) -> None:
     """One rank: goes on from what it finds, and makes steps, to the last one or until it is killed.
 
     ``words`` are options of the manager in JSON, and: ``last``, the last step; or ``more``, so many; ``waits``: a step
-    ends when its state is copied; ``timeout``: of the group, in seconds; ``name``: of the job's folder.
+    ends when its state is copied; ``in_step``: no rank is a step ahead; ``timeout``: of the group, in seconds;
+    ``name``: of the job's folder.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
     options = _OPTIONS | json.loads(words)
     last, more, waits = options.pop("last", 0), options.pop("more", 0), options.pop("waits", True)
+    in_step = options.pop("in_step", True)
     full, name = torch.arange(_NUMBERS, dtype=torch.float32), options.pop("name", "run")
     seconds = options.pop("timeout", 30.0)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
@@ -77,6 +79,8 @@ def main(words: str) -> None:
                     break
                 time.sleep(0.001)
             tell("made", step)
+            if in_step:
+                dist.barrier()  # as gradients are reduced
     os.close(log)
     dist.destroy_process_group()
 

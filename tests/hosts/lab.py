@@ -579,13 +579,17 @@ class Program:
         """Its name, its end and what it has printed last."""
         return f"{self.name} (ended with {self.outer.poll()}):\n{self.words()[-4000:]}"
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kills it, if it still runs. What it has started ends with the host."""
         if self.outer.poll() is None:
             with suppress(psutil.Error, IndexError, AssertionError):
                 self.process.kill()
             self.outer.kill()
-            self.outer.wait(_SECONDS)
+
+    def end(self) -> None:
+        """Kills it, and waits for its end."""
+        self.kill()
+        self.outer.wait(_SECONDS)
 
 
 @dataclass
@@ -621,6 +625,8 @@ class Job:
             time.sleep(0.01)
 
     def end(self) -> None:
-        """Kills what still runs."""
+        """Kills what still runs, all before it waits: no rank goes on while others end."""
+        for program in self.programs:
+            program.kill()
         for program in self.programs:
             program.end()
