@@ -516,18 +516,23 @@ def test_files_that_are_being_published_are_not_those_of_a_dead_save(
     monkeypatch.setattr(WriterClient, "publish", held)
     save(url, state, **shards)
     with SafetensorsStorageWriter(url, publish=Publish(tmp_path), **shards) as writer:
-        dcp.save(state, storage_writer=writer)
-        kill = [sys.executable, "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
-        published = set(s3.objects(prefix))
-        assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
-        for _ in range(3):
-            dcp.save(state, storage_writer=writer)
-        left = {name for name in published if name.endswith(".safetensors")} - set(s3.objects(prefix))
         goes_on.set()
-        assert left == set()
+        dcp.save(state, storage_writer=writer)
+        assert writer.wait_published() is not None
+        goes_on.clear()
+        kill = [sys.executable, "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
+        assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+        dcp.save(state, storage_writer=writer)  # keeps the files of the model before, with which it is compared
+        index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
+        published = {f"model/{name}" for name in json.loads(index)["weight_map"].values()}
+        for _ in range(2):
+            dcp.save(state, storage_writer=writer)
+        gone = published - set(s3.objects(prefix))
+        goes_on.set()
+        assert gone == set()
         version = writer.wait_published()
         assert version is not None
-        assert version.version == 2
+        assert version.version == 3
     assert len(s3.objects(prefix)) == 3
     for key in s3.objects(prefix):
         s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
