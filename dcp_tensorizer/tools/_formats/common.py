@@ -107,7 +107,8 @@ def _check_values(options: Options) -> None:
 def naming(storage: Storage, path: str) -> Iterator[None]:
     """Raises errors of reading a file's contents as `ConversionError` with its path, and without credentials.
 
-    Errors of this package pass, and so do those of the storage, which `Storage.reading` translates around it.
+    Errors of this package pass, and so do those of the storage. `Storage.reading` belongs inside it where a file that
+    ends too early is damage: then that is a `ReadError`.
     """
     try:
         yield

@@ -189,7 +189,7 @@ def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> C
     """The place of a chunk's elements."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
-    with storage.reading(info.relative_path, purpose) as reader, naming(storage, path + purpose):
+    with naming(storage, path + purpose), storage.reading(info.relative_path, purpose) as reader:
         value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
         raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")

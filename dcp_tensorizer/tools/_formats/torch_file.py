@@ -64,7 +64,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
     """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
-    with storage.reading(name) as reader, naming(storage, path):
+    with naming(storage, path), storage.reading(name) as reader:
         state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
         raise ConversionError(f"{path} holds a {type(state).__name__}, not a state dict")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import CheckpointError, ConversionError, MetadataError
+from dcp_tensorizer import ConversionError, MetadataError, ReadError
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats.common import Options
 
@@ -31,14 +31,16 @@ def test_metadata_that_leads_out_of_its_directory(tmp_path: Path, name: str) -> 
         convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
 
 
+@pytest.mark.parametrize("to", ["safetensors", "dcp_tensorizer"])
 @pytest.mark.parametrize("kept", [0, 100])
-def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int) -> None:
-    """The error names key and file."""
+def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int, to: str) -> None:
+    """The error names key and file, and says that the file ends too early: the command line calls that damage."""
     dcp.save({"x": torch.ones(3000)}, checkpoint_id=tmp_path / "a")
     (path,) = (tmp_path / "a").glob("*.distcp")
     os.truncate(path, kept)
-    with pytest.raises(CheckpointError, match=rf"{path.name} .*'x'"):
-        convert(tmp_path / "a", tmp_path / "b", "safetensors")
+    with pytest.raises(ReadError, match=rf"{path.name} .*'x'") as caught:
+        convert(tmp_path / "a", tmp_path / "b", to)
+    assert isinstance(caught.value.__cause__, EOFError)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
