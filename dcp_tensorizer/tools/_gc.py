@@ -119,7 +119,8 @@ def plan_collection(
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep or 1, older_than, only_data)
-    whole = {listed.info.path for removal in removals for listed in removal.folder.checkpoints}
+    gone = [removal for removal in removals if removal.planned.kept is None or removal.planned.failed]
+    whole = {listed.info.path for removal in gone for listed in removal.folder.checkpoints}
     for folder in top.walk():
         if folder.listed is None:
             removals += _leftovers_of_jobs(folder, older_than)

@@ -691,6 +691,20 @@ def test_what_a_link_leads_to_stays(tmp_path: Path, target: str) -> None:
     assert names(tmp_path) == {"exported", "step-1", "step-3"}
 
 
+def test_leftovers_in_an_old_checkpoint_that_stays_are_removed(tmp_path: Path) -> None:
+    """A link keeps the checkpoint and each of its parts, and not what a dead save has left in one of them."""
+    for step in (1, 2):
+        make_parts(tmp_path / f"step-{step}", 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
+    (tmp_path / "best").symlink_to("step-1")
+    part = tmp_path / "step-1" / "optimizer_0"
+    whole = {path.name for path in part.iterdir()}
+    leftover = leave(part, 90, recorded=False)
+    kept, removed = run(tmp_path, keep=1, older_than=0)
+    assert (name_of(kept), kept.whole, kept.kept) == ("step-1", True, "a link leads to it")
+    assert (name_of(removed), removed.files, removed.kept) == ("optimizer_0", (leftover.name,), None)
+    assert {path.name for path in part.iterdir()} == whole
+
+
 def test_what_a_killed_job_leaves_beside_its_checkpoints(tmp_path: Path) -> None:
     """Its half-written `latest` and claim go when they are old enough; what has other names stays."""
     make(tmp_path / "step-1", 500.0)
