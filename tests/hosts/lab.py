@@ -582,8 +582,9 @@ class Program:
     def kill(self) -> None:
         """Kills it, if it still runs. What it has started ends with the host."""
         if self.outer.poll() is None:
-            with suppress(psutil.Error, IndexError, AssertionError):
-                self.process.kill()
+            with suppress(psutil.Error):  # where its host has died, it has ended, and the outer one ends now
+                for process in psutil.Process(self.outer.pid).children():
+                    process.kill()
             self.outer.kill()
 
     def end(self) -> None:

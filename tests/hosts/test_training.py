@@ -90,7 +90,7 @@ def test_users_umasks_and_clocks_that_differ(lab: Lab) -> None:
     told = [host.run(sys.executable, "-c", "import os, time; print(os.getuid(), time.time())") for host in hosts]
     (one, early), (two, late) = (words.split() for words in told)
     assert (one, two) == ("1001", "1002") and abs(float(early) - float(late) - 7200) < 60
-    job = start(lab, hosts, how="ranks", save_every=4)
+    job = start(lab, hosts, how="ranks", save_every=40)  # a copy takes longer than four steps, and gives way to a save
     job.until(lambda: newest(lab, "committed") > 8 and copied_step(lab, 2) > 8)
     hosts[0].die()
     job.end()
