@@ -234,6 +234,7 @@ def test_a_save_that_has_taken_the_state_dict_is_the_only_one_to_keep_it(overlap
     taken.items()
     assert staging.result() == {}
     staged_save.wait_copied()
+    staged_save.stager.join()  # it refers to the tensors until it ends
     assert not staged_save.over()
     del taken
     assert staged_save.over()
