@@ -29,7 +29,7 @@ from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.plan import Answer, CompactPlan, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
 from ._runtime.gc_pause import collector_paused
-from ._runtime.torch_compat import ShardedTensor, plain_local
+from ._runtime.torch_compat import ShardedTensor, plain_tensor_at
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 
@@ -141,11 +141,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the state dict's value for an item."""
-        value = self.state_dict.get(index.fqn)
-        if type(value) is torch.Tensor and not any(index.offset or ()):
-            return value
-        local = plain_local(value)
-        return super().lookup_object(index) if local is None else local
+        tensor = plain_tensor_at(index, self.state_dict)
+        return super().lookup_object(index) if tensor is None else tensor
 
     def _may_refer(self) -> bool:
         """Returns whether a rank may send a digest instead of its plan: not to a subclass, which gets whole plans."""

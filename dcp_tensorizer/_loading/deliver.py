@@ -22,7 +22,7 @@ from .._index.chunks import Region
 from .._index.reader import Index, Piece
 from .._runtime.gc_pause import collector_paused
 from .._runtime.spans import Span
-from .._runtime.torch_compat import is_fake, plain_local, real_tensors
+from .._runtime.torch_compat import is_fake, plain_tensor_at, real_tensors
 from .._staging.device import CUDA
 from .._storage.base import Storage
 from .._unpickle.objects import advice, unsafe_globals
@@ -271,9 +271,7 @@ def resolved(items: _Items, planner: LoadPlanner) -> list[torch.Tensor]:
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
     tensors = []
     for read_item, _ in items:
-        index = read_item.dest_index
-        value = state.get(index.fqn)
-        whole = value if type(value) is torch.Tensor and not any(index.offset or ()) else plain_local(value)
+        whole = plain_tensor_at(read_item.dest_index, state)
         if whole is None or whole.shape != read_item.lengths:
             whole = planner.resolve_tensor(read_item)
         tensors.append(detached(whole))

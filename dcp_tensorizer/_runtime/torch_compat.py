@@ -9,7 +9,7 @@ import inspect
 import io
 import sys
 import zipfile
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_state_dict_from_keys
     from torch.distributed.distributed_c10d import ProcessGroup, Store
 
@@ -87,6 +88,7 @@ __all__ = [
     "NEVER_FAKE",
     "pickle_of",
     "plain_local",
+    "plain_tensor_at",
     "real_tensors",
     "rebuild_dtensor",
     "rebuild_sharded_tensor",
@@ -264,6 +266,17 @@ def plain_local(value: object) -> torch.Tensor | None:
         return None
     local = value._local_tensor
     return local if type(local) is torch.Tensor and not value.requires_grad else None
+
+
+def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor of a state dict to which an index refers: the local one of a DTensor, or a whole plain one.
+
+    None for everything else: torch's planners find that, and take longer.
+    """
+    value = state_dict.get(index.fqn)
+    if type(value) is torch.Tensor:
+        return None if any(index.offset or ()) else value
+    return plain_local(value)
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
