@@ -34,7 +34,6 @@ from .model import (
     read_model,
     read_small,
     read_weight_file,
-    writing,
     written_file,
 )
 from .versions import FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
@@ -169,7 +168,7 @@ class _Directory:
                 f"directory, or let /pull_weights bring it to version {self._version}"
             )
         self._storage.make_directory()
-        with writing(self._storage, f"write {self._path}"), _locked(self._path / _LOCK):
+        with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK):
             return self._apply(target)
 
     def _apply(self, target: Manifest) -> Applied:

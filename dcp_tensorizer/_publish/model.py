@@ -28,7 +28,7 @@ from .._format.safetensors_header import (
 )
 from .._runtime.threads import in_threads
 from .._storage.base import FileIdentity, RangeReader, Storage
-from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
+from ..errors import MetadataError, NotCommitted, ReadError
 
 READ_BYTES = 8 * PIECE
 """Bytes that are read at once: an object store takes as long for less."""
@@ -229,26 +229,12 @@ def reading_tensors(storage: Storage, name: str) -> Iterator[TensorReader]:
 
 
 @contextmanager
-def writing(storage: Storage, doing: str) -> Iterator[None]:
-    """Raises an `OSError` of a storage as `WriteError`, with what could not be done and without credentials.
-
-    Errors of this package pass.
-    """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise WriteError(storage.scrub(f"cannot {doing}: {error}")) from storage.cause(error)
-
-
-@contextmanager
 def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
     """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
 
     Raises `WriteError`, and leaves no file, if it cannot be written.
     """
-    with writing(storage, f"create {storage.path}/{name}"):
+    with storage.writing(f"create {storage.path}/{name}"):
         sink = storage.create(name, nbytes, sync=True)
     parts = FileParts(nbytes, sink, filling=2, writing=sink.concurrency)
     offset = 0
@@ -259,7 +245,7 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
             parts.fill(offset, np.frombuffer(piece, dtype=np.uint8))
             offset += piece.nbytes
 
-    with writing(storage, f"write {storage.path}/{name}"):
+    with storage.writing(f"write {storage.path}/{name}"):
         try:
             yield write_piece
             parts.finish()

@@ -16,7 +16,7 @@ from .._storage.base import Storage
 from .._storage.open import open_storage
 from ..errors import CheckpointError, NotCommitted
 from .chain import Chain, copied, read_delta
-from .model import read_small, read_weight_file, writing
+from .model import read_small, read_weight_file
 from .publisher import remove_old
 from .versions import FileRecord, Manifest, Published, decode_manifest
 
@@ -152,7 +152,7 @@ def collect_versions(
     check_count("keep_latest", keep_latest)
     published = Published(open_storage(path, storage_options))
     known = {info.version: info for info in list_versions(path, storage_options=storage_options)}
-    with writing(published.storage, f"remove versions in {published.path}"):
+    with published.storage.writing(f"remove versions in {published.path}"):
         return tuple(known[version] for version in remove_old(published, keep_latest, dry_run=dry_run))
 
 

@@ -35,7 +35,6 @@ from .model import (
     read_model,
     read_weight_file,
     reading_tensors,
-    writing,
     written_file,
 )
 from .versions import FileRecord, Manifest, Published, encode_manifest, now
@@ -178,7 +177,7 @@ class Publication:
         model = self._model(self.directory, self.index)
         previous = None if self.previous is None else self._model(self.previous, self.previous_index)
         publisher = _Publisher(folder, folder.ownership(own), model, self.step, on_progress)
-        with writing(folder.storage, f"publish in {folder.path}"):
+        with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.max_deltas)
             removed = () if self.keep_latest is None else remove_old(folder, self.keep_latest)
         assert publisher.ownership.own is not None

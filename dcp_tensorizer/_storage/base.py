@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._runtime.forks import free_in_child
-from ..errors import ReadError, WriteError
+from ..errors import CheckpointError, ReadError, WriteError
 from .redact import redact
 
 # --- tuning of reads --------------------------------------------------------------------------------------------------
@@ -506,6 +506,19 @@ class Storage(abc.ABC):
             raise ReadError(self.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from self.cause(error)
         finally:
             reader.close()
+
+    @contextmanager
+    def writing(self, doing: str) -> Iterator[None]:
+        """Turns an `OSError` of a block into a `WriteError`, which says what could not be done: ``doing``.
+
+        Errors of this package pass.
+        """
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise WriteError(self.scrub(f"cannot {doing}: {error}")) from self.cause(error)
 
     def open_uncached(self, name: str) -> RangeReader:
         """Opens a file to read what the medium holds, not what a cache does; raises `OSError`."""

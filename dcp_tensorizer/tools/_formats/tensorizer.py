@@ -24,7 +24,6 @@ from ..._format.names import INDEX_CAPACITY, index_entry_size
 from ..._format.tensor_bytes import dtype_name, host_bytes, named_dtype
 from ..._format.tensorizer_file import lay_out
 from ..._index.chunks import Region
-from ..._publish.model import writing
 from ..._runtime.forks import free_in_child
 from ..._saving.write_plan import stored_names
 from ..._storage.base import Storage
@@ -197,7 +196,7 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], op
     capacity = max(INDEX_CAPACITY, sum(index_entry_size(source.name, len(source.shape)) for source in sources))
     layout = lay_out(sources, capacity=capacity)
     by_name = {tensor.key: tensor for tensor in tensors}
-    with writing(storage, f"write {storage.path}/{name}"):
+    with storage.writing(f"write {storage.path}/{name}"):
         sink = storage.create(name, layout.nbytes, sync=True)
         encode(layout, lambda source: _elements(by_name[source.name]), sink, tensors_at_once(tensors))
 
