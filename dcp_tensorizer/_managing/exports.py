@@ -32,8 +32,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """The exports of one rank. A staged state is kept until the next one is staged, so that it can still be exported.
 
-    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: the
-    staged states are kept in memory anyway (``survive``). ``writer`` writes the models.
+    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: the staged states are kept in
+    memory anyway (``survive``). ``writer`` writes the models.
     """
 
     def __init__(

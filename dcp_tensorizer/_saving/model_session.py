@@ -127,11 +127,8 @@ class ModelSession(SaveSession):
         names = [layout.files[number].file for number in sorted(job.touched)]
         files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
         written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, attempts=done.attempts)
-        return (
-            job.items,
-            written,
-            [WriteResult(MetadataIndex(f"rank {self._destination.rank}"), done.nbytes, done.parts)],
-        )
+        result = WriteResult(MetadataIndex(f"rank {self._destination.rank}"), done.nbytes, done.parts)
+        return job.items, written, [result]
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """The items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""

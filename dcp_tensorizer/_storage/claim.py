@@ -53,8 +53,8 @@ def _decoded(data: bytes | None) -> Claim | None:
 class Ownership:
     """A run's claim to a folder, and whether it still holds. Several threads may use it.
 
-    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known. ``own`` is
-    the run's claim; None before it has one, unless it has claimed the folder in another process.
+    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known. ``own`` is the
+    run's claim; None before it has one, unless it has claimed the folder in another process.
     """
 
     def __init__(self, folder: Storage, name: str, own: Claim | None = None) -> None:

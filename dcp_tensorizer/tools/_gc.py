@@ -119,8 +119,9 @@ def plan_collection(
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep or 1, older_than, only_data)
-    gone = [removal for removal in removals if removal.planned.kept is None or removal.planned.failed]
-    whole = {listed.info.path for removal in gone for listed in removal.folder.checkpoints}
+    # An old checkpoint that stays may hold leftovers of dead saves. One that could not be listed has been reported.
+    done = [removal for removal in removals if removal.planned.kept is None or removal.planned.failed]
+    whole = {listed.info.path for removal in done for listed in removal.folder.checkpoints}
     for folder in top.walk():
         if folder.listed is None:
             removals += _leftovers_of_jobs(folder, older_than)
@@ -146,21 +147,21 @@ def _remove(removal: Removal, stack: ExitStack) -> Collected:
     for locked in folder.walk() if planned.whole else [folder]:
         if locked.listed is None:
             continue
-        lock = locked.storage.lock_directory()
-        stack.callback(lock.release)
+        lock = stack.enter_context(locked.storage.lock_directory())
         if locked.storage.locks_are_visible and not lock.is_exclusive:
             return _kept(removal, "a save is under way there")
     now = walk(folder.storage)
     if _file_set(now) != _file_set(folder):
         return _kept(removal, "something has been saved or changed there in the meantime")
+    chosen = set(planned.files)
     if planned.whole:
-        _remove_tree(folder, set(planned.files))
+        _remove_tree(folder, chosen)
     else:
         folder.storage.discard(*planned.files)
         if folder.listed is not None and folder.listed.info.state == "unfinished":
             folder.storage.remove_directory()
     # Files may have got or lost other names since this was planned.
-    shared = sum(file.nbytes for file in _files_below(now) if file.name in planned.files and file.shared)
+    shared = sum(file.nbytes for file in _files_below(now) if file.name in chosen and file.shared)
     return replace(planned, nbytes=sum(file.nbytes for file in files) - shared)
 
 

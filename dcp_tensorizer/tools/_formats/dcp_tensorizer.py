@@ -86,9 +86,6 @@ def _describe(value: StoredValue) -> TensorStorageMetadata | BytesStorageMetadat
 @contextmanager
 def _locked(storage: Storage) -> Iterator[None]:
     """Keeps `_gc.collect` away, as a save does."""
-    lock = storage.lock_directory()
-    try:
+    with storage.lock_directory() as lock:
         lock.share(TIMEOUT)
         yield
-    finally:
-        lock.release()
