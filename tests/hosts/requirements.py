@@ -24,7 +24,7 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 def missing() -> str | None:
     """Returns what these tests lack here, and what to do about it; None if nothing.
 
-    If nothing, this process has a mount namespace of its own from now on.
+    If nothing, this process has from now on a mount namespace of its own, and in it a /dev/shm of its own.
     """
     if os.geteuid():
         return "tests/hosts mount disks and make network namespaces: run `make hosts` as root, in a container or VM"
@@ -35,10 +35,16 @@ def missing() -> str | None:
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         reason = os.strerror(ctypes.get_errno())
         return f"tests/hosts cannot mount here ({reason}): a container needs --privileged, or CAP_SYS_ADMIN"
-    for command in (["losetup", "--find"], ["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"]):
+    for command in (
+        ["mount", "-n", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm"],
+        ["losetup", "--find"],
+        ["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"],
+    ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            return f"tests/hosts need loop devices and namespaces: {' '.join(command)} says: {done.stderr.strip()}"
+            return (
+                f"tests/hosts need mounts, loop devices and namespaces: {' '.join(command)} says: {done.stderr.strip()}"
+            )
     return None
 
 
