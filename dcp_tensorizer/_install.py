@@ -1,4 +1,4 @@
-"""Replaces torch's storage by this package's, for a whole process: `install`.
+"""Replaces torch's storage and planners by this package's, for a whole process: `install`.
 
 Frameworks take no storage: they make a ``FileSystemWriter(path)`` for every save. So torch's own functions and classes
 are changed, which also works for modules that have imported them before.
@@ -19,11 +19,13 @@ from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
 from .any_format import AnyFormatReader
+from .planner import LoadPlanner, SavePlanner
 from .writer import TensorizerStorageWriter
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -40,7 +42,7 @@ _EXTENSIONS = "_extension_registry"  # how to decode what torch's own writer has
 def install(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Makes this process use this package wherever it asks for torch's own storage.
+    """Makes this process use this package wherever it asks for torch's own storage or planners.
 
     From then on:
 
@@ -48,7 +50,9 @@ def install(
     - ``FileSystemWriter(path, ...)`` makes a `TensorizerStorageWriter`, which passes for a ``FileSystemWriter``;
     - ``FileSystemReader(path)`` makes the reader of `open_reader`, which passes for a ``FileSystemReader``, and also
       loads what torch has saved before;
-    - ``dcp.async_save`` without a stager stages into this package's buffer.
+    - ``dcp.async_save`` without a stager stages into this package's buffer;
+    - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes if it is given no planner, make a
+      `SavePlanner` and a `LoadPlanner`. They take a fraction of the time for many tensors.
 
     It does not matter whether they were imported before. Subclasses, such as torch's ``FsspecWriter`` and
     ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. Calling it again
@@ -181,22 +185,31 @@ def _replace() -> None:
     ):
         _replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)
-    # They stay after `uninstall`, and then make torch's own: a class whose __new__ was removed takes no arguments.
-    FileSystemWriter.__new__ = _new_writer  # type: ignore[method-assign]
-    FileSystemReader.__new__ = _new_reader  # type: ignore[method-assign]
+    for cls, ours in _CLASSES.items():
+        _make_instead(cls, ours)
 
 
-def _new_writer(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return object.__new__(InstalledWriter if cls is FileSystemWriter and _replaces(args, kwargs) else cls)
+_CLASSES: dict[type, type] = {
+    FileSystemWriter: InstalledWriter,
+    FileSystemReader: InstalledReader,
+    DefaultSavePlanner: SavePlanner,
+    DefaultLoadPlanner: LoadPlanner,
+}
+"""torch's classes, and the subclasses that are made instead."""
 
 
-def _new_reader(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return object.__new__(InstalledReader if cls is FileSystemReader and _replaces(args, kwargs) else cls)
+def _make_instead(cls: type, ours: type) -> None:
+    """Lets one of torch's classes make an object of ours while this package is installed.
 
+    It stays after `uninstall`, and then makes torch's own: a class whose ``__new__`` was removed takes no arguments.
+    """
+    has_path = issubclass(cls, (FileSystemWriter, FileSystemReader))
 
-def _replaces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an object is made, not copied from one of torch's. Copies are made without a path."""
-    return _installation is not None and bool(args or kwargs)
+    def new(made: type, *args: Any, **kwargs: Any) -> Any:
+        is_copy = has_path and not (args or kwargs)  # of torch's own, which was made before
+        return object.__new__(ours if made is cls and _installation is not None and not is_copy else made)
+
+    cls.__new__ = new  # type: ignore[assignment]
 
 
 _said: set[str] = set()

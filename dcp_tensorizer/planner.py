@@ -50,7 +50,7 @@ class SavePlanner(DefaultSavePlanner):
     A plan is refused if chunks overlap, are missing or lie outside their tensor. The error names the keys.
 
     Subclasses may override the same methods as those of ``DefaultSavePlanner``. Plans that columns cannot hold are left
-    to torch. Use one planner for each process group.
+    to torch.
 
     Args:
         flatten_state_dict: Save the members of nested dicts and lists one by one.

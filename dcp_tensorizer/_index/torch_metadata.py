@@ -143,7 +143,8 @@ def _optional(value: Any, kind: type[_T]) -> _T | None:
 
 
 def _metadata(made: Made, values: _Values) -> Metadata:
-    fields = values.fields(made)
+    # `SavePlanner` pickles it as a call of its constructor.
+    fields = dict(zip(_FIELDS, map(values.of, made.arguments), strict=True)) if made.arguments else values.fields(made)
     storage_data = fields.get("storage_data")
     if type(storage_data) is not dict:
         raise ValueError("torch's FileSystemWriter does not write such a file")
@@ -268,6 +269,7 @@ def _ordered(made: Made, values: _Values) -> OrderedDict[Any, Any]:
 
 
 _PLAIN = {str, bytes, int, float, bool, type(None)}
+_FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 _FORMATS: Mapping[int | str, torch.memory_format] = {
     0: torch.contiguous_format,

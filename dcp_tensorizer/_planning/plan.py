@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from .._format.runs import Integers
 from .._runtime.recent import Recent
+from .._runtime.torch_compat import group_of_save
 from ..errors import WriteError
 from .columns import (
     Columns,
@@ -278,7 +279,7 @@ class History:
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        self._world: weakref.ref[Any] | None = None
+        self._group: weakref.ref[Any] | None = None
         self._sent: tuple[Columns, bytes] | None = None
         self._is_answered = True
         self._known: Recent[Reference] = Recent(_SAVES)
@@ -287,14 +288,15 @@ class History:
 
     def begin(self) -> None:
         """Begins a save. After a save that was not planned, or in another process group, whole plans are sent again."""
-        if not self._is_answered or not self._is_same_world():
+        if not self._is_answered or not self._is_same_group():
             self._known = Recent(_SAVES)
         self._is_answered = True
 
-    def _is_same_world(self) -> bool:
-        world = dist.group.WORLD if dist.is_available() else None
-        same = (None if self._world is None else self._world()) is world
-        self._world = None if world is None else weakref.ref(world)
+    def _is_same_group(self) -> bool:
+        """Returns whether this save has the process group of the save before, whose coordinator knows the plans."""
+        group = group_of_save() or (dist.group.WORLD if dist.is_available() else None)
+        same = (None if self._group is None else self._group()) is group
+        self._group = None if group is None else weakref.ref(group)
         return same
 
     # --- as a rank ----------------------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ class History:
                 return plans[reference.digest]
         raise WriteError(
             f"rank {rank} refers to a plan that this coordinator does not know: its planner has saved with another "
-            f"process group. The next save sends the whole plan. Use one planner for each process group."
+            f"coordinator. The next save sends the whole plan. Keep one planner on every rank for all saves."
         )
 
     def find(self, key: object) -> Any:

@@ -223,3 +223,23 @@ def saved(tmp_path_factory):
     }
     by_rank = run_ranks(WORLD, in_turn, *((fn, folder / name, *args) for name, (fn, *args) in calls.items()))
     return folder, dict(zip(calls, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+def _alternate(rank, folder):
+    """Saves with one planner, in turns with all ranks and with all but the first; returns what each save holds."""
+    some = dist.new_group([1, 2], backend="gloo")
+    planner, state, found = SavePlanner(), {"w": torch.full((3,), 5.0), f"rank{rank.index}": rank.index}, []
+    for number in range(4):
+        path, group = folder / str(number), rank.saves if number % 2 == 0 else some
+        if number % 2 == 0 or rank.index:
+            dcp.save(state, storage_writer=TensorizerStorageWriter(path), planner=planner, process_group=group)
+        dist.barrier()
+        found.append(sorted(TensorizerStorageReader(path).stored_metadata().state_dict_metadata))
+    return found
+
+
+def test_one_planner_for_saves_of_two_groups(tmp_path):
+    """Each group has a coordinator of its own, which does not know what the other one has been sent."""
+    all_keys = ["rank0", "rank1", "rank2", "w"]
+    for found in run_ranks(3, _alternate, tmp_path):
+        assert found == [all_keys, all_keys[1:]] * 2

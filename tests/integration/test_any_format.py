@@ -29,6 +29,7 @@ from dcp_tensorizer import (
     NotCommitted,
     Parts,
     ReadError,
+    SavePlanner,
     TensorizerStorageWriter,
     UntrustedObject,
     installed,
@@ -75,6 +76,15 @@ def test_it_reads_what_this_package_and_torch_have_saved(tmp_path: Path) -> None
         dcp.load(state, checkpoint_id=tmp_path / name, storage_reader=reader)
         assert_is_saved(state)
         assert reader.checkpoint_id == tmp_path / name
+
+
+def test_it_reads_what_torchs_writer_has_saved_by_our_planner(tmp_path: Path) -> None:
+    """The pickle of its metadata has another form than with torch's planner."""
+    dcp.save({"m": SAVED, "n": 3}, storage_writer=FileSystemWriter(tmp_path), planner=SavePlanner())
+    state = {"m": {"w": torch.zeros(2, 3), "step": 0}, "n": -1}
+    dcp.load(state, storage_reader=open_reader(tmp_path))
+    assert_is_saved(state["m"])  # type: ignore[arg-type]
+    assert state["n"] == 3
 
 
 def test_it_reads_safetensors(tmp_path: Path) -> None:

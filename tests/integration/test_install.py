@@ -14,12 +14,20 @@ from typing import IO, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_tensorizer import (
+    LoadPlanner,
     LoadReport,
+    SavePlanner,
     TensorizerStorageReader,
     TensorizerStorageWriter,
     install,
@@ -36,6 +44,10 @@ from ..waiting import WAIT, Gate, HeldPlanner, in_thread, wait_until_inside
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 async_save = dcp.async_save  # bound before anything is installed, as frameworks bind it
+
+
+class OfAFramework(DefaultLoadPlanner):
+    """A subclass of torch's planner."""
 
 
 def options_of(writer: object) -> set[str]:
@@ -90,6 +102,29 @@ def test_saves_by_a_writer_that_a_framework_makes(tmp_path: Path) -> None:
     assert is_ours(tmp_path)
     assert loaded(tmp_path, storage_reader=reader) == 2
     assert "w" in reader.read_metadata().state_dict_metadata
+
+
+@pytest.mark.usefixtures("ours")
+def test_saves_and_loads_without_a_planner_are_planned_by_ours(tmp_path: Path) -> None:
+    """Only `LoadPlanner` gives a value back to a key that is a number; a planner of another class stays."""
+    dcp.save({"w": torch.ones(2), "by number": {1: 0.5}}, checkpoint_id=tmp_path)
+    found: dict[str, Any] = {"w": torch.zeros(2), "by number": {1: 0.0}}
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert found["by number"] == {1: 0.5}
+    given = {"w": torch.zeros(2), "by number": {1: 0.0}}
+    dcp.load(given, checkpoint_id=tmp_path, planner=OfAFramework())
+    assert given["by number"] == {1: 0.0, "1": 0.5}
+
+
+def test_planners_that_frameworks_make() -> None:
+    """They pass for torch's, keep their arguments, and are torch's again afterwards."""
+    with installed():
+        saves, loads = DefaultSavePlanner(False, dedup_save_to_lowest_rank=True), DefaultLoadPlanner(False)
+        copied = copy.deepcopy(saves)
+    assert (type(saves), type(loads), type(copied)) == (SavePlanner, LoadPlanner, SavePlanner)
+    assert [planner.flatten_state_dict for planner in (saves, loads, copied)] == [False] * 3
+    assert copied.dedup_save_to_lowest_rank
+    assert (type(DefaultSavePlanner()), type(DefaultLoadPlanner(True))) == (DefaultSavePlanner, DefaultLoadPlanner)
 
 
 @pytest.mark.usefixtures("ours")

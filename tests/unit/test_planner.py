@@ -249,12 +249,13 @@ def test_after_a_save_that_failed_all_is_sent() -> None:
 
 
 def test_a_reference_that_nobody_knows_is_an_error_once() -> None:
-    """One planner was used with two groups: the error says so, and the next save goes through."""
+    """One rank has another planner than in the save before: the error says so, and the next save goes through."""
     planners = [SavePlanner() for _ in range(RANKS)]
     plan_save(planners, states_of())
     others = [SavePlanner(), *planners[1:]]
     with pytest.raises(
-        WriteError, match=r"^rank 1 refers to a plan that this coordinator does not know: .* Use one pl"
+        WriteError,
+        match=r"^rank 1 refers to a plan that this coordinator does not know: .* Keep one planner on every rank",
     ):
         plan_save(others, states_of())
     compared(plan_save(others, states_of()), plan_save([DefaultSavePlanner() for _ in range(RANKS)], states_of()))
@@ -515,7 +516,7 @@ def test_metadata_with_storage_data_is_pickled_as_torchs() -> None:
 
 def test_the_arguments_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
     """The same names in the same order; only that plans are remembered is the default here."""
-    ours, theirs = (inspect.signature(cls).parameters for cls in (SavePlanner, DefaultSavePlanner))
+    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (SavePlanner, DefaultSavePlanner))
     assert [*ours] == [*theirs]
     assert [name for name in ours if ours[name].default != theirs[name].default] == ["enable_plan_caching"]
     with caplog.at_level(logging.WARNING):
