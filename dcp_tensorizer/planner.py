@@ -16,7 +16,7 @@ state dict --create_local_plan()--> read items          one made for each layout
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -90,7 +90,7 @@ class SavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Called by DCP with the state to save."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        _set_up(self, lambda: super(SavePlanner, self).set_up_planner(state_dict, storage_meta, is_coordinator))
 
     @collector_paused()
     def create_local_plan(self) -> SavePlan:
@@ -207,24 +207,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state to load into.
-
-        torch rebuilds the state dict in search of ``ShardedTensor``. That takes longer than to see that there is none.
-        """
-        takes_apart, self.flatten_sharded_tensors = self.flatten_sharded_tensors, False
-        try:
-            super().set_up_planner(state_dict, metadata, is_coordinator)
-        except ValueError:  # two keys have the same path; torch's own search keeps the second
-            if not takes_apart:
-                raise
-            is_flat = False
-        else:
-            kinds = set(map(type, self.state_dict.values()))
-            is_flat = self.flatten_state_dict and not any(issubclass(kind, ShardedTensor) for kind in kinds)
-        finally:
-            self.flatten_sharded_tensors = takes_apart
-        if takes_apart and not is_flat:
-            super().set_up_planner(state_dict, metadata, is_coordinator)
+        """Called by DCP with the state to load into."""
+        _set_up(self, lambda: super(LoadPlanner, self).set_up_planner(state_dict, metadata, is_coordinator))
 
     @collector_paused()
     def create_local_plan(self) -> LoadPlan:
@@ -250,6 +234,27 @@ class LoadPlanner(DefaultLoadPlanner):
         for part in outer:
             container = container[_own_key(container, part)]
         container[_own_key(container, last)] = torch.load(value, weights_only=False)
+
+
+def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[], None]) -> None:
+    """Sets up a planner with ``set_up``, which is torch's method for it.
+
+    torch rebuilds the state dict in search of ``ShardedTensor``. That takes longer than to see that there is none.
+    """
+    takes_apart, planner.flatten_sharded_tensors = planner.flatten_sharded_tensors, False
+    try:
+        set_up()
+    except ValueError:  # two keys have the same path; before a load, torch's own search keeps the second
+        if not takes_apart:
+            raise
+        is_flat = False
+    else:
+        kinds = set(map(type, planner.state_dict.values()))
+        is_flat = planner.flatten_state_dict and not any(issubclass(kind, ShardedTensor) for kind in kinds)
+    finally:
+        planner.flatten_sharded_tensors = takes_apart
+    if takes_apart and not is_flat:
+        set_up()
 
 
 def _own_key(container: Any, part: Any) -> Any:

@@ -1,10 +1,11 @@
-"""State dicts with DTensors of many layouts."""
+"""State dicts with sharded tensors of many layouts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
@@ -35,3 +36,19 @@ def state_of(mesh: DeviceMesh) -> dict[str, Any]:
             f"{layer}.elsewhere": dtensor(DeviceMesh("cpu", [0]), [Shard(0)], torch.rand(0), (6, 5)),
         }
     return state
+
+
+class Shardless(ShardedTensor):
+    """A sharded tensor that was made without a process group, and has no shard here."""
+
+    device = torch.device("cpu")
+
+    def __new__(cls) -> Shardless:
+        """Makes it of nothing: torch only looks at its shards."""
+        return torch.Tensor._make_subclass(cls, torch.empty(0))  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        """Has nothing to set up."""
+
+    def local_shards(self) -> list[Any]:
+        return []

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,7 +25,7 @@ from dcp_tensorizer._loading.deliver import resolved
 from dcp_tensorizer._planning import read_items
 from dcp_tensorizer._planning.read_items import has_older_keys, read_items_of
 
-from .sharded_states import dtensor, state_of
+from .sharded_states import Shardless, dtensor, state_of
 
 
 def stored(size: tuple[int, ...], rows: int | None = None) -> TensorStorageMetadata:
@@ -215,27 +214,11 @@ def test_which_checkpoints_torch_plans() -> None:
     assert [key for key, older in found.items() if older] == ["model", "model.b.1", "optim"]
 
 
-class _Sharded(ShardedTensor):
-    """A sharded tensor that was made without a process group, and has no shard here."""
-
-    device = torch.device("cpu")
-
-    def __new__(cls) -> _Sharded:
-        """Makes it of nothing: torch only looks at its shards."""
-        return torch.Tensor._make_subclass(cls, torch.empty(0))  # type: ignore[no-any-return]
-
-    def __init__(self) -> None:
-        """Has nothing to set up."""
-
-    def local_shards(self) -> list[Any]:
-        return []
-
-
 @pytest.mark.parametrize("flattens", [True, False])
 def test_a_state_is_taken_apart_as_torch_does(flattens: bool) -> None:
     """With nested lists, with a sharded tensor that this rank has no part of, and with two keys of one path."""
     plain = {"m": {"a": torch.ones(2), "l": [torch.ones(1), [1, 2], {"x": torch.ones(3)}], "e": {}}, "s": 3}
-    states: list[dict[str, Any]] = [plain, {**plain, "t": _Sharded()}, {"m": {"1": torch.ones(1), 1: torch.ones(2)}}]
+    states: list[dict[str, Any]] = [plain, {**plain, "t": Shardless()}, {"m": {"1": torch.ones(1), 1: torch.ones(2)}}]
     for state in states:
         planners = LoadPlanner(flatten_state_dict=flattens), DefaultLoadPlanner(flatten_state_dict=flattens)
         for planner in planners:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
@@ -12,7 +14,7 @@ from torch.distributed.tensor.device_mesh import DeviceMesh
 from dcp_tensorizer import SavePlanner
 from dcp_tensorizer._planning.columns import row_of, rows_of
 
-from .sharded_states import dtensor, state_of
+from .sharded_states import Shardless, dtensor, state_of
 
 
 def test_rows_are_torchs(mesh: DeviceMesh) -> None:
@@ -48,3 +50,43 @@ def test_what_is_written_of_an_item_is_torchs(mesh: DeviceMesh) -> None:
             assert found is expected
     with pytest.raises(ValueError, match="FQN"):
         ours.lookup_object(MetadataIndex("not there"))
+
+
+@pytest.mark.parametrize("takes_apart", [True, False])
+@pytest.mark.parametrize("flattens", [True, False])
+def test_a_state_is_taken_apart_as_torch_does(flattens: bool, takes_apart: bool) -> None:
+    """With nested lists, with a sharded tensor that this rank has no part of, and with keys that are not strings."""
+    inner = [torch.ones(1), [1, 2], {"x": torch.ones(3)}]
+    plain = {"m": {"a": torch.ones(2), "l": inner, "e": {}, 7: [1]}, "s": 3, "none": []}
+    for state in (plain, {**plain, "t": Shardless()}, {"m": {"t": [Shardless()]}}):
+        options = {"flatten_state_dict": flattens, "flatten_sharded_tensors": takes_apart}
+        ours, theirs = SavePlanner(**options), DefaultSavePlanner(**options)
+        for planner in (ours, theirs):
+            planner.set_up_planner(state, None, True)
+        assert shown(ours.state_dict) == shown(theirs.state_dict)
+        assert ours.mappings == theirs.mappings
+        assert ours.flatten_sharded_tensors is takes_apart
+
+
+def shown(value: Any) -> Any:
+    """A nested state dict whose order and tensors can be compared: the same tensor is equal."""
+    if isinstance(value, dict):
+        return [(key, shown(inner)) for key, inner in value.items()]
+    if isinstance(value, list):
+        return list(map(shown, value))
+    return (type(value), id(value)) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("takes_apart", [True, False])
+@pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
+def test_two_keys_of_one_path_are_refused(cls: type[DefaultSavePlanner], takes_apart: bool) -> None:
+    """As by torch's planner, which then still has the state of the save before."""
+    planner = cls(flatten_sharded_tensors=takes_apart)
+    planner.set_up_planner({"a": 1}, None, True)
+    with pytest.raises(ValueError, match=r"duplicated flatten key m\.1"):
+        planner.set_up_planner({"m": {"1": torch.ones(1), 1: torch.ones(2)}}, None, True)
+    assert (planner.state_dict, planner.mappings, planner.flatten_sharded_tensors) == (
+        {"a": 1},
+        {"a": ("a",)},
+        takes_apart,
+    )
