@@ -48,8 +48,8 @@ def marks_of_uploads(recorded: Mapping[str, Iterable[str]]) -> list[str]:
 def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -> bool:
     """Aborts `recorded_uploads`; returns whether all of them are gone."""
     with suppress(OSError):
-        for uploads in recorded.values():
+        for save_id, uploads in recorded.items():
             for name, token in uploads.items():
-                storage.abort_shared(SharedFile(name, token, 0))
+                storage.abort_shared(SharedFile(name, token, 0, save_id))
         return True
     return False

@@ -126,6 +126,8 @@ class SharedFile(NamedTuple):
     token: str
     """By which the storage knows it until then."""
     nbytes: int
+    save_id: str
+    """The save that writes it."""
 
 
 class SharedSink(abc.ABC):

@@ -119,7 +119,7 @@ class LocalStorage(Storage):
     def begin_shared(self, name: str, nbytes: int, *, save_id: str) -> SharedFile:
         token = temporary_file_name(name, save_id)
         make_shared(self._root / token, nbytes, preallocate=self._is_local, umask=self.umask)
-        return SharedFile(name, token, nbytes)
+        return SharedFile(name, token, nbytes, save_id)
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> LocalSharedSink:
         return self._looked_for(lambda: LocalSharedSink(self._root / file.token, sync=sync))

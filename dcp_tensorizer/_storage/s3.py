@@ -15,6 +15,7 @@ import http.client
 import math
 import os
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -302,7 +303,7 @@ _MOST_PARTS = 10_000
 _PART_STEP = 64 << 10  # a part ends with a page, and with an element
 _CONCURRENCY = 8
 _NOT_IMPLEMENTED = 501
-_SAVE = "dcp-tensorizer-save"  # metadata of an object of a model: the id of the save that has uploaded it
+_SAVE = "dcp-tensorizer-save"  # metadata of an object of several parts: the id of the save, or sink, that uploaded it
 
 
 class S3Storage(RemoteStorage):
@@ -353,14 +354,13 @@ class S3Storage(RemoteStorage):
         def begin() -> dict[str, Any]:
             nonlocal beginnings
             beginnings += 1
-            answer: dict[str, Any] = self.call("create_multipart_upload", name, Metadata={_SAVE: save_id})
-            return answer
+            return self.create_upload(name, save_id)
 
         answer = self.patiently(begin)
         upload = str(answer["UploadId"])
         if beginnings > 1 or answer["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self.abort_uploads(name, but=upload)  # a lost answer may have named another one
-        return SharedFile(name, upload, nbytes)
+        return SharedFile(name, upload, nbytes, save_id)
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> SharedSink:
         return _S3SharedSink(self, file)
@@ -368,27 +368,38 @@ class S3Storage(RemoteStorage):
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         if not replace and self.head(file.name) is not None:
             raise FileExistsError(TAKEN)
-        self.complete_upload(file.name, file.token, parts, file.nbytes)
+        self.complete_upload(file.name, file.token, parts, file.save_id)
 
     def is_marked(self, name: str, temporary: str) -> bool:
-        with suppress(OSError, KeyError):
-            return temporary == temporary_file_name(name, self.call("head_object", name)["Metadata"][_SAVE])
-        return False
+        owner = self._owner(name)
+        return owner is not None and temporary == temporary_file_name(name, owner)
 
     def abort_shared(self, file: SharedFile) -> None:
         with suppress(FileNotFoundError):
             self.call("abort_multipart_upload", file.name, UploadId=file.token)
 
-    def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], nbytes: int) -> None:
-        """Makes one object of the parts of an upload; raises `OSError`."""
+    def create_upload(self, name: str, owner: str) -> dict[str, Any]:
+        """Begins an upload to an object, which will carry the id of its owner; raises `OSError`."""
+        answer: dict[str, Any] = self.call("create_multipart_upload", name, Metadata={_SAVE: owner})
+        return answer
+
+    def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], owner: str) -> None:
+        """Makes one object of the parts of an upload that its owner has begun; raises `OSError`."""
         listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
         whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
         try:
             self.patiently(lambda: self.call("complete_multipart_upload", name, **whole))
         except OSError:
             # If an answer was lost, the request is repeated. Then the upload is gone: the first request completed it.
-            if self.head(name) != nbytes:
+            # It is gone, too, if another job has aborted it, and then the object may be that job's.
+            if self._owner(name) != owner:
                 raise
+
+    def _owner(self, name: str) -> str | None:
+        """Who has uploaded an object (see `_SAVE`); None if nobody knows."""
+        with suppress(OSError, KeyError):
+            return str(self.call("head_object", name)["Metadata"][_SAVE])
+        return None
 
     def identity(self, name: str) -> FileIdentity | None:
         with suppress(OSError, KeyError):
@@ -618,6 +629,7 @@ class _S3Sink(Sink):
         self._storage = storage
         self._name = name
         self._nbytes = nbytes
+        self._owner = uuid.uuid4().hex
         self._parts: dict[int, dict[str, str]] = {}
         self._upload: Future[dict[str, Any]] | None = None
         self._beginnings = 0
@@ -629,8 +641,7 @@ class _S3Sink(Sink):
         if not self._is_open:  # `_abort` waits for this
             raise OSError("the upload was abandoned before the server answered")
         self._beginnings += 1
-        answer: dict[str, Any] = self._storage.call("create_multipart_upload", self._name)
-        return answer
+        return self._storage.create_upload(self._name, self._owner)
 
     def _put_part(self, number: int, data: memoryview) -> None:
         storage = self._storage
@@ -643,7 +654,7 @@ class _S3Sink(Sink):
 
     def _complete(self) -> None:
         if self._upload is not None:
-            self._storage.complete_upload(self._name, self._id()["UploadId"], self._parts, self._nbytes)
+            self._storage.complete_upload(self._name, self._id()["UploadId"], self._parts, self._owner)
             self._abort_others(self._upload)
         elif not self._nbytes:
             self._storage.call("put_object", self._name, Body=b"")

@@ -246,6 +246,36 @@ def test_an_upload_that_cannot_be_completed_leaves_nothing(
     assert (s3.uploads(prefix), s3.objects(prefix)) == ([], [])
 
 
+def test_an_upload_that_another_job_has_aborted(storage: S3Storage) -> None:
+    """That job's object is not taken for the own one, though it has the same name and size."""
+    sink = storage.create(NAME, len(CONTENT), sync=True)
+    for number in range(PARTS):
+        sink.put_part(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
+    storage.discard(NAME)
+    put_file(storage, NAME, CONTENT[::-1])
+    with pytest.raises(OSError, match="NoSuchUpload"):
+        sink.complete()
+    sink.abort()
+    assert storage.read(NAME) == CONTENT[::-1]
+
+
+def test_a_shared_file_that_another_save_has_aborted(storage: S3Storage) -> None:
+    """The object of the save that has aborted it is not taken for the own one. Completing its own again succeeds."""
+    files = [storage.begin_shared("m.safetensors", len(CONTENT), save_id=save * 32) for save in "ab"]
+    parts = []
+    for file in files:
+        sink, size = storage.open_shared(file, sync=True), storage.granule_of(len(CONTENT))
+        for start in range(0, len(CONTENT), size):
+            sink.put(start, on_a_page(CONTENT[start : start + size]))
+        parts.append(sink.finish())
+    storage.abort_shared(files[0])
+    for _ in range(2):
+        storage.complete_shared(files[1], parts[1], replace=True)
+    with pytest.raises(OSError, match="NoSuchUpload"):
+        storage.complete_shared(files[0], parts[0], replace=True)
+    assert storage.is_marked("m.safetensors", f"m.safetensors.{'b' * 32}.tmp")
+
+
 @pytest.mark.parametrize("fault", [Fault(403, "AccessDenied"), Fault(503, "SlowDown")], ids=["denied", "slow down"])
 def test_a_read_that_is_refused(open_s3: Opener, proxy: S3Proxy, fault: Fault) -> None:
     """The errors name path and cause, and show no secret."""

@@ -158,7 +158,7 @@ def test_each_byte_is_written_once_and_each_block_by_one_rank(
     """Rows, columns and grids, uneven, empty and scalar, in files of several tensors, over several windows."""
     monkeypatch.setattr(model_pieces, "_WINDOW", 8192)
     plan = plan_model(planned(ranks), ModelOptions(max_shard_bytes=40_000), path="p", order={}, ties=[{}] * ranks)
-    shared = [SharedFilePart(SharedFile(f"f{n}", "", of.nbytes), granule) for n, of in enumerate(plan.files)]
+    shared = [SharedFilePart(SharedFile(f"f{n}", "", of.nbytes, ""), granule) for n, of in enumerate(plan.files)]
     layout = rank_layout(plan, shared, "id")
     files = [np.full(of.nbytes, 255, dtype=np.uint8) for of in plan.files]
     together, found = Ranks(ranks), [Pieces.joined([])] * ranks
