@@ -181,8 +181,7 @@ class SharedBuffer:
         layout = self._layout
         if layout is None or not self._has_kept(layout, dtypes, shapes):
             self._layout = None  # frees the tensors before new ones are made
-            with torch.inference_mode(False):  # the next state may be staged outside of it
-                made = list(map(self.allocate, dtypes, shapes))
+            made = list(map(self.allocate, dtypes, shapes))
             layout = self._layout = _Layout(dtypes, shapes, made, _addresses(made))
         # Not `Tensor.detach`: it takes twice as long, and lets the interpreter go, which has to be waited for again.
         return list(map(attrgetter("data"), layout.tensors))

@@ -209,11 +209,13 @@ class Stager:
         staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer)
         return StagedStateDict({}, staged_save, self.wait_turn)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _copy(self, snapshot: _Snapshot, staged: StagedStateDict, is_kept: bool) -> None:
         """Copies the tensors and builds the staged state dict; an error is kept in the staged save.
 
-        The dict is built while devices copy, before any other wait.
+        The dict is built while devices copy, before any other wait. Outside of inference mode, because what is made in
+        it can only be written in it: other threads copy, too, and the next save may not be in it.
         """
         staged_save = staged.staged_save
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from dcp_tensorizer._staging.stager import Stager
 
@@ -22,3 +23,12 @@ def overlapping() -> Iterator[Stager]:
     stager = Stager(overlap_staging=True)
     yield stager
     stager.saves.close()
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """As ``torchrun`` sets it: torch itself copies with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,14 +16,7 @@ from ...support import filled, same
 
 _MEGABYTE = 1 << 18  # elements of float32
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As ``torchrun`` sets it: torch itself copies with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def copied(sources: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:

@@ -185,16 +185,6 @@ def test_a_tensor_whose_storage_was_moved_is_made_anew() -> None:
     buffer.close()
 
 
-def test_tensors_made_in_inference_mode_serve_outside_of_it() -> None:
-    """None of them is an inference tensor, which could not be changed there."""
-    buffer = SharedBuffer(PAGE)
-    with torch.inference_mode():
-        buffer.allocate_all(*layout())
-    buffer.reset()
-    assert [t.is_inference() for t in buffer.allocate_all(*layout())] == [False] * 4
-    buffer.close()
-
-
 def test_kept_tensors_are_not_in_use() -> None:
     """Only those that somebody else refers to are; and closing frees the memory although tensors were kept."""
     files = memory_files()

@@ -21,7 +21,7 @@ from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
 
 from ...simulated import SimulatedDevice
-from ...support import memory_files
+from ...support import memory_files, same
 from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, wait_until_inside
 from .staging import inode, staged
 
@@ -234,6 +234,26 @@ def test_prewarming_names_what_cannot_be_saved(stager: Stager) -> None:
     """Ahead of training, the error is raised at once."""
     with pytest.raises(StagingError, match=r"'a\.b'.*meta"):
         stager.prewarm({"a": {"b": torch.empty(2, device="meta")}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float4_e2m1fn_x2])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_state_is_staged_inside_and_outside_of_inference_mode(
+    one_torch_thread: None, dtype: torch.dtype, first: bool
+) -> None:
+    """(Simulated device.) By several threads, in either order, into the same memory on the host and on the device."""
+    device = SimulatedDevice()
+    stager = Stager(thread_count=3, device=device)
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            large = torch.arange(10 << 20, dtype=torch.uint8).view(dtype)
+            small = device.declare(torch.arange(100, dtype=torch.uint8).view(dtype))
+            copies = staged(stager, {"large": large, "small": small})
+        assert [same(copies["large"], large), same(copies["small"], small)] == [True, True]
+        assert not copies["large"].is_inference()
+        del copies
+    assert len(device.buffers) == 1
+    stager.saves.close()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
