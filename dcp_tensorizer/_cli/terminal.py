@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
@@ -111,7 +111,9 @@ def count(number: int, noun: str) -> str:
 
 def moment(time: datetime | None) -> str:
     """A time, local and to the second."""
-    return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    with suppress(OverflowError):  # the last day of the year 9999 may be over here
+        return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return "-"
 
 
 def shape(extents: Sequence[int]) -> str:

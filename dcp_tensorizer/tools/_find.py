@@ -54,7 +54,7 @@ class CheckpointInfo:
         path: Without credentials.
         step: The last number in the directory's name.
         saved: When it was saved, in UTC: by its own record, which copies keep. Without one, when a file in it was last
-            written. None if the storage does not tell.
+            written. None if the storage does not tell, or the year is beyond 9999.
         state: ``committed``: whole. ``unfinished``: a save is under way there, or has died. ``unflushed``: it is in a
             local folder (``local=...``), and not on the remote yet. ``flushed``: the local copy of what the remote has.
             ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy under way.
@@ -357,8 +357,10 @@ def _last_written(files: Sequence[FileInfo]) -> datetime | None:
     return _time(max(times)) if times else None
 
 
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, timezone.utc)
+def _time(seconds: float) -> datetime | None:
+    with suppress(ValueError, OverflowError):  # some file systems have times beyond the year 9999
+        return datetime.fromtimestamp(seconds, timezone.utc)
+    return None
 
 
 def _order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:

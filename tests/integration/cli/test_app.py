@@ -11,7 +11,9 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +32,7 @@ from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
+from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import Collected, _find, _gc
@@ -75,6 +78,35 @@ def test_ls(checkpoint: Path) -> None:
     assert out.splitlines()[1].split()[-2:] == ["2", "3"]
     (found,) = told("ls", checkpoint.parent)  # type: ignore[misc]
     assert (found["step"], found["state"], found["objects"]) == (7, "committed", 2)
+
+
+@pytest.fixture
+def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There days begin early."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("written", "told_as"),
+    [(300_000_000_000, None), (253_402_300_799, "9999-12-31T23:59:59.000+00:00")],
+    ids=["in 11476", "at the end of 9999"],
+)
+def test_a_time_that_no_calendar_has(in_tokyo: None, written: int, told_as: str | None) -> None:
+    """A file's may lie beyond the year 9999, everywhere or here. Listing and collecting go on."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # disks have no such times
+        file = Path(folder, "step-1", data_file_name(0, 0, "a" * 32))
+        file.parent.mkdir()
+        file.touch()
+        os.utime(file, (written, written))
+        code, out, _ = run("ls", folder)
+        assert (code, out.splitlines()[1].split()[:3]) == (0, ["step-1", "unfinished", "-"])
+        assert told("ls", folder)[0]["saved"] == told_as  # type: ignore[index]
+        assert run("gc", folder, "--older-than", "0s")[0] == 0
+        assert not file.exists()
 
 
 def test_inspect(checkpoint: Path) -> None:
