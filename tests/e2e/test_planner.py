@@ -208,6 +208,25 @@ def test_where_data_lies_is_sent_once(planner, saved):
     assert saved[1][planner.__name__] == [[True] * 4] + [[True, False, False, True]] * (WORLD - 1)
 
 
+def _alternate(rank, folder):
+    """Saves with one planner, in turns with all ranks and with all but the first; returns what each save holds."""
+    some = dist.new_group(range(1, WORLD), backend="gloo")
+    planner, state, found = SavePlanner(), {"w": torch.full((3,), 5.0), f"rank{rank.index}": rank.index}, []
+    for number in range(4):
+        path, group = folder / str(number), some if number % 2 else rank.saves
+        if rank.index or group is rank.saves:
+            dcp.save(state, storage_writer=TensorizerStorageWriter(path), planner=planner, process_group=group)
+        dist.barrier()
+        found.append(sorted(TensorizerStorageReader(path).stored_metadata().state_dict_metadata))
+    return found
+
+
+def test_one_planner_for_saves_of_two_groups(saved):
+    """Each group has a coordinator of its own, which does not know what the other one has been sent."""
+    all_keys = [*(f"rank{number}" for number in range(WORLD)), "w"]
+    assert saved[1]["groups"] == [[all_keys, all_keys[1:]] * 2] * WORLD
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The folder of all saves of this module, each on the same four ranks, and by name what each rank found."""
@@ -218,28 +237,9 @@ def saved(tmp_path_factory):
         "PROCESS": (_save_with_our_writer, "PROCESS"),
         "alone": (_save_alone,),
         "wrong": (_save_wrong_plan,),
+        "groups": (_alternate,),
         "SavePlanner": (_sent_tables, SavePlanner),
         "DefaultSavePlanner": (_sent_tables, DefaultSavePlanner),
     }
     by_rank = run_ranks(WORLD, in_turn, *((fn, folder / name, *args) for name, (fn, *args) in calls.items()))
     return folder, dict(zip(calls, map(list, zip(*by_rank, strict=True)), strict=True))
-
-
-def _alternate(rank, folder):
-    """Saves with one planner, in turns with all ranks and with all but the first; returns what each save holds."""
-    some = dist.new_group([1, 2], backend="gloo")
-    planner, state, found = SavePlanner(), {"w": torch.full((3,), 5.0), f"rank{rank.index}": rank.index}, []
-    for number in range(4):
-        path, group = folder / str(number), rank.saves if number % 2 == 0 else some
-        if number % 2 == 0 or rank.index:
-            dcp.save(state, storage_writer=TensorizerStorageWriter(path), planner=planner, process_group=group)
-        dist.barrier()
-        found.append(sorted(TensorizerStorageReader(path).stored_metadata().state_dict_metadata))
-    return found
-
-
-def test_one_planner_for_saves_of_two_groups(tmp_path):
-    """Each group has a coordinator of its own, which does not know what the other one has been sent."""
-    all_keys = ["rank0", "rank1", "rank2", "w"]
-    for found in run_ranks(3, _alternate, tmp_path):
-        assert found == [all_keys, all_keys[1:]] * 2
