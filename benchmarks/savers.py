@@ -194,6 +194,9 @@ SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
         group, state, prewarm=True, encryption=EncryptionParams(bytes(32))
     ),
     "dcp_tensorizer, overlap_staging": lambda group, state: Ours(group, state, prewarm=True, overlap_staging=True),
+    "dcp_tensorizer, overlap_staging, not prewarmed": lambda group, state: Ours(
+        group, state, prewarm=False, overlap_staging=True
+    ),
     "torch FileSystemWriter, THREAD": lambda group, state: DcpSaver(group),
     "torch FileSystemWriter, PROCESS": lambda group, state: TorchProcess(group),
     "torch_checkpointing": lambda group, state: TorchCheckpointing(background=False),
