@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -45,23 +46,22 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
     same, except for the key, for all values of one layout that are stored whole. ``strict``: a key that the checkpoint
     lacks is an error. Raises `RuntimeError` or `ValueError`, as torch does.
     """
-    known: dict[_Layout, list[ReadItem]] = {}
+    known: dict[_Layout | None, list[ReadItem]] = {}
     items: list[ReadItem] = []
-    checked: dict[tuple[int, torch.Size], _Layout | None] = {}  # many tensors share one entry of the metadata
     for key, value in state_dict.items():
         stored = metadata.state_dict_metadata.get(key)
-        if type(value) is torch.Tensor:
-            name = id(stored), value.shape
-            layout = checked[name] if name in checked else checked.setdefault(name, _layout(value, stored))
-        else:
+        # Many plain tensors share one entry of the metadata, which is faster to look up than the layout.
+        name = (id(stored), value.shape) if type(value) is torch.Tensor else None
+        made = known.get(name)
+        if made is None:
             layout = _layout(value, stored)
-        if layout in known:
-            items += _renamed(known[layout], key)
-            continue
-        made = create_default_local_load_plan({key: value}, metadata, strict).items
-        items += made
-        if layout is not None:
-            known[layout] = [_with_one_index(item) for item in made]
+            made = known.get(layout)
+            if made is None:
+                planned = create_default_local_load_plan({key: value}, metadata, strict)
+                made = [_with_one_index(item) for item in planned.items]
+            known.update(dict.fromkeys({name, layout} - {None}, made))
+        for item in made:
+            items.append(_renamed(item, key))
     return items
 
 
@@ -83,20 +83,25 @@ def _layout(value: Any, stored: Any) -> _Layout | None:
 def _with_one_index(item: ReadItem) -> ReadItem:
     """The same item; its two indices are one object if they are equal."""
     dest, storage = item.dest_index, item.storage_index
-    return _changed(item, storage_index=dest) if dest == storage and dest.index == storage.index else item
+    return replace(item, storage_index=dest) if dest == storage and dest.index == storage.index else item
 
 
-def _renamed(items: Iterable[ReadItem], key: str) -> Iterator[ReadItem]:
-    """The same items for another key. Their constructors would take three times as long."""
-    for item in items:
-        dest, storage = item.dest_index, item.storage_index
-        renamed = _changed(dest, fqn=key)
-        other = renamed if dest is storage else _changed(storage, fqn=key)
-        yield _changed(item, dest_index=renamed, storage_index=other)
+def _renamed(item: ReadItem, key: str) -> ReadItem:
+    """The same item for another key. Its constructors would take twice as long."""
+    dest, storage = item.dest_index, item.storage_index
+    renamed = _copy(item)
+    fields = renamed.__dict__
+    fields["dest_index"] = index = _copy(dest)
+    index.__dict__["fqn"] = key
+    if storage is not dest:
+        index = _copy(storage)
+        index.__dict__["fqn"] = key
+    fields["storage_index"] = index
+    return renamed
 
 
-def _changed(record: _T, **fields: Any) -> _T:
-    """A copy of a dataclass instance with other values of some fields."""
+def _copy(record: _T) -> _T:
+    """A copy of a dataclass instance."""
     made = object.__new__(type(record))
-    made.__dict__.update(record.__dict__, **fields)
+    object.__setattr__(made, "__dict__", record.__dict__.copy())
     return made

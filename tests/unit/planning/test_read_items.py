@@ -81,7 +81,7 @@ def test_items_are_torchs(mesh: DeviceMesh, rows: int | None) -> None:
 
 
 def test_torch_plans_each_layout_once(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many keys have it; what is stored in parts, and what this package does not know, each time."""
+    """However many keys have it; what is stored in parts once for each entry, which several keys may share."""
     calls: list[str] = []
 
     def planned(state_dict: dict[str, Any], *arguments: Any) -> Any:
@@ -100,9 +100,12 @@ def test_torch_plans_each_layout_once(mesh: DeviceMesh, monkeypatch: pytest.Monk
         }.items()
     }
     metadata = metadata_of(state)
-    metadata.state_dict_metadata |= {f"plain.{n}": stored((6, 5), 2) for n in (7, 8)}
-    assert len(read_items_of(state, metadata, strict=True)) == 3 * 50 + 2
+    in_parts = stored((6, 5), 2)
+    metadata.state_dict_metadata |= {"plain.7": stored((6, 5), 2), "plain.8": in_parts, "plain.9": in_parts}
+    items = read_items_of(state, metadata, strict=True)
     assert calls == ["plain.0", "sharded.0", "object.0", "plain.7", "plain.8"]
+    assert len(items) == 3 * 50 + 3
+    assert in_full(items) == in_full(create_default_local_load_plan(state, metadata).items)
 
 
 @pytest.mark.parametrize(
