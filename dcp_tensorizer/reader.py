@@ -262,7 +262,7 @@ class TensorizerStorageReader(StorageReader):
         storage, index = self._opened()
         with collector_paused():
             if not self._per_rank:
-                check_coverage(storage.path, index, {read_item.storage_index.fqn for read_item in plan.items})
+                check_coverage(storage.path, index, (read_item.storage_index.fqn for read_item in plan.items))
             self._located = Located(index, plan.items)
         check_files(storage, index.files, self._located.files - {"", *index.in_memory})
         # If each rank saved for itself, each reads its own save, and there is nothing to agree on.

@@ -163,19 +163,16 @@ class PlaceTable:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def row_of(self, item_hash: int) -> int | None:
-        """The number of the item with a hash; None if it is not here."""
-        return self._row_numbers.get(item_hash)
-
-    def item(self, row: int, key: Any) -> StoredItem:
-        """The location of an item; raises `ValueError` if it makes no sense."""
-        return next(self.items([(row, key)]))
-
-    def items(self, wanted: Iterable[tuple[int, Any]]) -> Iterator[StoredItem]:
-        """The locations of several items by their numbers and keys; raises `ValueError` if one makes no sense."""
+    def find(self, keys: Iterable[Any], hashes: Iterable[int]) -> Iterator[StoredItem | None]:
+        """The locations of items by their keys and hashes; None for one that is not here. Raises `ValueError` if one
+        makes no sense.
+        """
         files, dtypes, places, of_all = self._file_names, self._rows.dtypes, self._places, self._rows.digests
         name_of, is_open = self._rows.names.get, not self._is_encrypted and not self._rows.seals
-        for row, key in wanted:
+        for key, row in zip(keys, map(self._row_numbers.get, hashes), strict=True):
+            if row is None:
+                yield None
+                continue
             file, offset, nbytes, dtype, kind, first, last, seal_start, seal_end = places[row]
             if file < 0:
                 yield StoredItem.empty(dtypes[dtype], KINDS[kind])
@@ -194,10 +191,11 @@ class PlaceTable:
             raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
         return item
 
-    def named(self) -> Iterator[tuple[int, ItemKey]]:
-        """The items whose keys are stored in the table: their numbers and keys."""
-        for row, (key, offset) in self._rows.keys.items():
-            yield row, (from_key(key), offset)
+    def named(self) -> dict[ItemKey, StoredItem]:
+        """The items whose keys are stored in the table, by these keys."""
+        keys = [(from_key(key), offset) for key, offset in self._rows.keys.values()]
+        items = self.find([key for key, _ in keys], self.hashes[list(self._rows.keys)].tolist())
+        return {key: item for key, item in zip(keys, items, strict=True) if item is not None}
 
     @functools.cached_property
     def _row_numbers(self) -> dict[int, int]:
@@ -295,9 +293,8 @@ class IndexPlaces:
         ``item_hash`` is the `hash_of` its key and the offset of its chunk, or None for an object; ``owner`` the number
         of the section that has it, or -1.
         """
-        if self._inline is not None and (row := self._inline.row_of(item_hash)) is not None:
-            return self._inline.item(row, key)
-        return self.stored([key], [item_hash], owner)[0]
+        inline = None if self._inline is None else next(self._inline.find([key], [item_hash]))
+        return inline or self.stored([key], [item_hash], owner)[0]
 
     def stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
         """The locations of items in the data files of one section; None for an item that is in none, as all are if
@@ -307,18 +304,12 @@ class IndexPlaces:
             return [None] * len(keys)
         if owner not in self._tables:
             self.load([owner])
-        table = self._tables[owner]
-        rows = list(map(table.row_of, hashes))
-        there = [(row, key) for row, key in zip(rows, keys, strict=True) if row is not None]
-        found = table.items(there)
-        return [None if row is None else next(found) for row in rows]
+        return list(self._tables[owner].find(keys, hashes))
 
-    def named(self) -> Iterator[tuple[ItemKey, StoredItem]]:
+    def named(self) -> dict[ItemKey, StoredItem]:
         """The items of all ranks whose keys are stored with their places."""
         self.load(range(self.count))
-        for table in self._tables.values():
-            for row, key in table.named():
-                yield key, table.item(row, key[0])
+        return {key: item for table in self._tables.values() for key, item in table.named().items()}
 
     def _read_inline(self, section: Section) -> PlaceTable:
         rows = decoded(decode_inline, self._file.section(section), self._file.path)

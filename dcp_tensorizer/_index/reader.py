@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._format.names import StoredItem
 from .._runtime.gc_pause import collector_paused
@@ -44,6 +45,14 @@ def decode(data: bytes, path: str) -> Metadata:
 
 _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
 """A key, the offset of the chunk that a load was shown, and a region of that chunk; both None for an object."""
+
+
+def _wanted_of(item: ReadItem) -> _Wanted:
+    index = item.storage_index
+    offset = None if index.offset is None else tuple(index.offset)
+    if item.type == LoadItemType.BYTE_IO:
+        return index.fqn, offset, None
+    return index.fqn, offset, Region(tuple(item.storage_offsets), tuple(item.lengths))
 
 
 class Piece(NamedTuple):
@@ -86,7 +95,7 @@ class Index:
     def metadata(self) -> Metadata:
         """DCP's metadata for a load, in which a tensor is one chunk if its stored chunks make up the whole.
 
-        DCP's planners look at each chunk of each tensor on each rank. `pieces` finds the stored chunks that a rank
+        DCP's planners look at each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank
         needs. Tensors that are described alike share one description.
         """
         return self._metadata(whole=True)
@@ -105,12 +114,10 @@ class Index:
             metadata.storage_data["encryption"] = record
         return metadata
 
-    def incomplete_layout(self, key: Any) -> ChunkLayout | None:
-        """The layout of a tensor whose stored chunks do not make up the whole, and so are shown by `metadata`;
-        otherwise None.
-        """
-        value = self._values.get(key)
-        return value.layout if isinstance(value, TensorValue) and not value.is_whole else None
+    def incomplete_layouts(self) -> dict[Any, ChunkLayout]:
+        """The layouts of tensors whose stored chunks do not make up the whole, and so are shown by `metadata`."""
+        values = self._values.items()
+        return {key: value.layout for key, value in values if type(value) is TensorValue and not value.is_whole}
 
     def _owners(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> Iterable[int]:
         """The sections that have some of what is wanted."""
@@ -124,50 +131,45 @@ class Index:
         chunks = [] if region is None else value.chunks_in(offset or (), region)
         return [int(value.owners[number]) for number in chunks]
 
-    def pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
-        """The stored chunks that have elements of a region; raises `MetadataError`, naming the key, if some are
-        missing.
+    def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
+        """The stored chunks that have elements of each item of a load plan, which was made of `metadata`.
 
-        ``offset`` is that of the chunk that `metadata` shows, and ``region`` is relative to it. Both are None for an
-        object.
-        """
-        return self.locate([(key, offset, region)])[0]
-
-    def locate(self, wanted: Sequence[_Wanted]) -> list[list[Piece]]:
-        """The `pieces` of each wanted item.
-
-        First it reads the places of all ranks that stored some of them; raises `ReadError` if these cannot be read.
+        First it reads the places of all ranks that stored some of them. Raises `MetadataError`, naming the key, if some
+        are missing, and `ReadError` if places cannot be read.
         """
         with self._sensible():
-            hashes = [hash_of(key, offset) for key, offset, _ in wanted]
-            whole: dict[int, list[int]] = defaultdict(list)  # most items: nothing more to find than their places
-            others: list[int] = []
+            hashes: list[int] = []
+            # Of most items nothing more is to be found than their places.
+            whole: dict[int, list[tuple[int, Any, Region]]] = defaultdict(list)
+            others: dict[int, _Wanted] = {}
             inline, values = self._places.inline_hashes, self._values
-            for number, ((key, _, region), item_hash) in enumerate(zip(wanted, hashes, strict=True)):
+            for number, item in enumerate(items):
+                key, offset = item.storage_index.fqn, item.storage_index.offset
                 value = values.get(key)
+                item_hash = hash_of(key, None if offset is None else tuple(offset))
+                hashes.append(item_hash)
                 if (
-                    region is None
-                    or type(value) is not TensorValue
-                    or item_hash in inline
+                    type(value) is not TensorValue
                     or value.only_owner is None
-                    or region.size != value.layout.shape
-                    or 0 in region.size
+                    or item.lengths != value.layout.shape
+                    or item_hash in inline
+                    or 0 in item.lengths
                 ):
-                    others.append(number)
+                    others[number] = _wanted_of(item)
                 else:
-                    whole[value.only_owner].append(number)
-            needed = (self._owners(*wanted[number]) for number in others if hashes[number] not in inline)
+                    whole[value.only_owner].append((number, key, value.layout.regions[0]))
+            needed = (self._owners(*wanted) for number, wanted in others.items() if hashes[number] not in inline)
             self._places.load({*whole, *itertools.chain.from_iterable(needed)})
-            pieces: list[list[Piece]] = [[]] * len(wanted)
-            for owner, numbers in whole.items():
-                keys, of_owner = [wanted[number][0] for number in numbers], [hashes[number] for number in numbers]
-                for number, item in zip(numbers, self._places.stored(keys, of_owner, owner), strict=True):
-                    key, offset, region = wanted[number]
-                    if item is None or region is None:
-                        raise self._nowhere(key, offset)
-                    pieces[number] = [Piece(item, region.size, region, region)]
-            for number in others:
-                pieces[number] = self._pieces(*wanted[number], hashes[number])
+            pieces: list[list[Piece]] = [[]] * len(items)
+            for owner, of_owner in whole.items():
+                numbers, keys, regions = zip(*of_owner, strict=True)
+                stored = self._places.stored(keys, [hashes[number] for number in numbers], owner)
+                for number, key, region, place in zip(numbers, keys, regions, stored, strict=True):
+                    if place is None:
+                        raise self._nowhere(key, items[number].storage_index.offset)
+                    pieces[number] = [Piece(place, region.size, region, region)]
+            for number, wanted in others.items():
+                pieces[number] = self._pieces(*wanted, hashes[number])
             return pieces
 
     def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None, item_hash: int) -> list[Piece]:
@@ -205,8 +207,9 @@ class Index:
         whole = Region((0,), (item.length,))
         return Piece(item, whole.size, whole, whole)
 
-    def _nowhere(self, key: Any, offset: tuple[int, ...] | None) -> MetadataError:
-        return MetadataError(f"{self.path} has no data for {key!r} at offset {offset}")
+    def _nowhere(self, key: Any, offset: Sequence[int] | None) -> MetadataError:
+        place = None if offset is None else tuple(offset)
+        return MetadataError(f"{self.path} has no data for {key!r} at offset {place}")
 
     def _items(self) -> dict[ItemKey, StoredItem]:
         """The location of everything that is stored."""
@@ -220,7 +223,7 @@ class Index:
                     items[key, offset] = item
                 elif owner >= 0:
                     raise ValueError(f"the place of {key!r} does not match its key")
-        return dict(self._places.named()) | items
+        return self._places.named() | items
 
     def _metadata(self, *, whole: bool) -> Metadata:
         head = self.head

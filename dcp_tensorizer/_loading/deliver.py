@@ -115,13 +115,13 @@ def _load(
     exchange: Exchange | None,
     progress: Callable[[int, int], object],
 ) -> int:
-    path, pieces_of = source.storage.path, source.located.pieces
+    path = source.storage.path
     if source.is_own:
         check_own_parts(path, source.metadata, plan, getattr(planner, "state_dict", {}))
     with collector_paused():
         objects, tensors = [], []
-        for item in plan.items:
-            if is_object(pieces := pieces_of(item)):
+        for item, pieces in zip(plan.items, source.located.pieces(plan.items), strict=True):
+            if is_object(pieces):
                 objects.append((item, pieces[0].item))
             else:
                 tensors.append((item, pieces))

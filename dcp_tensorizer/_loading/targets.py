@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from .._format.names import StoredItem
 from .._format.tensor_bytes import named_dtype
@@ -74,15 +74,6 @@ class ReadTarget:
 def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Returns whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
     return tensor.is_cpu and tensor.dtype == dtype and is_plain(tensor)
-
-
-def wanted_of(read_item: ReadItem) -> tuple[Any, tuple[int, ...] | None, Region | None]:
-    """The key, offset and region of an item of a load plan, as `Index.pieces` takes them."""
-    index = read_item.storage_index
-    offset = None if index.offset is None else tuple(index.offset)
-    if read_item.type == LoadItemType.BYTE_IO:
-        return index.fqn, offset, None
-    return index.fqn, offset, Region(tuple(read_item.storage_offsets), tuple(read_item.lengths))
 
 
 def is_object(pieces: Sequence[Piece]) -> bool:
@@ -293,24 +284,20 @@ def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
 
 
 class Located:
-    """The stored chunks of the items of a rank's plan. Items of the final plan that are new are located on demand.
+    """The stored chunks of the items of a rank's plan.
 
     Raises `MetadataError` if an item is not stored or the metadata is damaged, and `ReadError` if it cannot be read.
     """
 
     def __init__(self, index: Index, items: Sequence[ReadItem]) -> None:
-        self._index = index
-        located = index.locate([wanted_of(item) for item in items])
-        # By identity, because comparing thousands of items takes longer than locating them. Items are kept alive, so
-        # that ids stay valid.
-        self._by_id = {id(item): (item, pieces) for item, pieces in zip(items, located, strict=True)}
+        self._index, self._items = index, list(items)
+        self._pieces = index.locate(items)
 
     @property
     def files(self) -> set[str]:
         """The names of the files that the items are in."""
-        return {piece.item.file for _, pieces in self._by_id.values() for piece in pieces}
+        return {piece.item.file for pieces in self._pieces for piece in pieces}
 
-    def pieces(self, item: ReadItem) -> list[Piece]:
-        """The stored chunks that have elements of an item."""
-        found = self._by_id.get(id(item))
-        return self._index.pieces(*wanted_of(item)) if found is None else found[1]
+    def pieces(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
+        """The stored chunks that have elements of each item of the final plan, which a planner may have changed."""
+        return self._pieces if items == self._items else Located(self._index, items)._pieces

@@ -131,10 +131,9 @@ def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Re
 
 def check_coverage(path: str, index: Index, keys: Iterable[str]) -> None:
     """Checks the chunks of every tensor among ``keys`` like `check_chunks`, unless the save has found them whole."""
-    for key in keys:
-        layout = index.incomplete_layout(key)
-        if layout is not None:
-            check_chunks(path, key, layout.shape, layout.regions)
+    incomplete = index.incomplete_layouts()
+    for key in incomplete.keys() & keys:
+        check_chunks(path, key, incomplete[key].shape, incomplete[key].regions)
 
 
 def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) -> None:

@@ -28,18 +28,16 @@ def test_what_is_put_in_comes_out() -> None:
     """By key and offset; what is not there is not found."""
     table = table_of(RankPlaces.of(4, ITEMS, FILES))
     assert len(table) == 4
-    for (key, offset), item in ITEMS.items():
-        row = table.row_of(hash_of(key, offset))
-        assert row is not None and table.item(row, key) == item
-    assert table.row_of(hash_of("a", (1, 0))) is None
-    assert table.row_of(hash_of("a", None)) is None
-    assert list(table.named()) == []
+    wanted = [("a", None), *ITEMS, ("a", (1, 0))]
+    found = table.find([key for key, _ in wanted], [hash_of(*key) for key in wanted])
+    assert list(found) == [None, *ITEMS.values(), None]
+    assert table.named() == {}
 
 
 def test_keys_stand_in_it_where_they_are_asked_for() -> None:
     """Of what the state dict may not name."""
     table = table_of(RankPlaces.of(4, ITEMS, FILES, named=[("a", (2, 0)), (5, None)]))
-    assert list(table.named()) == [(1, ("a", (2, 0))), (2, (5, None))]
+    assert table.named() == {key: ITEMS[key] for key in [("a", (2, 0)), (5, None)]}
 
 
 def test_a_table_takes_few_bytes() -> None:
@@ -54,7 +52,7 @@ def test_of_an_encrypted_item_its_seal_is_there() -> None:
     items = {(k, (0,)): ITEMS["a", (0, 0)]._replace(name=k, nonce_and_macs=k.encode() * 40) for k in "xy"}
     table = table_of(RankPlaces.of(4, items, FILES), is_encrypted=True)
     assert NONCE_BYTES + MAC_BYTES == 40
-    assert [table.item(row, key) for row, key in enumerate("xy")] == list(items.values())
+    assert list(table.find("xy", table.hashes.tolist())) == list(items.values())
 
 
 def test_two_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +78,8 @@ def test_small_values_lie_one_after_the_other() -> None:
     table = PlaceTable(rows.places, [("f", len(rows.content))], is_encrypted=False)
     contents = {}
     for key in "ab":
-        row = table.row_of(hash_of(key, None))
-        assert row is not None
-        item = table.item(row, key)
+        (item,) = table.find([key], [hash_of(key, None)])
+        assert item is not None
         contents[key] = rows.content[item.offset : item.offset + item.length]
         assert (item.file, item.name, item.kind) == ("f", key, "object")
     assert contents == {"a": b"new!!", "b": b"bbbb"}

@@ -10,9 +10,11 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError
 from dcp_tensorizer._format.names import StoredItem, data_file_name
@@ -71,13 +73,26 @@ def shown(index: Index, key: str = "w0") -> list[tuple[tuple[int, ...], tuple[in
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
 
+def read_of(key: str, offset: tuple[int, ...] | None, region: Region | None) -> ReadItem:
+    """An item of a load plan: a region of the chunk at an offset, or an object."""
+    kind = LoadItemType.BYTE_IO if region is None else LoadItemType.TENSOR
+    stored = MetadataIndex(key, None if offset is None else torch.Size(offset))
+    start, size = region or ((), (0,))
+    return ReadItem(kind, MetadataIndex("y"), torch.Size([]), stored, torch.Size(start), torch.Size(size))
+
+
+def pieces_of(index: Index, key: str, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
+    """The stored chunks of one item."""
+    return index.locate([read_of(key, offset, region)])[0]
+
+
 def test_a_tensor_is_shown_whole_and_stored_in_chunks() -> None:
     """`metadata` is for planners, `stored_metadata` for tools."""
     index = opened(index_of(3))
     assert shown(index) == [((0, 0), (6, 4))]
     stored = index.stored_metadata().state_dict_metadata["w0"]
     assert stored == tensor_of(3, 2)
-    assert index.incomplete_layout("w0") is None
+    assert index.incomplete_layouts() == {}
 
 
 @pytest.mark.parametrize(
@@ -89,26 +104,26 @@ def test_chunks_that_do_not_make_up_a_tensor_are_shown(data: bytes) -> None:
     """And those that are no plain elements, of which no part can be read: each is asked for by its offset."""
     index = opened(data)
     assert shown(index) == [((0, 0), (2, 4)), ((2, 0), (2, 4)), ((4, 0), (2, 4))]
-    assert index.incomplete_layout("w0") is not None
-    (piece,) = index.pieces("w0", (4, 0), Region((1, 0), (1, 4)))
+    assert {key: len(layout) for key, layout in index.incomplete_layouts().items()} == {"w0": 3}
+    (piece,) = pieces_of(index, "w0", (4, 0), Region((1, 0), (1, 4)))
     assert (piece.item.file, piece.region, piece.part) == (file_of(2), Region((1, 0), (1, 4)), Region((0, 0), (1, 4)))
 
 
 def test_the_pieces_of_a_region() -> None:
     """Of rows 1 to 4: the second of the first rank, both of the second, the first of the third; two columns."""
     index = opened(index_of(4))
-    assert index.pieces("w0", (0, 0), Region((1, 2), (4, 2))) == [
+    assert pieces_of(index, "w0", (0, 0), Region((1, 2), (4, 2))) == [
         Piece(chunk_item(0, "w0", 2), (2, 4), Region((1, 2), (1, 2)), Region((0, 0), (1, 2))),
         Piece(chunk_item(1, "w0", 2), (2, 4), Region((0, 2), (2, 2)), Region((1, 0), (2, 2))),
         Piece(chunk_item(2, "w0", 2), (2, 4), Region((0, 2), (1, 2)), Region((3, 0), (1, 2))),
     ]
-    assert index.pieces("w0", (0, 0), Region((0, 0), (0, 4))) == []
+    assert pieces_of(index, "w0", (0, 0), Region((0, 0), (0, 4))) == []
 
 
 def test_a_small_value_is_in_the_index_itself() -> None:
     """No data file is opened for it; the tools find it in its file."""
     index = opened(index_of(2))
-    (piece,) = index.pieces("o", None, None)
+    (piece,) = pieces_of(index, "o", None, None)
     ((name, content),) = index.in_memory.items()
     assert (piece.item.file, name) == (".metadata", ".metadata")
     assert content[piece.item.offset : piece.item.offset + piece.item.length] == b"blob"
@@ -119,13 +134,13 @@ def test_what_is_not_there_is_named() -> None:
     """With its key and its offset."""
     index = opened(index_of(3, without=1))
     with pytest.raises(MetadataError, match=r"m has no data for 'w0' at offset \(2, 0\)"):
-        index.pieces("w0", (2, 0), Region((0, 0), (2, 4)))
+        pieces_of(index, "w0", (2, 0), Region((0, 0), (2, 4)))
     with pytest.raises(MetadataError, match=r"m has no data for 'x' at offset None"):
-        index.pieces("x", None, None)
+        pieces_of(index, "x", None, None)
     with pytest.raises(MetadataError, match=r"m has no data for 'w0' at offset \(0, 0\)"):
-        opened(index_of(1, without=0)).pieces("w0", (0, 0), Region((0, 0), (2, 4)))
+        pieces_of(opened(index_of(1, without=0)), "w0", (0, 0), Region((0, 0), (2, 4)))
     with pytest.raises(MetadataError, match=r"m: 4 of 8 elements of 'w0' are stored in the region"):
-        opened(index_of(3)).pieces("w0", (0, 0), Region((5, 0), (2, 4)))
+        pieces_of(opened(index_of(3)), "w0", (0, 0), Region((5, 0), (2, 4)))
 
 
 class Counted:
@@ -146,11 +161,11 @@ def test_a_rank_reads_the_places_of_those_whose_data_it_needs() -> None:
     assert len(file.data) > 2 * FIRST_BYTES
     index = Index(open_index("m", file.data[:FIRST_BYTES], file))
     first = file.nbytes
-    wanted: list[Any] = [(f"w{n}", (0, 0), Region((2 * 300, 0), (2, 4))) for n in range(100)]
-    index.locate([*wanted, ("o", None, None)])
+    wanted = [read_of(f"w{n}", (0, 0), Region((2 * 300, 0), (2, 4))) for n in range(100)]
+    index.locate([*wanted, read_of("o", None, None)])
     assert 0 < file.nbytes - first < 6000
     before = file.nbytes
-    assert {piece.item.file for item in wanted for piece in index.pieces(*item)} == {file_of(300)}
+    assert {piece.item.file for pieces in index.locate(wanted) for piece in pieces} == {file_of(300)}
     assert file.nbytes == before
 
 
@@ -159,7 +174,7 @@ def test_of_a_chunk_that_several_ranks_have_written_the_last_ones_is_read() -> N
     described: Any = {"w": tensor_of(1, 2)}
     parts = [RankPlaces.of(r, {("w", (0, 0)): chunk_item(r, "w", 2)}, {file_of(r): 1 << 30}) for r in range(3)]
     index = opened(encode(Metadata(described), parts))
-    (piece,) = index.pieces("w", (0, 0), Region((0, 0), (2, 4)))
+    (piece,) = pieces_of(index, "w", (0, 0), Region((0, 0), (2, 4)))
     assert piece.item.file == file_of(2)
 
 
@@ -170,6 +185,6 @@ def test_small_values_beyond_the_room_for_them_are_read_from_their_files() -> No
     inline = [InlineItem(hash_of(k, None), blob._replace(file="", name=""), bytes(4000)) for k in keys]
     part = RankPlaces.of(0, {(k, None): blob._replace(name=k) for k in keys}, {file_of(0): 1 << 30}, inline=inline)
     index = opened(encode(Metadata(dict.fromkeys(keys, BytesStorageMetadata())), [part]))
-    files = [index.pieces(key, None, None)[0].item.file for key in keys]
+    files = [pieces_of(index, key, None, None)[0].item.file for key in keys]
     assert files.count(".metadata") == (1 << 20) // 4000
     assert files[-1] == file_of(0)

@@ -34,17 +34,22 @@ def test_each_item_has_its_chunks(index: Index) -> None:
     """Of two ranks for the second item; no other file is named."""
     items = [rows(0, 1), rows(1, 2)]
     located = Located(index, items)
-    assert [piece.item for piece in located.pieces(items[0])] == [chunk_item(0, "w0", 2)]
-    assert [piece.part for piece in located.pieces(items[1])] == [Region((0, 0), (1, 4)), Region((1, 0), (1, 4))]
+    one, two = located.pieces(items)
+    assert [piece.item for piece in one] == [chunk_item(0, "w0", 2)]
+    assert [piece.part for piece in two] == [Region((0, 0), (1, 4)), Region((1, 0), (1, 4))]
     assert located.files == {file_of(0), file_of(1)}
 
 
 def test_items_of_another_plan_are_found_too(index: Index) -> None:
-    """Also those that equal one of the first plan, and are not it."""
+    """Also where a planner changes the list in place, and where other items equal those of the first plan."""
     first, other = rows(0, 1), rows(4, 2)
-    located = Located(index, [first])
-    assert located.pieces(dataclasses.replace(first)) == located.pieces(first)
-    assert [piece.item.file for piece in located.pieces(other)] == [file_of(2)]
+    items = [first]
+    located = Located(index, items)
+    (found,) = located.pieces([dataclasses.replace(first)])
+    assert [piece.item.file for piece in found] == [file_of(0)]
+    items.insert(0, other)
+    assert [[piece.item.file for piece in pieces] for pieces in located.pieces(items)] == [[file_of(2)], [file_of(0)]]
+    assert located.pieces([]) == []
 
 
 def test_what_is_stored_nowhere_is_named(index: Index) -> None:

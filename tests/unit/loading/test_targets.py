@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._index.reader import Piece
-from dcp_tensorizer._loading.targets import Casts, ReadTarget, can_read_in_place, in_turns, targets_of, wanted_of
+from dcp_tensorizer._loading.targets import Casts, ReadTarget, can_read_in_place, in_turns, targets_of
 
 from ...support import stored_item
 
@@ -99,18 +99,6 @@ def targets_in(
     zeros, index = torch.Size([0, 0]), MetadataIndex("x", torch.Size([0, 0]))
     read_item = ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, index, zeros, torch.Size(size))
     return targets_of("/ckpt", METADATA, read_item, pieces, tensor, world_size, {} if casts is None else casts)
-
-
-def test_what_an_item_of_a_plan_asks_the_index_for() -> None:
-    """A region of a chunk, or an object; offsets are plain tuples."""
-    index = MetadataIndex("x", torch.Size([2, 0]), 7)
-    of_tensor = ReadItem(
-        LoadItemType.TENSOR, MetadataIndex("y"), torch.Size([0, 0]), index, torch.Size([1, 2]), torch.Size([1, 3])
-    )
-    assert wanted_of(of_tensor) == ("x", (2, 0), Region((1, 2), (1, 3)))
-    empty = torch.Size([])
-    of_object = ReadItem(LoadItemType.BYTE_IO, MetadataIndex("o"), empty, MetadataIndex("o"), empty, torch.Size([0]))
-    assert wanted_of(of_object) == ("o", None, None)
 
 
 def test_what_is_read_for_an_item_of_a_plan() -> None:

@@ -78,7 +78,7 @@ def test_where_a_chunk_is() -> None:
 def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
     """Of no others, and not of objects; the error says how many elements there are."""
     layouts = {"gap": ChunkLayout.of((4000, 2), [((0, 0), (3000, 2))])}
-    index: Any = SimpleNamespace(incomplete_layout=layouts.get)
+    index: Any = SimpleNamespace(incomplete_layouts=lambda: layouts)
     check_coverage("/ckpt", index, {"whole", "object"})
     with pytest.raises(MetadataError) as caught:
         check_coverage("/ckpt", index, {"whole", "gap"})

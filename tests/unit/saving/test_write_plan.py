@@ -151,8 +151,7 @@ def test_items_without_elements_are_not_written_but_reported() -> None:
 def items_in(part: RankPlaces, keys: list[Any]) -> list[StoredItem | None]:
     """Where the items with some keys are, as a rank tells the coordinator."""
     table = PlaceTable(decode_places(part.places), part.files, is_encrypted=bool(part.check))
-    rows = [table.row_of(hash_of(*key)) for key in keys]
-    return [None if row is None else table.item(row, key[0]) for row, key in zip(rows, keys, strict=True)]
+    return list(table.find([key for key, _ in keys], [hash_of(*key) for key in keys]))
 
 
 def test_results_of_several_files_find_their_items() -> None:
