@@ -23,7 +23,7 @@ from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._format.names import StoredItem, block_size
 from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._restart.client import Visit
+from dcp_tensorizer._restart.client import KeeperConnection
 from dcp_tensorizer._restart.runtime_directory import connect
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local_io import Residency
@@ -284,12 +284,12 @@ def wait_until_digested(folder: Path) -> None:
     for path in folder.iterdir():
         connection = connect(path)
         assert connection is not None
-        visit = Visit(connection)
-        visit.look(60.0)
-        for head in visit.found.heads:
-            _, memory = visit.take(head.id, head.rank)
+        keeper = KeeperConnection(connection)
+        keeper.look(60.0)
+        for head in keeper.found.heads:
+            _, memory = keeper.take(head.id, head.rank)
             memory.close()
-        visit.close()
+        keeper.close()
 
 
 def end_keepers(folder: Path) -> None:

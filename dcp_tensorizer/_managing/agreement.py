@@ -30,11 +30,10 @@ _T = TypeVar("_T")
 
 
 def make_groups(process_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Makes two gloo groups of the same ranks: one for saves, whose collectives run on their thread, and one for
-    agreements.
+    """Makes two gloo groups of the ranks of ``process_group`` (None: all ranks): one for saves, one for agreements.
 
-    Both are None if there is only one rank. Raises `ValueError` if there is a ``process_group`` (None: all ranks), but
-    none was initialised.
+    They are two because the collectives of saves run on another thread. Both are None if torch.distributed is not
+    initialised. Raises `ValueError` if it is not, and a ``process_group`` is given.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
@@ -55,7 +54,7 @@ def make_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGr
 
 
 class Agreement:
-    """Makes decisions that are the same on all ranks of ``group`` (None: this rank alone). All make the same calls."""
+    """Makes decisions that are the same on all ranks of ``group`` (None: this rank alone). All ranks call alike."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -92,7 +91,8 @@ class Agreement:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                self._calls.here(self._number)  # only after a failure, because this runs at each step of training
+                # Only after a failed wait: this method runs at each step of training.
+                self._calls.here(self._number)
                 work.wait()
         except RuntimeError as error:
             raise self._gone(error) from error
@@ -103,12 +103,12 @@ class Agreement:
         if self._group is None:
             return [own]
         self._come()
-        box: list[Any] = [None] * dist.get_world_size(self._group)
+        values: list[Any] = [None] * dist.get_world_size(self._group)
         try:
-            dist.all_gather_object(box, own, group=self._group)
+            dist.all_gather_object(values, own, group=self._group)
         except RuntimeError as error:
             raise self._gone(error) from error
-        return box
+        return values
 
     def decided(self, decide: Callable[[], _T]) -> _T:
         """Gives all ranks the first rank's decision; the others do not call ``decide``.
@@ -116,27 +116,27 @@ class Agreement:
         An error in it is raised on every rank. Raises `WriteError` if a rank is gone.
         """
         self._come()
-        box: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]
         if self.is_first:
             try:
-                box = [decide(), None]
+                outcome = [decide(), None]
             except Exception as error:
                 if self._group is None:
                     raise
-                box = [None, error if isinstance(error, CheckpointError) else CheckpointError(describe(error))]
+                outcome = [None, error if isinstance(error, CheckpointError) else CheckpointError(describe(error))]
         if self._group is not None:
             first = dist.get_global_rank(self._group, 0)
             try:
-                dist.broadcast_object_list(box, src=first, group=self._group, device=torch.device("cpu"))
+                dist.broadcast_object_list(outcome, src=first, group=self._group, device=torch.device("cpu"))
             except RuntimeError as error:
                 raise self._gone(error) from error
-        result, failure = box
+        result, failure = outcome
         if failure is not None:
             raise failure
         return cast("_T", result)
 
     def _come(self) -> None:
-        """Notes that this rank has come to the next agreement."""
+        """Notes that this rank has reached the next agreement."""
         if self._calls is not None:
             self._number += 1
             self._calls.here(self._number)
@@ -149,16 +149,16 @@ class Agreement:
 
 # --- naming the ranks that a collective waits for in vain -------------------------------------------------------------
 
-_LOOK_SECONDS = 2.0  # ranks that have just come report within that
-_STORE_SECONDS = 5.0  # a store on an unreachable host does not answer
+_LOOK_SECONDS = 2.0  # the time that ranks get to report
+_STORE_SECONDS = 5.0  # the time that the store gets: on an unreachable host it never answers
 _CLOSED = "pair closure"  # gloo's words for a group in which a collective has timed out before
 
 
 class RollCall:
     """Names the ranks that a collective of a group has waited for in vain.
 
-    Each rank counts the collective operations called ``name``, and puts the number into the group's store when it comes
-    to one. For frequent operations it does so only after waiting for ``patience``, a tenth of the group's ``timeout``.
+    Each rank counts the collective operations called ``name``. When it reaches one, it puts the count into the group's
+    store (`here`). For a frequent operation it does that only after a wait of ``patience``, a tenth of ``timeout``.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -168,15 +168,12 @@ class RollCall:
         self.patience = self.timeout / 10
 
     def here(self, number: int) -> None:
-        """Notes that this rank has come to the operation with this number."""
-        with suppress(RuntimeError):  # the store's host is gone: so the collective fails, too, and says why
+        """Notes that this rank has reached the operation with this number."""
+        with suppress(RuntimeError):  # if the store's host is gone, the collective fails, too, and says why
             self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
-        """Says for which ranks a failed collective has waited, and how long.
-
-        ``what`` completes "waited for the others to".
-        """
+        """Says for which ranks a failed collective has waited, and how long. ``what``: the others were to do it."""
         who = f"rank {dist.get_global_rank(self._group, self._rank)}"
         if _CLOSED in str(error):
             return f"{who}: the ranks have lost each other before. Start the job again"
@@ -197,9 +194,9 @@ class RollCall:
         return f"{waited}. All of them have come: the network between them may be down. {words}"
 
     def _look(self, number: int) -> tuple[list[int], list[int]]:
-        """The ranks that have not come, and those that have not reported that they gave up.
+        """The ranks that have not come, and those that have not reported the end of their own wait.
 
-        Ranks that are about to report get some time.
+        They get some time to report.
         """
         self.here(number)
         self._store.set(f"{self._rank}-waits-no-more", str(number))
@@ -223,16 +220,16 @@ def _have(ranks: list[int]) -> str:
 
 # --- heartbeats of ranks while each writes or reads its own part -----------------------------------------------------
 
-_ERROR_SECONDS = 30.0  # seconds to tell the other ranks that the time for a commit is over
+_ERROR_SECONDS = 30.0  # the time to tell the other ranks that a commit took too long
 
 
 class Heartbeats:
-    """Makes the saves and loads of a group wait no longer than its timeout for a rank that shows no sign of life.
+    """Tells slow ranks from dead ones: saves and loads wait for a silent rank no longer than the group's timeout.
 
-    DCP gathers the ranks' results when each has them. A rank that has written its part within seconds waits there for a
-    rank that takes minutes, and cannot tell it from a dead one. So a rank that is at work reports now and then, in a
-    small collective of the same group, in which the ready ranks wait. Only when all are ready do they go on to DCP's
-    collective. Nothing else uses ``group`` meanwhile. Without a group there is only this rank, which waits for nobody.
+    DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
+    for a rank that takes minutes, and cannot tell it from a dead one. So there is a small collective of the same group
+    before: ranks at work join it now and then, and ready ranks wait in it. When all ranks are ready, they go on to
+    DCP's collective. Nothing else uses ``group`` meanwhile. Without a group there is only this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -242,7 +239,7 @@ class Heartbeats:
         self._failure: str | None = None
 
     def watch_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
-        """Sends heartbeats in each save of a writer. Only the coordinator's commit may take ``commit_seconds``."""
+        """Sends heartbeats in each save of a writer. The coordinator's commit may take ``commit_seconds``."""
         if (calls := self._calls) is None:
             return
         begin, write = writer.storage_meta, writer.write_data
@@ -275,7 +272,7 @@ class Heartbeats:
 
     @contextmanager
     def watch(self, done: str) -> Iterator[None]:
-        """Sends heartbeats in work between saves, of which one rank may have more than the others."""
+        """Sends heartbeats in the block: work between saves, of which one rank may have more than the others."""
         if (calls := self._calls) is None:
             yield
             return
@@ -284,7 +281,7 @@ class Heartbeats:
             yield
 
     def error_of(self, error: BaseException, what: str) -> WriteError | None:
-        """The error of a save or a load in which a collective has failed; None if ``error`` is of something else."""
+        """The error to raise if a collective of a save or load has failed; None if ``error`` has another cause."""
         is_of_ranks = isinstance(error, RuntimeError) and re.search(rf"gloo/|{_CLOSED}", str(error)) is not None
         if self._calls is None or not is_of_ranks:
             return None
@@ -297,7 +294,7 @@ class Heartbeats:
     def _begin(self, calls: RollCall) -> None:
         """Notes that this rank has begun a save, a load or other work that all ranks do together."""
         assert self.group is not None
-        set_group_timeout(self.group, calls.timeout)  # the last commit has set another
+        set_group_timeout(self.group, calls.timeout)  # the last commit had another timeout
         self._number += 1
         calls.here(self._number)
 
@@ -305,22 +302,22 @@ class Heartbeats:
     def _until_all_have(self, done: str, calls: RollCall, then: timedelta | None = None) -> Iterator[None]:
         """Waits at the end of the block until all ranks have come there, or have failed inside.
 
-        ``done`` names the work inside, and ``then`` is the timeout of what follows, if it differs. Raises `WriteError`
-        if a rank shows no sign of life.
+        ``done`` is the work of the block, as a participle for messages. ``then`` is the group's timeout afterwards;
+        None: the same. Raises `WriteError` if a rank shows no sign of life.
         """
         is_done, self._failure = threading.Event(), None
         arguments = (is_done, done, calls)
         beats = threading.Thread(target=self._beat, args=arguments, name="heartbeats", daemon=True)
         try:
             beats.start()
-            is_beside = True
+            has_thread = True
         except RuntimeError:  # the interpreter is ending, and starts no more threads
-            is_beside = False
+            has_thread = False
         try:
             yield
         finally:
             is_done.set()
-            if is_beside:
+            if has_thread:
                 beats.join()
             else:
                 self._beat(*arguments)

@@ -1,7 +1,7 @@
-"""Copies of a job's states on other hosts, which outlive the loss of a host: as the trainers see them.
+"""Decides which states are copied to other hosts, so that the loss of a host does not lose them.
 
-The keepers copy. The trainers decide together, in the reduction at the beginning of each step, which state is copied:
-the same on all ranks, the newest one when no copy is under way. A copy counts when all ranks have it.
+The keepers make the copies. The trainers decide together, in the reduction at the beginning of each step: if no copy is
+under way, all ranks copy the newest state. A copy counts once the states of all ranks are copied.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class MemoryVote(NamedTuple):
-    """The knowledge of one rank about states in memory; in a decision, whether it holds for any rank."""
+    """Facts about a rank's states in memory. In a decision, each tells whether it is true of any rank."""
 
     has_failed: bool = False  # the newest state could not be kept
     ends: bool = False  # the rank has stopped keeping states
     copy_runs: bool = False  # a copy is under way
-    copy_failed: bool = False  # the copy that was ordered last is not whole
+    copy_failed: bool = False  # the last copy is not complete
     copies_end: bool = False  # this rank's states are no longer copied
-    is_superseded: bool = False  # a later run of the job has the keeper that this rank's states are copied to
+    is_superseded: bool = False  # a later run of the job has claimed the keeper that holds this rank's copies
 
 
 NOTHING_IN_MEMORY = MemoryVote()
 
 
 class PeerCopies:
-    """The copies of a job's states, as one rank sees them. Does nothing for one copy.
+    """The copies of a rank's states on another host. With ``copies=1`` it does nothing.
 
     Attributes:
         is_on: States are copied; the same on all ranks.
         confirmed: The id of the newest state that is copied from all ranks; empty if there is none.
+        ordered: The id of the state that is being copied; empty if none is. The same on all ranks.
     """
 
     def __init__(self, agreement: Agreement, options: CopyOptions) -> None:
@@ -53,10 +54,10 @@ class PeerCopies:
         self._rate = 0.0
         self._has_room = False
         self._tries = 0
-        self._ordered = ""  # the state that was to be copied last; the same on all ranks
-        self._begun = ""  # the same, if this rank's keeper has begun with it
-        self._problem = ""  # of the last copy
-        self._ends = ""  # why this rank's states are copied no more
+        self.ordered = ""
+        self._begun = ""  # the state that this rank's keeper has begun to copy last
+        self._problem = ""  # why the last copy failed
+        self._ends = ""  # why this rank's states are no longer copied
 
     @property
     def is_ready(self) -> bool:
@@ -65,20 +66,15 @@ class PeerCopies:
 
     @property
     def are_awaited(self) -> bool:
-        """Returns whether no state of this run has been copied yet, and one may be."""
+        """Returns whether the first copy of this run is yet to come."""
         return self.is_on and not self.confirmed
-
-    @property
-    def ordered(self) -> str:
-        """The id of the state that is being copied; empty if none is."""
-        return self._ordered
 
     # --- all ranks together -----------------------------------------------------------------------------------------
 
     def begin(self, keeper: KeeperProcess | None) -> None:
         """Finds each rank's partner, and lets the keepers reach each other.
 
-        All ranks call it; one without a keeper passes None. Raises `WriteError` if a rank is gone.
+        All ranks call it; a rank without a keeper passes None. Raises `WriteError` if a rank is gone.
         """
         if not self.is_on:
             return
@@ -98,10 +94,10 @@ class PeerCopies:
             )
 
     def look_for_room(self, nbytes: int, missing: int) -> bool:
-        """Checks once whether the replicas fit on all hosts; returns whether to ask again.
+        """Checks whether the replicas fit on all hosts; returns whether to call it again.
 
-        All ranks call it, with the size of a state and the number of staging buffers that they have not allocated yet.
-        They ask again when the memory of earlier runs' states has been freed.
+        All ranks call it, with the size of a state and the number of staging buffers that they have yet to allocate.
+        They call it a second time once the memory of earlier runs' states is freed. Then it is final.
         """
         if not self.is_on or self._has_room:
             return False
@@ -114,27 +110,27 @@ class PeerCopies:
         return bool(why) and self.is_on
 
     def advance(self, vote: MemoryVote) -> None:
-        """Takes the joint vote of all ranks, the same on each of them."""
+        """Notes the joint vote of all ranks, which is the same on each of them."""
         if not self.is_on:
             return
         if vote.copies_end:
             self._end(self._ends or "another rank's are not")
-        elif self._ordered and not vote.copy_runs:
+        elif self.ordered and not vote.copy_runs:
             if not vote.copy_failed:
-                self.confirmed = self._ordered
-            self._ordered = ""
+                self.confirmed = self.ordered
+            self.ordered = ""
 
     def order(self, state_id: str) -> bool:
-        """Decides whether the state that is staged next is copied, the same on all ranks."""
-        if not self.is_ready or self._ordered:
+        """Decides whether to copy the state that is staged next. All ranks decide alike."""
+        if not self.is_ready or self.ordered:
             return False
-        self._ordered = state_id
+        self.ordered = state_id
         return True
 
     # --- this rank --------------------------------------------------------------------------------------------------
 
     def start(self, keeper: KeeperProcess, state_id: str) -> None:
-        """Lets the keeper begin to copy a state that it keeps; a failure is told to the others at the next step."""
+        """Lets the keeper begin to copy a state that it keeps. The other ranks learn of a failure at the next step."""
         assert self._partner is not None
         try:
             keeper.copy(state_id, self._partner, self._rate, self.confirmed)
@@ -144,7 +140,7 @@ class PeerCopies:
             self._begun = state_id
 
     def forget(self, keeper: KeeperProcess | None) -> None:
-        """Forgets all copies: the job has restored something else, or makes no further copies."""
+        """Removes all copies, because the job has restored another state, or makes no further copies."""
         self.confirmed = ""
         if self._begun and keeper is not None and keeper.is_ours:
             try:
@@ -154,12 +150,12 @@ class PeerCopies:
         self._begun = ""
 
     def vote(self, keeper: KeeperProcess | None) -> MemoryVote:
-        """This rank's knowledge about copies, from the status of the one that was begun last."""
+        """Returns this rank's vote about copies, by the status of the last one."""
         if not self.is_on:
             return MemoryVote()
-        if self._ends or not self._ordered:
+        if self._ends or not self.ordered:
             return MemoryVote(copies_end=bool(self._ends))
-        if keeper is None or self._begun != self._ordered:
+        if keeper is None or self._begun != self.ordered:
             return MemoryVote(copy_failed=True)
         try:
             status = keeper.copy_status()
@@ -179,9 +175,9 @@ class PeerCopies:
         )
 
     def give_up(self, why: str) -> None:
-        """Ends the copies of this rank's states. The others are told at the next step."""
+        """Ends the copies of this rank's states. The other ranks learn of it at the next step."""
         self._ends = why
 
     def _end(self, why: str) -> None:
-        self.is_on, self._ordered = False, ""
+        self.is_on, self.ordered = False, ""
         logger.warning("states are not copied to other hosts, as with copies=1: %s", why)

@@ -1,4 +1,4 @@
-"""The exports of a job: models for inference, written from the state that a save has staged anyway."""
+"""Exports of a job: models for inference, written from the state that a save has staged."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Exports:
-    """The exports of one rank. A staged state is kept until the next one is staged, so that it can still be exported.
+    """The exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
-    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: the staged states are kept in
-    memory anyway (``survive``). ``writer`` writes the models.
+    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: with ``survive``, staged
+    states stay in memory in any case. ``writer`` writes the models.
     """
 
     def __init__(
@@ -69,23 +69,24 @@ class Exports:
         self._continued_from = 0
 
     def continue_from(self, step: int) -> None:
-        """Notes that the job goes on from a step: exports that were due up to there have been made."""
+        """Notes that the job goes on from a step: no export is due for the steps up to it."""
         self._continued_from = self._exported = step
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a save of a step is to be exported, too."""
+        """Returns whether a saved step is to be exported, too."""
         every = self._export.every
         return every is not None and step // every > self._exported // every
 
     def release_staged(self) -> None:
-        """Frees the buffer of the state that was staged last, before the next one is staged, and at the end."""
+        """Frees the buffer of the last state. Call it before the next state is staged, and at the end."""
         staged, self._staged = self._staged, None
         if staged is not None and not self._keeps_states and staged.staged_save.buffer is not None:
             staged.staged_save.buffer.is_kept = False
 
     def keeping(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
-        """Returns the function to call with the staged copy of a state with tied tensors: it keeps the copy for the
-        export.
+        """Returns a function that keeps a staged state for its export, and then calls ``on_staged``.
+
+        ``ties`` are the tied tensors of the state.
         """
 
         def keep(staged: StagedStateDict) -> None:
@@ -114,9 +115,9 @@ class Exports:
                 planner=self._planner,
                 process_group=self._group,
             )
-        except (Exception, CheckpointException) as error:  # DCP's does not derive from Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
             cause = unwrap(error)
-            is_exported = isinstance(cause, NotPublished)  # that one follows, and the one before was not published
+            is_exported = isinstance(cause, NotPublished)  # an earlier export was not published
             what = "exported; but of an earlier export" if is_exported else "saved, and not exported"
             failure = WriteError(f"step {saved.number} was {what}: {describe(cause)}")
             failure.__cause__ = cause
@@ -127,7 +128,7 @@ class Exports:
         return None
 
     def run_last(self, saved: Step | None) -> Exception | None:
-        """Exports the last save of the job, if that is wanted, and it has not been exported."""
+        """Exports the last save of the job if ``at_end`` asks for it, and the save has not been exported yet."""
         if (
             not self._export.at_end
             or saved is None
@@ -143,7 +144,7 @@ class Exports:
         return self._export.publish is not None
 
     def wait_published(self, deadline: Deadline) -> Exception | None:
-        """Waits until the last export is published, if that is wanted; returns why it could not be."""
+        """Waits until the last export is published; returns the error if it could not be."""
         try:
             self.writer.wait_published(deadline.left)
         except WriteError as error:
@@ -157,7 +158,7 @@ class Exports:
 
     def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
         """The values that are exported, by their keys in the flattened state dict."""
-        flat, _ = flatten_state_dict(dict(staged))  # not by `items`, which ties it to a save
+        flat, _ = flatten_state_dict(dict(staged))  # `dict` does not call `items`, which ties the state to a save
         omitted = staged.staged_save.omitted
         chosen = {
             key: value
@@ -174,6 +175,6 @@ class Exports:
 
 def ties_in(collected: Mapping[str, Any]) -> Mapping[str, str]:
     """The tied tensors of a state: see `ties_of`."""
-    with suppress(Exception):  # staging or the planner reports it
+    with suppress(Exception):  # staging or the planner reports the error
         return ties_of(collected)
     return {}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
 
-# The time to a failure that is assumed of a job that has not failed yet, in seconds. It is short, so that a new job
-# saves often. Each hour without a failure shows that it is longer.
+# The seconds to a failure that are assumed of a new job. They are few, so that a new job saves often. With each hour
+# without a failure, the job's own record counts more.
 ASSUMED = 600.0
 
 
@@ -44,19 +44,19 @@ class GoodputReport:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the job could train, from 0 to 1. Steps that are repeated are not counted."""
+        """The share of the time in which the job could train, from 0 to 1. Repeated steps count as training."""
         spent = self.stall_seconds + self.restore_seconds
         return max(0.0, 1 - spent / self.seconds) if self.seconds > 0 else 1.0
 
     @property
     def stall_per_save(self) -> float:
-        """Seconds that training waits for one save."""
+        """The seconds that training waits for one save."""
         tries = self.saves + self.failures
         return self.saving_seconds / tries if tries else 0.0
 
     @property
     def mean_time_between_failures(self) -> float:
-        """The seconds between two failures, as far as the job's runs show. Of a new job 10 minutes are assumed."""
+        """The mean seconds between two failures, by the job's runs so far. For a new job 10 minutes are assumed."""
         return (self.lived_seconds + ASSUMED) / (self.restarts + 1)
 
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:
@@ -88,39 +88,36 @@ class GoodputClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
         self._began = self._resumed = clock()
-        self._lived, self._restarts = 0.0, 0
+        self._lived = 0.0
+        self.restarts = 0
+        """Number of times that the job went on after a run that failed."""
         self._lock = free_in_child(threading.Lock())
         self._stall = self._saving = self._restore = self._durable = 0.0
         self._saves = self._failures = 0
 
     def resume(self, record: SaveRecord | None) -> None:
-        """Notes that the job goes on now from a checkpoint with this record; None: it was saved without a manager."""
+        """Notes that the job now goes on from a checkpoint with this record; None if no manager has saved it."""
         self._resumed = self.now()
         self._lived = 0.0 if record is None else record.lived
-        self._restarts = 1 if record is None else record.restarts + (not record.is_end)
+        self.restarts = 1 if record is None else record.restarts + (not record.is_end)
 
     @property
     def lived(self) -> float:
         """The seconds that the job has run, in all its runs."""
         return self._lived + self.now() - self._resumed
 
-    @property
-    def restarts(self) -> int:
-        """Number of times that the job went on after a run that failed."""
-        return self._restarts
-
     def stalled(self, since: float, *, saves: bool = False) -> None:
-        """Notes that training has waited since a moment; ``saves``: for a save that began."""
+        """Notes that training has waited since a moment; ``saves``: the call has begun a save."""
         seconds = self.now() - since
         self._stall += seconds
         self._saving += seconds if saves else 0.0
 
     def restored(self, since: float) -> None:
-        """Notes that a checkpoint was restored since a moment."""
+        """Notes that a restore, begun at a moment, is over."""
         self._restore += self.now() - since
 
     def saved(self, since: float) -> None:
-        """Notes that a save which began at a moment is committed."""
+        """Notes that a save, begun at a moment, is committed."""
         with self._lock:
             self._saves += 1
             self._durable += self.now() - since
@@ -143,5 +140,5 @@ class GoodputClock:
                 durable_seconds=self._durable / self._saves if self._saves else 0.0,
                 saving_seconds=self._saving,
                 lived_seconds=self._lived + now - self._resumed,
-                restarts=self._restarts,
+                restarts=self.restarts,
             )

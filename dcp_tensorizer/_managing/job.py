@@ -1,10 +1,10 @@
-"""A job and the checkpoints of its folder: where the job stands, what it saves, and what it resumes from.
+"""A job: what it saves at each step, and what it resumes from.
 
-Job ── SavePolicy, decide    is a step due? what do all ranks do about it?      policy
-    ── Place                 the checkpoints that the job goes on from          lineage
-    ── Saves ── Exports      one save at a time; models of the same state       saves, exports
-    ── Retaining             after a commit: `latest`, deletions                retention
-    ── Survival              states in memory, and copies of them elsewhere     restart, copies
+Job ── SavePolicy, decide       is a save due? what do all ranks do?               policy
+    ── Place                    the job's place among the checkpoints              lineage
+    ── Saves ── Exports         one save at a time; models of the saved state      saves, exports
+    ── Retaining                after a commit: `latest`, deletions                retention
+    ── Survival ── PeerCopies   states in memory, and their copies on other hosts  restart, copies
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Job:
     """Saves and restores the steps of a job, as all ranks decide. Every rank makes the same calls.
 
     Args:
-        folder: Of the checkpoints.
-        writer: Writes all of them.
-        agreement: Of all ranks.
-        heartbeats: Of the ranks, in saves and loads.
-        options: Of the job.
-        policy: When a save is due.
+        folder: The folder of the checkpoints.
+        writer: Writes them.
+        agreement: Makes the decisions of all ranks.
+        heartbeats: Tells slow ranks from dead ones in saves and loads.
+        options: The options of the job.
+        policy: Decides when a save is due.
         clock: Measures the times of saves.
         is_alone: This process only restores, as in a forked child.
 
     Attributes:
-        place: Where the job stands; None before its first save or restore.
+        place: The job's place among the checkpoints; None before its first save or restore.
         saves: Runs the saves.
-        exports: Exports some of them; None: none.
-        survival: What is kept in memory.
-        retaining: What comes after a commit.
+        exports: Exports models; None if there are no exports.
+        survival: Keeps states in memory.
+        retaining: Moves `latest`, and deletes old checkpoints.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Job:
         )
 
     def alone(self, folder: Storage) -> Job:
-        """The job in a forked child: it only restores, by itself, and is at the same step.
+        """Makes the job of a forked child. It is at the same step, and only restores, by itself.
 
-        ``folder`` is the same folder, over connections of the child's own.
+        ``folder`` is the same folder, with connections of the child's own.
         """
         options = dataclasses.replace(self._options, survive=0.0, export=None)
         job = Job(
@@ -121,7 +121,7 @@ class Job:
         force: bool,
         must_write: bool,
     ) -> tuple[Decision, Future[str] | None]:
-        """Acts as all ranks decide about a step; returns the decision, and the result of `CheckpointManager.save`."""
+        """Does what all ranks decide for a step. Returns the decision, and the result of `CheckpointManager.save`."""
         self.survival.begin()
         self.survival.start_keeper()
         self.survival.begin_copies()
@@ -132,7 +132,7 @@ class Job:
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         if decision.vote.is_lost or decision.vote.memory.is_superseded:
             raise WriteError(self._agreement.decided(lambda: self._owner.lost or _superseded(self._folder.path)))
-        if step < self.place.step:  # the same on all ranks, which have just compared their steps
+        if step < self.place.step:  # true on all ranks or none: they have just compared their steps
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         self.place.step = step
@@ -147,16 +147,16 @@ class Job:
         if self._has_claimed:
             return
         self._has_claimed = True
-        if self._flushing is not None:  # before the claim, which the flush of each node must know as its own
+        if self._flushing is not None:  # before the claim: the flush of each node must know this claim as its own
             self._flushing.admit(self._owner.name, self._agreement.decided(lambda: self._owner.id))
             self._agreement.largest(0)
         if self._agreement.is_first:
             self._owner.claim()
 
     def _is_gone(self, step: int) -> bool:
-        """Returns whether somebody has deleted a saved step; then the job stands among the remaining steps.
+        """Returns whether somebody has deleted a saved step. If so, the job goes on among the remaining steps.
 
-        Every rank calls it, and only for a step that is not saved because it exists, because it costs a request.
+        Every rank calls it. It costs a request, so it is called only if a step would not be saved because it exists.
         """
         place = self._agreement.decided(lambda: self._place_without(step))
         if place is None:
@@ -168,7 +168,7 @@ class Job:
         return True
 
     def _place_without(self, step: int) -> Place | None:
-        """The job's place without a step; None if the step exists, is being saved, or cannot be looked up."""
+        """Finds the job's place without a step; None if the step exists, is being saved, or cannot be looked up."""
         assert self.place is not None
         if self.saves.is_last(step) and self.saves.is_busy:
             return None
@@ -183,7 +183,7 @@ class Job:
         return Place.at(self.place.branch, newest_of(steps, self.place.branch), steps, self.place.step)
 
     def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
-        """Decides about a step on all ranks, from the job's place."""
+        """Decides on all ranks what to do for a step, given the job's place."""
         assert self.place is not None
         memory = self.survival.vote()
         holds = self.survival.holds
@@ -204,7 +204,7 @@ class Job:
         return decide(self._agreement, vote)
 
     def restore(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
-        """Loads the newest state, or the checkpoint of a step; returns the step, or None if there is nothing."""
+        """Loads the newest state, or the checkpoint of ``step``. Returns its step, or None if there is nothing."""
         self.write_held()
         self.saves.wait()
         lost = finish_unflushed(self._flushing, self._agreement)
@@ -233,7 +233,7 @@ class Job:
             self.saves.write_held()
 
     def wait(self, *, until_published: bool) -> None:
-        """Waits for all that is under way. Raises the error of the last save if no call has raised it yet."""
+        """Waits for all work under way. Raises the error of the last save if no call has raised it yet."""
         self.write_held()
         self.saves.wait()
         if until_published:
@@ -241,18 +241,18 @@ class Job:
         self.saves.raise_error()
 
     def export_last(self) -> None:
-        """Exports the last save of the job, if that is wanted, on all ranks."""
+        """Exports the last save of the job, if the export asks for it. All ranks call it."""
         if self.exports is not None:
             self.saves.wait()
             self.saves.error = self.exports.run_last(self.saves.wait_committed()) or self.saves.error
 
     def close(self, deadline: Deadline, *, is_with_all: bool, is_stopping: bool) -> None:
-        """Waits for all that is under way, up to the deadline, and ends everything; ``is_with_all``: on all ranks.
+        """Waits for all work under way, up to the deadline, and ends everything. ``is_with_all``: all ranks call it.
 
-        A job that ``is_stopping`` does not wait longer for a publication than for a storage.
+        A job that ``is_stopping`` waits for a publication no longer than a save may wait for a storage.
         """
         if self.exports is not None:
-            self.saves.wait(deadline)  # an export reads the buffers, which the writer frees
+            self.saves.wait(deadline)  # an export reads the buffers that the writer frees
         self._writer.close(deadline.left)
         self.saves.wait(deadline)
         timeout = self._writer.saver.options.limits.timeout
@@ -272,20 +272,20 @@ class Job:
 
     @property
     def template(self) -> str:
-        """The template of the directories' names, as it was given to the manager."""
+        """The template of the directories' names."""
         return self._names.template
 
     def path(self, step: int) -> str:
-        """The path of a step's checkpoint, even if it does not exist yet."""
+        """The path of a step's checkpoint, which need not exist."""
         name = self._names.name_of(step) if self.place is None else self.place.name_of(step, self._names)
         return self._folder.child(name).location
 
     def _go_back(self, step: int) -> None:
-        """Begins a branch, because the job has gone to an earlier step without restoring it."""
+        """Begins a branch, because the job has gone back to an earlier step without restoring it."""
         assert self.place is not None
         logger.warning(
-            "%s: the job has gone back from step %d to step %d, and not by restore: what it saves from here on is a "
-            "branch of its own",
+            "%s: the job has gone back from step %d to step %d, and not by restore: from here on its saves are a "
+            "branch of their own",
             self._folder.path,
             self.place.step,
             step,
@@ -298,12 +298,12 @@ class Job:
         self._continue_from(max(0, step - 1))
 
     def _advance(self) -> None:
-        """Waits for the last save. If it was committed, the job goes on from it."""
+        """Waits for the last save. If it is committed, the job goes on from it."""
         assert self.place is not None
         self.place.advance(self.saves.wait_committed())
 
     def _continue_from(self, step: int) -> None:
-        """Notes that the job goes on from a step, not from its last save."""
+        """Notes that the job goes on from another step than that of its last save."""
         assert self.place is not None
         self.saves.forget()
         if self._agreement.is_first:
@@ -327,7 +327,7 @@ class Job:
             future.set_result(self.path(step))
             return future
         if action is Action.SAVE or not self.saves.is_busy:
-            self._advance()  # staging would wait for that save anyway
+            self._advance()  # staging would wait for that save, too
         self._policy.begin(step, is_due=decision.is_due)
         name = self.place.name_of(step, self._names)
         record = self.place.record(step, metrics, self.survival.run, self._clock, is_end=decision.vote.stop)
@@ -342,10 +342,10 @@ class Job:
     def _restore_from_storage(
         self, state: dict[str, Any], selection: Selection, found: RestoreChoice, problem: Problem | None
     ) -> Place | None:
-        """Loads the first checkpoint that is not damaged; returns the job's new place.
+        """Loads the first checkpoint that is not damaged; returns the job's new place, or None if there is none.
 
-        States in memory may be all there is. So they are freed only when storage has been loaded, or when they are of
-        no use. ``problem`` says why a state in memory was not loaded, if there is one.
+        ``problem`` says why a state in memory was not loaded, if there is one. States in memory may be all that is
+        left of the job. So they are freed only once a checkpoint has been loaded, or if they are damaged.
         """
         steps = [step for step, _ in found.candidates]
         options = self._options.reader_options

@@ -1,4 +1,4 @@
-"""The place of a job among the checkpoints of a folder: its branch, and the checkpoints of that branch."""
+"""The place of a job among the checkpoints of a folder: its branch, and the checkpoint that it goes on from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .step_folder import (
 logger = logging.getLogger("dcp_tensorizer")
 
 _SHOWN = 5
-_LONGEST_LINE = 64  # more checkpoints than wait for their flush
+_LONGEST_LINE = 64  # more checkpoints than can wait for their flush at once
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class Place:
 
     Attributes:
         branch: The job's branch.
-        tip: The checkpoint that it goes on from; None if there is none, or it is unknown.
+        tip: The checkpoint that the job goes on from; None if there is none, or it is unknown.
         numbers: The existing steps of the branch.
-        names: The directories' names of all steps, on any branch.
-        others: The names of the steps on other branches.
-        left: The newest checkpoint, if the job has gone back behind it, and has not saved since.
+        names: The names of all steps' directories, on any branch.
+        others: The directories' names of steps on other branches.
+        left: The newest checkpoint, if the job has gone back to before it and has not saved since; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
-        line: The ids of the checkpoints that the job goes on from, the newest first, since it began or restored one.
+        line: The ids of the checkpoints of this run that the job goes on from, the newest first.
     """
 
     branch: Branch
@@ -57,7 +57,7 @@ class Place:
 
     @classmethod
     def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step], step: int = -1) -> Place:
-        """The place on a branch, among all checkpoints of a folder."""
+        """The place of a job on a branch, given all checkpoints of the folder."""
         newest = newest_of(steps)
         left = None if newest is None or belongs(newest, branch) else newest
         numbers = {other.number for other in members(sound(steps), branch)}
@@ -66,7 +66,7 @@ class Place:
         return cls(branch, tip, numbers, names, others, left, step, () if tip is None else (tip.save_id,))
 
     def begin_anew(self, branch: Branch) -> None:
-        """Moves the job to a new branch, because it continues from something else than its last checkpoint."""
+        """Moves the job to a new branch, because it does not go on from its last checkpoint."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
 
@@ -79,7 +79,7 @@ class Place:
             self.names[saved.number] = saved.name
 
     def name_of(self, step: int, names: StepNames) -> str:
-        """The name of a step's directory. An existing one may be padded in another way."""
+        """The name of a step's directory. An existing directory may pad its number in another way."""
         return self.names.get(step) or names.name_of(step)
 
     def record(
@@ -90,7 +90,7 @@ class Place:
         return SaveRecord(step, parent, self.branch, metrics, job, clock.lived, clock.restarts, is_end)
 
     def warn_of_others(self, path: str) -> None:
-        """Warns about checkpoints that are not of this job's branch."""
+        """Warns of checkpoints on other branches."""
         if self.others:
             logger.warning(
                 "%s: this job does not continue from %s: they are not counted and not deleted. A save of the same step "
@@ -101,7 +101,7 @@ class Place:
 
 
 def newest_of(steps: Sequence[Step], branch: Branch | None = None) -> Step | None:
-    """The newest readable checkpoint of a branch, by default of the current one; None if there is none."""
+    """The newest readable checkpoint of a branch (None: the current one); None if there is none."""
     readable = sound(steps)
     branch = branch or current_branch(readable)
     return next(reversed(members(readable, branch)), None) if branch else None
@@ -113,7 +113,7 @@ def sound(steps: Sequence[Step]) -> list[Step]:
 
 
 def read_members(folder: Storage, names: StepNames, place: Place | None) -> list[Step]:
-    """The checkpoints of a job's branch as they are now; without a place, those of the current branch.
+    """Reads the checkpoints of a job's branch; without a place, those of the current branch.
 
     Raises `MetadataError` if two directories are of one step, and `ReadError` if the folder cannot be read.
     """
@@ -123,10 +123,10 @@ def read_members(folder: Storage, names: StepNames, place: Place | None) -> list
 
 
 def begin(folder: Storage, names: StepNames, step: int) -> Place:
-    """The place of a job that saves a step without having restored.
+    """Finds the place of a job that saves a step without having restored.
 
-    If the step is beyond the newest checkpoint, the job is taken to have loaded that one by itself. Otherwise it began
-    anew. Raises `CheckpointError` if the folder cannot be read, or two directories are of one step.
+    If the step is beyond the newest checkpoint, the job counts as having loaded that one by other means. Otherwise it
+    counts as a new job. Raises `CheckpointError` if the folder cannot be read, or two directories are of one step.
     """
     clean_up(folder, names)
     steps = read_steps(folder, names)
@@ -142,7 +142,7 @@ def begin(folder: Storage, names: StepNames, step: int) -> Place:
 class RestoreChoice(NamedTuple):
     """The checkpoints that a job can be restored from."""
 
-    # the one that was asked for, then those to fall back on; each with the branch that follows
+    # The wanted checkpoint, then those to fall back on. Each comes with the job's branch after restoring it.
     candidates: list[tuple[Step, Branch]]
     steps: list[Step]  # all checkpoints of the folder
 
@@ -153,8 +153,9 @@ class RestoreChoice(NamedTuple):
 
 
 def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
-    """Finds the checkpoints that a job can be restored from: step ``number`` or the newest, and with ``fallback`` those
-    before.
+    """Finds the checkpoints that a job can be restored from.
+
+    They are step ``number`` (None: the newest), and with ``fallback`` those before it.
 
     Raises `NotCommitted` if there is no checkpoint of that step, `MetadataError` if there are only checkpoints of
     unknown formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
@@ -164,7 +165,7 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
     branch = current_branch(sound(steps)) or TRUNK
     own = members(sound(steps), branch)
     newest = own[-1].number if own else -1
-    # The branch of an unreadable checkpoint is unknown. Beyond the newest readable one, it is the job's last save.
+    # The branch of an unreadable checkpoint is unknown. One beyond the newest readable one counts as the job's.
     candidates = [*own, *(step for step in steps if step.problem and step.number > newest)]
     if number is not None:
         asked = [step for step in steps if step.number == number]
@@ -184,13 +185,14 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
         return RestoreChoice([], steps)
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
-    tip = own[-1] if own and is_last else None  # a job that goes on from another step leaves the branch
+    tip = own[-1] if own and is_last else None  # a job that goes on from any other step leaves the branch
     return RestoreChoice([(step, branch if step is tip else leave(step)) for step in candidates], steps)
 
 
 def _look_around(folder: Storage, names: StepNames) -> None:
-    """Checks what else is in the folder before a job begins at step 0; raises `MetadataError` for unknown
-    checkpoints.
+    """Checks what a folder without readable checkpoints holds.
+
+    Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata.
     """
     unknown, lost = others(folder, names)
     if unknown:

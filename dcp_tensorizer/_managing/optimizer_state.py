@@ -1,9 +1,9 @@
 """Makes room for the state of an optimizer that has none yet, so that the checkpoint's state can be loaded.
 
-An optimizer makes its state in its first step. DCP loads only what the state dict has, and so nothing into a new
-optimizer. torch's way is a step with gradients of zero. Here no step is taken: the checkpoint says which tensors and
-objects the state consists of, parameters say how tensors of their shape are sharded, and ``load_state_dict`` takes
-them.
+An optimizer makes its state in its first step. DCP loads only keys that the state dict has, and so nothing into a new
+optimizer. torch's remedy is a step with gradients of zero. Here no step is taken. The checkpoint says which tensors and
+objects the state consists of. Parameters say how tensors of their shape are sharded. ``load_state_dict`` takes the
+tensors made from both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _Path = Sequence[str | int]
 
 
 class OptimizerTarget:
-    """An optimizer that a checkpoint is loaded into; ``key`` is its key in the state.
+    """An optimizer that a checkpoint is loaded into. ``key`` is its key in the state.
 
-    ``collected`` is the result of its ``state_dict``, which is changed; the optimizer is not.
+    ``collected`` is the result of its ``state_dict``. Only that is changed here, not the optimizer itself.
     """
 
     def __init__(self, key: str, optimizer: torch.optim.Optimizer, collected: Any) -> None:
@@ -38,8 +38,7 @@ class OptimizerTarget:
             return  # the optimizer has its own kind of state dict
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
-        # Copied, because the optimizer's own groups must not change before all is loaded: a learning rate may be a
-        # tensor.
+        # A copy, because the optimizer's own groups must not change before all is loaded.
         collected["param_groups"] = [
             {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
             for group in collected["param_groups"]
@@ -53,11 +52,11 @@ class OptimizerTarget:
         paths: Mapping[str, _Path],
         size_before: Callable[[torch.Tensor], torch.Size | None] = lambda param: None,
     ) -> None:
-        """Makes room for the part of the state that a checkpoint has.
+        """Makes the tensors of the state that a checkpoint has.
 
-        ``stored`` are the entries that the checkpoint has and the state lacks; ``paths`` are the keys' paths in the
-        nested state. ``size_before`` says what is saved of a parameter that is larger now: its state is made larger
-        where it was as large as the parameter.
+        ``stored`` are the entries that the checkpoint has and the state lacks. ``paths`` are the keys' paths in the
+        nested state. ``size_before`` gives the stored size of a parameter that is larger now. Tensors of its state that
+        had the size of the parameter become larger, too.
         """
         for key, entry in stored.items():
             path = paths.get(key, ())
@@ -75,7 +74,7 @@ class OptimizerTarget:
                 set_element(self._state, (number, *path[3:]), value)
 
     def keys_of(self, is_one: Callable[[torch.Tensor], object], paths: Mapping[str, _Path]) -> Iterator[str]:
-        """The keys of the state of the parameters for which ``is_one`` is true; ``paths`` as in `make_state`."""
+        """The keys of the state of those parameters for which ``is_one`` is true; ``paths`` as in `make_state`."""
         numbers = {name for name, (_, param) in self._params.items() if is_one(param)}
         if numbers:
             yield from (key for key, path in paths.items() if self._is_of_state(path) and str(path[2]) in numbers)
@@ -103,14 +102,14 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
-    """Returns whether a value's sharding is known: like its parameter's, or none."""
+    """Returns whether a value's sharding is known: that of its parameter, or none."""
     if not isinstance(entry, TensorStorageMetadata) or not isinstance(param, DTensor):
         return True
     return not entry.size or entry.size == param.size()
 
 
 def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
-    """The entry of a value of a parameter that has grown; a factored moment has only some of its dimensions."""
+    """The entry of a value of a parameter that has grown. A factored moment has only some of its dimensions."""
     if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(before):
         return entry
     grown = (new if size == old else size for size, old, new in zip(entry.size, before, after, strict=True))
@@ -118,7 +117,7 @@ def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
 
 
 def _room(entry: Any, param: torch.Tensor | None, name: str) -> torch.Tensor | None:
-    """Makes the tensor that an entry of the checkpoint is loaded into; None for an object, which needs none."""
+    """Makes the tensor that an entry of the checkpoint is loaded into; None for an object."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype

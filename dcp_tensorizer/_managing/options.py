@@ -33,9 +33,9 @@ class JobOptions:
         max_failures: How many saves may fail in a row; None for any number.
         survive: Seconds for which states are kept in memory when this process is gone; 0: none is kept.
         buffers: How many staging buffers there may be then.
-        copies: On how many hosts states are kept, and how they come there.
-        export: What is also saved as a model; None: nothing.
-        reader_options: For the readers of restores.
+        copies: On how many hosts states are kept, and how they are copied.
+        export: The models that are exported; None: none.
+        reader_options: The options of the readers of restores.
     """
 
     names: StepNames
@@ -50,7 +50,7 @@ class JobOptions:
 
 
 def check_step(step: object) -> int:
-    """A step as an int; raises `TypeError` for other types, and `ValueError` below 0 or beyond 63 bits."""
+    """Returns a step as an int; raises `TypeError` for other types, and `ValueError` below 0 or beyond 63 bits."""
     if not isinstance(step, Integral) or isinstance(step, bool):
         raise TypeError(f"step must be an int, and is {type(step).__name__}")
     if not 0 <= int(step) < 2**63:
@@ -59,7 +59,7 @@ def check_step(step: object) -> int:
 
 
 def check_metrics(metrics: object) -> dict[str, float]:
-    """Metrics as plain numbers; a tensor of one element counts as one.
+    """Returns metrics as plain numbers; a tensor of one element counts as a number.
 
     Raises `TypeError`, naming the metric, unless they are a mapping from names to numbers.
     """
@@ -79,7 +79,7 @@ def check_metrics(metrics: object) -> dict[str, float]:
 
 
 def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
-    """Patterns of keys; raises `TypeError` for one string, which would be a pattern for each letter."""
+    """Returns patterns of keys; raises `TypeError` for a string, of which each letter would be a pattern."""
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise TypeError(f"{name} must be a list of patterns, and is {patterns!r}")
     if odd := [pattern for pattern in patterns if not isinstance(pattern, str)]:
@@ -88,7 +88,7 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
 
 
 def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
-    """Patterns of tensors that may be larger, with the value of their other elements; raises `TypeError`."""
+    """Returns patterns of tensors that may grow, with the value of their new elements; raises `TypeError`."""
     if not isinstance(grow, Mapping):
         raise TypeError(f"grow must be a dict of patterns and values, and is {type(grow).__name__}")
     for pattern, value in grow.items():
@@ -100,7 +100,7 @@ def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
 
 
 def check_state(state: object) -> None:
-    """Raises `TypeError` unless a state is a mapping. A bare module has no key to be found by."""
+    """Raises `TypeError` unless a state is a mapping: a bare module has no key."""
     if not isinstance(state, Mapping):
         name = "optimizer" if isinstance(state, torch.optim.Optimizer) else "model"
         raise TypeError(f'state must be a dict, as {{"{name}": {name}}}, and is {type(state).__name__}')
@@ -114,7 +114,7 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
     """
     known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
     if unknown := sorted(writer_options.keys() - known):
-        choices = {*own, *known}.difference(unknown)  # the name of a constructor's ``**`` is none
+        choices = {*own, *known}.difference(unknown)  # the name of a constructor's ``**`` is no option
         hint = did_you_mean(unknown[:1], sorted(choices)) or "."
         raise TypeError(
             f"CheckpointManager has no option {unknown[0]!r}{hint} Besides its own it takes those of "
@@ -163,14 +163,14 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
 
 
 def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, given: object) -> dict[str, Any]:
-    """The options of readers: those ``given``, and those of the writer that apply to readers too.
+    """The options of readers: those ``given``, and those of the writer that readers have, too.
 
     Raises `TypeError` for others.
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, and is {type(given).__name__}")
-    # A job reads its checkpoint once. So it is read past the page cache, which is quicker, and leaves that memory to
-    # training data.
+    # A job reads its checkpoint once. To read it past the page cache is quicker, and leaves that memory to the data of
+    # training.
     known = {"page_cache": False, "storage_options": writer_options.get("storage_options"), "timeout": limits.timeout}
     if writer_options.get("local") is not None:
         known["local"] = writer_options["local"]

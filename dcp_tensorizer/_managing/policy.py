@@ -1,4 +1,4 @@
-"""Decides on all ranks what to do about a step, by one small reduction in each call of `save`."""
+"""Decides on all ranks what to do for a step, by one small reduction in each call of `save`."""
 
 from __future__ import annotations
 
@@ -29,28 +29,32 @@ class Action(enum.Enum):
     NOTHING = enum.auto()
     SAVE = enum.auto()
     JOIN = enum.auto()
-    """It is being saved, or was saved last."""
+    """The last save is of this step: use its result."""
     KEEP = enum.auto()
-    """It exists already."""
+    """Keep the checkpoint of this step, which exists already."""
     HOLD = enum.auto()
-    """It is kept only in memory: no save is due, or the save before it still runs."""
+    """Keep the step only in memory: no save is due, or the save before it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The knowledge of one rank; in a decision, what holds for any rank.
+    """Facts that a rank knows. In a decision, each tells whether it is true of any rank.
+
+    Those marked "first" count only on the first rank.
 
     Attributes:
         step: The rank's step.
         stop: The rank has been told to stop.
-        force: It wants to save, even if no save is due.
-        is_due, is_last, is_there, failures, is_lost: A save is due; the step is being saved, or was saved last; it
-            exists; how many saves have failed in a row; another run has claimed the folder. Only the first rank's
-            count.
-        must_write: It wants the step on storage, if it is due.
+        force: The rank wants to save, even if no save is due.
+        is_due: First: a save is due.
+        is_last: First: the last save is of this step, and has not failed.
+        is_there: First: the step exists.
+        failures: First: the number of saves that have failed in a row.
+        must_write: If a save is due, the rank wants the step on storage, not only in memory.
         is_busy: The save before still runs, and this step could be held only in memory.
         is_due_in_memory: The step is to be held in memory, even if no save is due.
-        memory: About states in memory, and their copies on other hosts.
+        is_lost: First: another run has claimed the folder.
+        memory: Facts about states in memory, and their copies on other hosts.
     """
 
     step: int
@@ -67,7 +71,7 @@ class Vote:
     memory: MemoryVote = NOTHING_IN_MEMORY
 
     def numbers(self, *, is_first: bool) -> list[int]:
-        """The numbers of which the largest of all ranks counts."""
+        """The numbers whose maximum over all ranks is computed."""
         own = [getattr(self, name) if is_first or name not in _OF_FIRST else 0 for name in _FLAGS]
         return [self.step, -self.step, *own, *self.memory]
 
@@ -77,11 +81,11 @@ _FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in 
 
 
 class Decision(NamedTuple):
-    """The decision, the same on each rank."""
+    """A decision, the same on each rank."""
 
     action: Action
-    is_due: bool  # a save is due, or was asked for
-    vote: Vote  # what holds for any rank
+    is_due: bool  # a save is due, or a rank has asked for one
+    vote: Vote  # the joint vote of all ranks
 
 
 def decide(agreement: Agreement, vote: Vote) -> Decision:
@@ -111,12 +115,12 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
 class SavePolicy:
     """Decides when a step is due to be saved, and when it is due to be held only in memory.
 
-    A save is due when a multiple of ``every`` steps has been reached since the last one, or ``interval`` is over. The
-    interval is in seconds; or ``"auto"``, or its smallest and its largest value: then it is computed from the cost of
-    saves and failures. Without either, every step is due. A step is due in memory when a multiple of
-    ``every_in_memory`` has been reached since the last one that was saved or held; None: never.
+    A save is due when a multiple of ``every`` steps has been reached since the last save, or when ``interval`` is over.
+    Without either, every step is due. A step is due in memory when a multiple of ``every_in_memory`` has been reached
+    since the last step that was saved or held; None: never.
 
-    Raises `TypeError` or `ValueError` for bad values.
+    ``interval`` is in seconds. With ``"auto"``, or its smallest and its largest value, it is computed from the cost of
+    saves and failures. Raises `TypeError` or `ValueError` for bad values.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class SavePolicy:
 
     @property
     def interval(self) -> float:
-        """The seconds between two saves, as of now; infinite if only steps count."""
+        """The seconds between two saves, as computed now; infinite if only steps count."""
         if self._bounds is None:
             return math.inf
         shortest, longest = self._bounds
@@ -158,13 +162,13 @@ class SavePolicy:
         return every is not None and step // every > self._held // every
 
     def begin(self, step: int, *, is_due: bool) -> None:
-        """Notes that a step is being saved or held; ``is_due``: a save of it was due."""
+        """Notes that a step is being saved or held. ``is_due``: a save of it was due."""
         self._held = step
         if is_due:
             self._saved, self._saved_at = step, self._clock.now()
 
     def continue_from(self, step: int) -> None:
-        """Notes that the job goes on from a step, not from its last save: the next one is due relative to it."""
+        """Notes that the job goes on from a step. The next save is due relative to that step."""
         self.begin(step, is_due=True)
 
 
@@ -188,19 +192,18 @@ def _bounds(interval: SaveInterval) -> tuple[float, float]:
 
 # --- signals that ask a job to stop -----------------------------------------------------------------------------------
 
-_handled: set[int] = set()  # by a manager of this process, now or before
+_handled: set[int] = set()  # the signals that managers of this process handle, or once handled
 _forking = threading.local()
 
-# A scheduler may signal a job and its launcher, which passes the signal on: both count as one.
 _SAME_SIGNAL_SECONDS = 5.0
 
 
 class StopSignals:
-    """Notes in ``seen`` that a signal has come, and lets the job go on. A later one has the effect that it had before.
+    """Notes in ``seen`` that a signal has come, and lets the job go on. A second signal has its usual effect.
 
-    Handlers that were there before are called as well. Signals that come within 5 seconds count as one: a scheduler may
-    signal a job and its launcher, which signals the job again. Raises `TypeError` unless they are signals, and
-    `ValueError` if one cannot be handled, or if this is not the main thread, which alone can have handlers.
+    Earlier handlers are called as well. Signals within 5 seconds count as one: a scheduler may signal a job and its
+    launcher, which signals the job again. Raises `TypeError` unless ``signals`` are signals, and `ValueError` if one
+    cannot be handled, or if this is not the main thread, which alone can have handlers.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -230,9 +233,9 @@ class StopSignals:
             raise
 
     def restore(self) -> None:
-        """Restores the handlers that were there before, unless others have been set since. Idempotent.
+        """Restores the earlier handlers, unless others have been set since. Idempotent.
 
-        On another thread than the main one, each is restored when its signal comes.
+        Only the main thread can do so. For a call on another thread, a handler is restored when its signal comes.
         """
         self._over = True
         if threading.current_thread() is threading.main_thread():
@@ -240,7 +243,7 @@ class StopSignals:
                 self._put_back(number)
 
     def _put_back(self, number: int) -> bool:
-        """Returns whether the handler is now the one that was there before."""
+        """Restores the earlier handler of a signal; returns whether it did."""
         before = self._before[number]
         if before is None or signal.getsignal(number) != self._handle:
             return False
@@ -261,8 +264,8 @@ class StopSignals:
             before(number, frame)
 
 
-# A signal that comes to a child before it has restored the handlers would be noted by a handler, and dropped by Python.
-# So the thread that forks blocks it meanwhile.
+# A signal may come to a child before it has restored the handlers. Then a handler would note it, and Python would drop
+# it. So the thread that forks blocks signals meanwhile.
 
 
 def _block_signals() -> None:

@@ -1,7 +1,7 @@
-"""Restarts from memory: keeper processes that outlive the job keep its newest states, and a later run loads them.
+"""Restarts from memory: keeper processes outlive the job and keep its newest states, and a later run loads them.
 
-Whenever a rank dies, all ranks have one common state: the one before is forgotten only when each rank has the newest.
-All ranks decide together which state is loaded, if any.
+A state is forgotten only when each rank has the next one. So whenever a rank dies, there is a state that all ranks
+have. All ranks decide together which state to load, if any.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
-from .._restart.client import KeeperProcess, visits
+from .._restart.client import KeeperProcess, connect_to_keepers
 from .._restart.find import Elsewhere, Held, Predecessors
 from .._restart.peers import this_host
 from .._restart.protocol import KeptHead
@@ -50,19 +50,19 @@ from .step_folder import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOOK_SECONDS = 30.0  # a keeper that does not answer counts as alive, and this run is refused
+_LOOK_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
 
 
 class _Stage(enum.Enum):
-    """Stages of keeping states, in order."""
+    """The stages of keeping states, in order."""
 
     READY = enum.auto()
-    """Nobody has looked yet for states of earlier runs."""
+    """States of earlier runs have not been looked for."""
     ON = enum.auto()
     ENDING = enum.auto()
-    """This rank has stopped keeping states, and tells the others at the next step."""
+    """This rank has stopped keeping states, and tells the other ranks at the next step."""
     OFF = enum.auto()
     """No rank keeps states."""
 
@@ -71,28 +71,22 @@ class Survival:
     """Keeps states of a rank in memory, and finds those of earlier runs. Does nothing without ``survive``.
 
     Args:
-        saver: Stages what is kept.
-        folder: Of the job.
-        agreement: Of all ranks.
-        options: Of the job.
+        saver: Stages the states.
+        folder: The job's folder.
+        agreement: Makes the decisions of all ranks.
+        options: The options of the job.
 
     Attributes:
-        run: The run of the job, the same on all ranks; empty if nothing is kept.
-        holds: A state may be kept that no save writes.
-        has_left: What is kept has been left to a later run.
-        copies: What is copied to other hosts.
+        run: The id of this run of the job, the same on all ranks; empty if nothing is kept.
+        holds: States may be kept that no save writes.
+        has_left: The kept states have been left to a later run.
+        copies: Copies states to other hosts.
     """
 
-    def __init__(
-        self,
-        saver: Saver,
-        folder: Storage,
-        agreement: Agreement,
-        options: JobOptions,
-    ) -> None:
+    def __init__(self, saver: Saver, folder: Storage, agreement: Agreement, options: JobOptions) -> None:
         seconds = options.survive
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
-        # The writer process copies from devices, and cannot do so while it writes.
+        # With staging="device" the writer process copies, and it cannot do so while it writes.
         self.holds = bool(seconds) and options.buffers > 2 and saver.options.staging != "device"
         self._saver = saver
         self._folder = folder
@@ -109,23 +103,23 @@ class Survival:
         self._predecessors = Predecessors()
         self._keeping: Future[None] | None = None
         self._count = 0
-        self._newest: str | None = None  # the state that came last, until it is known of all ranks whether they keep it
+        self._newest: str | None = None  # the last state, until all ranks have said whether they keep it
         self._written = ""  # the last state that a save writes
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Looks for states of earlier runs; only the first call does so. Every rank calls it.
+        """Looks for states of earlier runs, on the first call. Every rank calls it.
 
         Raises `WriteError`, on all ranks, if another run of the job is alive or a rank is gone.
         """
         if self._stage is not _Stage.READY:
             return
-        found, silent = visits(self._job_name, _LOOK_SECONDS)
-        for visit in found:
-            if visit.found.job == self.run:  # another rank has claimed it first
-                visit.close()
-        self._predecessors = Predecessors([visit for visit in found if visit.found.job != self.run])
+        found, silent = connect_to_keepers(self._job_name, _LOOK_SECONDS)
+        for keeper in found:
+            if keeper.found.job == self.run:  # the keeper of another rank of this run
+                keeper.close()
+        self._predecessors = Predecessors([keeper for keeper in found if keeper.found.job != self.run])
         refusal = _stopped(silent[0]) if silent else self._predecessors.claim(self.run)
         if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
             self._predecessors.close()
@@ -137,9 +131,9 @@ class Survival:
         return job_name(f"{self._folder.real_path} {self._template}")
 
     def start_keeper(self) -> None:
-        """Starts the keeper; only the first call after `begin` does so.
+        """Starts the keeper, on the first call after `begin`.
 
-        Its start takes a fifth of a second of a core, which a restore needs for itself.
+        The start takes a core for a fifth of a second. So it comes after a restore, which needs the core.
         """
         if self._stage is not _Stage.ON or self._keeper is not None:
             return
@@ -149,9 +143,9 @@ class Survival:
             self._stop_keeping(str(error))
 
     def begin_copies(self) -> None:
-        """Finds the partners of all ranks; only the first call does so. Every rank calls it, after `start_keeper`.
+        """Finds the partners of all ranks, on the first call. Every rank calls it after `start_keeper`.
 
-        It waits until the keeper has started. Raises `WriteError` if a rank is gone.
+        Waits until the keeper has started. Raises `WriteError` if a rank is gone.
         """
         if self._has_begun_copies:
             return
@@ -174,15 +168,15 @@ class Survival:
         return has_failed, self._stage is _Stage.ENDING
 
     def vote(self) -> MemoryVote:
-        """This rank's knowledge about states in memory; waits until the newest state is kept."""
+        """Returns this rank's vote about states in memory; waits until the newest state is kept."""
         has_failed, ends = self.wait_kept()
         about_copies = self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
         return about_copies._replace(has_failed=has_failed, ends=ends)
 
     def advance(self, vote: MemoryVote, *, is_busy: bool) -> None:
-        """Forgets states that are not needed, after all ranks have voted.
+        """Forgets states that are no longer needed, after all ranks have voted.
 
-        ``vote`` has what holds for any rank. ``is_busy``: on this rank, the last save still runs.
+        ``vote`` is the joint vote. ``is_busy``: on this rank, the last save still runs.
         """
         if self._stage is _Stage.OFF:
             return
@@ -201,11 +195,10 @@ class Survival:
             self._forget_for(newest, is_busy=is_busy)
 
     def _forget_for(self, newest: str, *, is_busy: bool) -> None:
-        """Forgets what is not needed beside the newest state, which all ranks have.
+        """Forgets the states that are not needed beside the newest one, which all ranks have.
 
-        The last state that was copied from all ranks stays until a newer one is copied: if a host is lost, the
-        remaining ranks need their own parts of it. A state that is being copied stays as long as saves do not need its
-        buffer.
+        The last state that was copied from all ranks stays until a newer one is copied. If a host is lost, the other
+        ranks need their own parts of that state. A state that is being copied stays until saves need its buffer.
         """
         saves, copied = self._saver.engine.saves, self.copies.ordered
         nbytes = self._kept[newest].nbytes if newest in self._kept else 0
@@ -223,15 +216,15 @@ class Survival:
 
     @property
     def _most_buffers(self) -> int:
-        """How many staging buffers there may be; for copies one more."""
+        """The largest number of staging buffers; with copies one more."""
         return self._buffers + self.copies.is_on
 
     def next_state(self, record: SaveRecord, place: Place) -> OnStaged | None:
-        """Returns a function that keeps the next staged copy; None if it is not kept.
+        """Returns a function that keeps the next staged state; None if it is not kept.
 
-        ``record`` describes it in the index, and ``place`` is that of the job.
+        ``record`` describes the state in the index, and ``place`` is the job's.
         """
-        if self._stage is _Stage.OFF:  # OFF is the same on all ranks; only this one may have lost its keeper meanwhile
+        if self._stage is _Stage.OFF:  # unlike ENDING, this is the same on all ranks
             return None
         self._count += 1
         number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
@@ -251,7 +244,7 @@ class Survival:
         is_copied = self.copies.order(number)
 
         def keep(staged: StagedStateDict) -> None:
-            if not staged.staged_save.abandoned:  # a save writes it
+            if not staged.staged_save.abandoned:  # a save writes this state
                 self._written = number
                 if self._keeper is not None:
                     staged.staged_save.on_written = functools.partial(self._keeper.written, number)
@@ -262,28 +255,28 @@ class Survival:
     def restore(
         self, state: dict[str, Any], selection: Selection, choice: RestoreChoice, lost: Collection[str] = ()
     ) -> SaveRecord | Problem | None:
-        """Loads a state that an earlier run has kept: see `load_kept`."""
+        """Loads a state that an earlier run has kept; see `load_kept`."""
         if self._stage is _Stage.OFF:
             return None
         options = self._reader_options
         return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice, lost)
 
     def discard(self) -> None:
-        """Forgets the states of earlier runs, which are no longer wanted."""
+        """Frees the states of earlier runs, which are no longer wanted."""
         self._predecessors.end()
 
     def forget(self) -> None:
-        """Forgets all states of this run, because the job goes on from something else."""
+        """Forgets all states of this run, because the job does not go on from them."""
         self.wait_kept()
         self._newest = None
         self._forget_all_but([])
         self.copies.forget(self._keeper)
 
     def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
-        """Ends the keeper, and frees the memory. Idempotent.
+        """Ends the keeper, and frees its states. Idempotent.
 
-        ``has_saved``: the newest step of this run is on storage. Otherwise states of earlier runs, which none of this
-        run has replaced, are left as they are.
+        ``has_saved``: the newest step of this run is on storage. Then the states of earlier runs are freed, too.
+        Otherwise they are left as they are.
         """
         if self._keeping is not None:
             wait_for([self._keeping], deadline.left)
@@ -296,7 +289,7 @@ class Survival:
         self._saver.engine.saves.spares.pop(self, None)
 
     def leave(self, deadline: Deadline = NEVER) -> None:
-        """Leaves the kept states to a later run, because this one has failed. Idempotent; arguments as of `end`."""
+        """Leaves the kept states to a later run, because this run has failed. Idempotent."""
         if self._keeping is not None:
             wait_for([self._keeping], deadline.left)
         self.has_left = True
@@ -307,7 +300,7 @@ class Survival:
 
     @property
     def _kept(self) -> dict[str, SharedBuffer]:
-        """The buffers of the states that are kept, by their ids; the oldest comes first."""
+        """The buffers of the kept states, by the states' ids, the oldest first."""
         return {} if self._keeper is None else self._keeper.kept
 
     def _keep(self, head: KeptHead, staged: StagedStateDict, *, is_copied: bool) -> None:
@@ -317,7 +310,7 @@ class Survival:
             buffer = staged_save.buffer
             assert buffer is not None and self._keeper is not None
             planner = SavePlanner(enable_plan_caching=False)
-            planner.set_up_planner(dict(staged))  # not by `items`, which ties it to a save
+            planner.set_up_planner(dict(staged))  # `dict` does not call `items`, which ties the state to a save
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
             message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
             self._keeper.keep(message, buffer)
@@ -329,8 +322,8 @@ class Survival:
             self.copies.start(self._keeper, head.id)
 
     def _look_for_room(self) -> None:
-        """Stops keeping states if the next one could not be staged without the memory of those that are kept."""
-        if len(self._kept) > 1:  # the older one is forgotten soon
+        """Frees kept states if there is too little memory to stage the next one beside them."""
+        if len(self._kept) > 1:  # the older one is about to be forgotten
             return
         saves = self._saver.engine.saves
         saves.reclaim()
@@ -345,7 +338,7 @@ class Survival:
             self._predecessors.end()
 
     def _stop_keeping(self, why: str) -> None:
-        """Stops keeping states on this rank. The others are told at the next step."""
+        """Stops keeping states on this rank. The other ranks learn of it at the next step."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
             logger.warning("states are no longer kept in memory, and survive=%g is off: %s", self._seconds, why)
@@ -368,15 +361,15 @@ def _stopped(path: Path) -> str:
     )
 
 
-# --- states of earlier runs: can all ranks load them, and are they current? -------------------------------------------
+# --- loading a state of an earlier run, if all ranks can reach it and it is not outdated ------------------------------
 
 
 class Problem(NamedTuple):
-    """Why a state in memory could not be loaded."""
+    """The reason why a state in memory could not be loaded."""
 
     error: CheckpointError
-    is_damage: bool  # the state is of no use; otherwise it does not fit the target
-    is_whole: bool  # all of it is on this machine; otherwise the whole may fit although a part does not
+    is_damage: bool  # the state is damaged; otherwise it does not fit the target
+    is_whole: bool  # all parts of the state were at hand; otherwise it may fit with all of them
     has_touched: bool  # some of the target may have been overwritten
 
 
@@ -394,20 +387,20 @@ def load_kept(
 
     Args:
         found: The keepers of earlier runs.
-        folder: Of the job.
-        agreement: Of all ranks.
-        state: What to load it into.
-        selection: Which keys.
-        options: For the reader.
-        choice: What is on storage.
+        folder: The job's folder.
+        agreement: Makes the decisions of all ranks.
+        state: The target.
+        selection: The keys to load.
+        options: The options of the reader.
+        choice: The checkpoints on storage.
         lost: The ids of the saves that were lost with a node before they were on storage.
 
     Returns:
-        What was recorded with it. None, or why it could not be loaded: the state is to be loaded from storage.
-        The log says why.
+        The record of the loaded state. Otherwise load from storage: None if memory has no state to load, or the problem
+        with it. The log says why.
 
     Raises:
-        CheckpointError: it is whole and does not fit, as `load_first` says, or a rank is gone; on all ranks.
+        CheckpointError: a complete state does not fit the target, or a rank is gone; on all ranks.
     """
     chosen = _chosen(found, folder, agreement, choice, lost)
     if chosen is None:
@@ -420,7 +413,7 @@ def load_kept(
     problems = agreement.gathered(own)
     is_part = head.world_size == agreement.size and memory.places(head)
     if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
-        loaded, own = load(memory.places(head))  # the state is sharded differently now
+        loaded, own = load(memory.places(head))  # the target is sharded in another way: all parts are needed
         problems = agreement.gathered(own)
     if problem := _joint(problems):
         logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
@@ -437,19 +430,19 @@ def load_kept(
 
 
 class _Offer(NamedTuple):
-    """One rank's knowledge of the states in memory."""
+    """The states in the memory of a rank's host."""
 
-    heads: list[KeptHead]  # of all parts on its host
-    held: list[Held]  # everything that its host's keepers give to other hosts
+    heads: list[KeptHead]  # the heads of all parts
+    held: list[Held]  # the parts that its keepers give to other hosts
     folder: tuple[int, int] | None  # the identity of the job's folder there
     host: str
 
     def knows(self, head: KeptHead) -> bool:
-        """Returns whether its host is the one that a state was kept on."""
+        """Returns whether this host kept a part of the state itself, and so knows the folder's identity of then."""
         return any(own.id == head.id and own.host in ("", self.host) for own in self.heads)
 
     def has_other_folder(self, head: KeptHead) -> bool:
-        """Returns whether the job's folder is another one now, as seen by a host that a state was kept on."""
+        """Returns whether this host kept a part of the state itself, for a folder that has been replaced since."""
         own = [own for own in self.heads if own.id == head.id and own.host in ("", self.host)]
         return any(part.folder not in (None, self.folder) for part in own)
 
@@ -457,7 +450,7 @@ class _Offer(NamedTuple):
 def _chosen(
     found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice, lost: Collection[str]
 ) -> tuple[KeptHead, Elsewhere] | None:
-    """The newest state that all ranks can reach, if it is not outdated, and where it is; the same on all ranks."""
+    """Finds the newest state that all ranks can reach, with its places, unless it is outdated. All find the same."""
     there = identity(folder.location)
     offers = agreement.gathered(_Offer(found.heads, found.held, there, this_host()))
     memory = Elsewhere([(offer.heads, offer.held) for offer in offers])
@@ -480,7 +473,7 @@ def _chosen(
     def refusal() -> str:
         if is_known:
             return _outdated(head, tip, None if is_other else head.folder, ids, lost)
-        # Its hosts are gone. Others have another number for the disk, and the same for the folder.
+        # The hosts that kept it are gone. Other hosts number devices in another way, but see the same inode.
         is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
         return _outdated(head, tip, head.folder if is_same else None, ids, lost)
 
@@ -491,7 +484,7 @@ def _chosen(
 
 
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
-    """The parts that are there of the newest state that keepers give to other hosts; empty if there is none."""
+    """Describes which parts of the newest state are left on hosts that give them to others; empty if there are none."""
     heads = [head for offer in offers for held in offer.held for head in held.heads]
     if not heads:
         return ""
@@ -510,10 +503,10 @@ def _loaded(
     options: Mapping[str, Any],
     elsewhere: Mapping[int, Sequence[Address]],
 ) -> tuple[dict[str, Any], Problem | None]:
-    """Loads a state, on this rank by itself; returns what was loaded, and why it could not be.
+    """Loads a state, on this rank by itself. Returns the loaded values, and the problem if there was one.
 
-    ``elsewhere`` has the keepers on any host that have parts of it, by the parts' ranks. A part that is damaged, or
-    cannot be read any more, is taken from somewhere else, as long as somebody has it.
+    ``elsewhere`` has the keepers on any host that have parts of the state, by the parts' ranks. If a part is damaged,
+    or can no longer be read, it is taken from the next keeper that has it.
     """
     damaged: set[tuple[int, str]] = set()
     is_whole, has_begun = True, False
@@ -526,7 +519,7 @@ def _loaded(
             checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
             is_whole = checkpoint.is_whole
             with closing(checkpoint), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch's warning about a load in a single process
+                warnings.simplefilter("ignore", UserWarning)  # torch warns of a load in a single process
                 dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
         except (Exception, CheckpointException) as error:
             cause = error_of_load(path, error)
@@ -543,13 +536,13 @@ def _loaded(
 
 
 def _joint(problems: Sequence[Problem | None]) -> Problem | None:
-    """The joint result of all ranks' loads; raises `CheckpointError` if a rank's state is whole, but does not fit."""
+    """The joint problem of all ranks' loads; raises `CheckpointError` if a complete state does not fit a rank."""
     found = [problem for problem in problems if problem is not None]
     if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
         raise misfit.error
     if not found:
         return None
-    # a rank that succeeded has changed its state, too
+    # A rank that succeeded has changed its target, too.
     has_touched = any(problem is None or problem.has_touched for problem in problems)
     return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
@@ -561,10 +554,10 @@ def _outdated(
     ids: Collection[str] = (),
     lost: Collection[str] = (),
 ) -> str:
-    """Why a state does not go on from the newest checkpoint ``tip``; empty if it does.
+    """Says why a state does not go on from the newest checkpoint ``tip``; empty if it does.
 
-    ``folder`` is the identity of the job's folder, and ``ids`` are those of all existing checkpoints. Those that a lost
-    node had alone, ``lost``, count as never saved.
+    ``folder`` is the identity of the job's folder. ``ids`` are the ids of all existing checkpoints. Those in ``lost``
+    were lost with a node, and count as never saved.
     """
     record, parent = head.record, None
     assert record is not None
@@ -575,14 +568,14 @@ def _outdated(
     if tip is None:
         return "" if parent is None else "the checkpoint that it goes on from is gone: it is not used"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
-        return ""  # the job has gone back behind that one, and nobody has saved since
+        return ""  # the job has gone back to before that one, and nobody has saved since
     if parent != tip.save_id and not _has_saved(head, tip):
         return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
 
 
 def _has_saved(head: KeptHead, tip: Step) -> bool:
-    """Returns whether a checkpoint is of the run that kept a state, and newer than that state's parent."""
+    """Returns whether the run that kept a state has saved a checkpoint after that state's parent."""
     assert head.record is not None
     is_newer = head.parent_step is None or tip.number > head.parent_step
     is_same_run = tip.record is not None and tip.record.job == head.job

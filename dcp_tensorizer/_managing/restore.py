@@ -44,7 +44,7 @@ from .step_folder import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOCK_SECONDS = 60.0  # to wait for the lock, which a clean-up holds for milliseconds
+_LOCK_SECONDS = 60.0  # a clean-up holds the lock for milliseconds
 _SHAPES_SHOWN = 20
 _T = TypeVar("_T")
 
@@ -53,16 +53,22 @@ _T = TypeVar("_T")
 class Selection:
     """A selection of the keys of a flattened state dict.
 
-    Patterns, as in `fnmatch`, match a key, or a list that contains the key, because a save stores a list as one value.
-    Without ``include`` all keys are selected; those of ``exclude`` are left out.
+    Patterns are those of `fnmatch`. They match a key, or a list that contains the key: a save stores a list as one
+    value. Without ``include`` all keys are selected. Those that ``exclude`` matches are left out.
+
+    Attributes:
+        include: Patterns of the selected keys.
+        exclude: Patterns of keys that are left out.
+        strict: A key that the checkpoint lacks is an error. Otherwise its value stays as it is.
+        allow_shape_mismatch: A tensor that is stored in another shape stays as it is. Otherwise it is an error.
+        grow: Patterns of tensors that may be larger than the stored ones, each with the value of their new elements;
+            None: these stay as they are.
     """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    strict: bool = True  # a key that the checkpoint lacks is an error; otherwise it stays as it is
-    allow_shape_mismatch: bool = False  # a tensor that is stored in another shape stays as it is; otherwise an error
-    # Patterns of tensors that may be larger than what is stored, and the value of their other elements; None: they stay
-    # as they are.
+    strict: bool = True
+    allow_shape_mismatch: bool = False
     grow: tuple[tuple[str, float | None], ...] = ()
 
     @property
@@ -72,24 +78,25 @@ class Selection:
 
     @property
     def tolerates(self) -> bool:
-        """True if a value that does not fit stays as it is."""
+        """True if values that do not fit stay as they are."""
         return not self.strict or self.allow_shape_mismatch
 
     def has(self, names: Iterable[str]) -> bool:
-        """Returns whether a key is selected, by its name and the names of the lists that contain it."""
+        """Returns whether a key is selected, given its name and the names of the lists that contain it."""
         return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
 
     def value_beyond(self, key: str) -> tuple[float | None] | None:
-        """The value of a larger tensor's further elements, by the first pattern that matches its key; None if it may
-        not be larger than the stored one.
+        """The value of a tensor's new elements, by the first pattern that matches its key, in a tuple of one.
+
+        None if the tensor may not be larger than the stored one.
         """
         return next(((value,) for pattern, value in self.grow if fnmatch.fnmatchcase(key, pattern)), None)
 
     def check(self, keys: Sequence[str], known: Set[str]) -> None:
-        """Raises `MetadataError` for a pattern that matches nothing, probably a slip.
+        """Raises `MetadataError` for a pattern that matches nothing: it is probably a slip.
 
-        ``keys`` are the state's, for the message. ``known`` are the names of all keys, also of those that only the
-        checkpoint has, and of the lists that contain them: each stage of a pipeline has its own keys.
+        ``keys`` are the state's, for the message. ``known`` are the names of all keys, and of the lists that contain
+        them. Keys that only the checkpoint has count, too, because each stage of a pipeline has its own keys.
         """
         for pattern in (*self.include, *self.exclude, *(pattern for pattern, _ in self.grow)):
             if not _matches(known, [pattern]):
@@ -104,10 +111,10 @@ def load_first(
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
 ) -> int | None:
-    """Loads the first checkpoint that is not damaged; returns its index, or None if there are none.
+    """Loads the first checkpoint that is not damaged; returns its index in ``steps``, or None if there are none.
 
-    Without a group, this process loads by itself, whatever ranks there are. Raises `CheckpointError`, the same on all
-    ranks, if a whole checkpoint cannot be loaded, if the last one is damaged, or if a rank is gone.
+    If ``heartbeats`` has no group, this process loads by itself. Raises `CheckpointError`, on all ranks, if an
+    undamaged checkpoint cannot be loaded, if the last one is damaged, or if a rank is gone.
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
@@ -118,7 +125,7 @@ def load_first(
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
             logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
-            if planner.has_begun:  # the state may be partly overwritten, so the next one must overwrite all of it
+            if planner.has_begun:  # some of the state may be overwritten, so the next one must overwrite all of it
                 selection = dataclasses.replace(selection, strict=True, allow_shape_mismatch=False)
         else:
             return number
@@ -136,7 +143,7 @@ def _load(
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
 ) -> None:
-    """Loads a checkpoint, under a lock that keeps others from deleting it; see `load_first`."""
+    """Loads a checkpoint, under a lock so that nobody deletes it; see `load_first`."""
     with _shared_lock(storage):
         reader = open_reader(folder.location, **options)
         heartbeats.watch_load(reader)
@@ -173,7 +180,7 @@ def error_of_load(path: str, error: BaseException) -> CheckpointError:
 def _shared_lock(storage: Storage) -> Iterator[None]:
     with ExitStack() as stack:
         if storage.locks_are_visible:
-            with suppress(WriteError):  # it cannot be locked; the load shows whether it can be read
+            with suppress(WriteError):  # if it cannot be locked, the load shows whether it can be read
                 stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
         yield
 
@@ -181,8 +188,8 @@ def _shared_lock(storage: Storage) -> Iterator[None]:
 class SelectivePlanner(LoadPlanner):
     """Plans loads of selected keys, and makes the state of optimizers that have none yet.
 
-    ``path`` is the checkpoint's, for messages. When ``has_begun`` is true, all ranks have agreed on what to read, and
-    the state changes from then on.
+    ``path`` is the checkpoint's, for messages. Once ``has_begun`` is true, all ranks have agreed on what to read, and
+    the state may change.
     """
 
     def __init__(self, path: str, selection: Selection, state: Mapping[str, Any]) -> None:
@@ -190,12 +197,12 @@ class SelectivePlanner(LoadPlanner):
         self.has_begun = False
         self._path = path
         self._selection = selection
-        self._grown: dict[str, tuple[torch.Size, float | None]] = {}  # what is stored of a larger tensor, and the rest
+        self._grown: dict[str, tuple[torch.Size, float | None]] = {}  # the stored size, and the value of new elements
         self._modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Called by DCP with what this rank reads."""
+        """Called by DCP with the final plan of this rank."""
         self.has_begun = True
         for key, (stored, value) in self._grown.items():
             if value is not None:
@@ -205,17 +212,17 @@ class SelectivePlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state and the checkpoint's metadata. Keys that are not selected are removed from both.
+        """Called by DCP with the state and the checkpoint's metadata. Removes keys that are not selected from both.
 
         Raises:
-            StateMismatch: they do not match; names the keys.
+            StateMismatch: the state and the checkpoint do not match; names the keys.
         """
         assert metadata is not None
         optimizers = [
             OptimizerTarget(key, optimizer, state_dict.get(key)) for key, optimizer in self._of_optimizers.items()
         ]
         self._set_up(state_dict, metadata, is_coordinator)
-        misfits, grown = self._misfits(), self._growing(lambda key: self._selection.value_beyond(key))
+        misfits, grown = self._misfits(), self._growing(self._selection.value_beyond)
         misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
         left = set(misfits) if self._selection.allow_shape_mismatch else set()
         if optimizers:
@@ -245,7 +252,7 @@ class SelectivePlanner(LoadPlanner):
                 logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
 
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
-        """The tensors that are larger than what is stored, and for which ``value_of`` has a value for the rest."""
+        """The tensors that are larger than the stored ones and may be so, with ``value_of`` their new elements."""
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}
         for key, tensor in self.state_dict.items():
@@ -257,7 +264,7 @@ class SelectivePlanner(LoadPlanner):
         return growing
 
     def _enlarge(self, grown: Mapping[str, tuple[float | None]]) -> None:
-        """Lets the stored chunks of tensors be parts of larger ones."""
+        """Gives stored tensors the sizes of the larger ones, so that their chunks become parts of these."""
         assert self.metadata is not None
         if not grown:
             return
@@ -272,9 +279,10 @@ class SelectivePlanner(LoadPlanner):
         logger.info("%s is loaded into larger tensors (grow): %s", self._path, listed(shown))
 
     def _of_parameters(self, of_keys: Mapping[str, _T]) -> Callable[[torch.Tensor], _T | None]:
-        """Returns a function that looks up what a parameter's key has, by its name in a module, or by its address.
+        """Returns a function that finds the value for a parameter, given values by key.
 
-        A rank may have no element of a parameter, and so no address. All ranks must give the same answer.
+        It finds the key by the parameter's name in a module, or by its address. Addresses alone are not enough: a rank
+        may have no element of a parameter, and all ranks must give the same answer.
         """
         numbers = {
             id(parameter): of_keys[name]
@@ -287,7 +295,7 @@ class SelectivePlanner(LoadPlanner):
         return lambda parameter: numbers.get(id(parameter)) or places.get(address_of(parameter))
 
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
-        """Flattens the state, and selects keys of it and of the checkpoint."""
+        """Flattens the state, and selects the keys of the state and of the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata
         if self._selection.is_all and not self._selection.grow:
@@ -314,7 +322,7 @@ class SelectivePlanner(LoadPlanner):
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
     def _has_older_keys(self) -> bool:
-        """Returns whether a torch before 2.4 has saved it: then torch looks for its keys, and names missing ones."""
+        """Returns whether a torch before 2.4 has saved the checkpoint. Then torch finds its keys, and missing ones."""
         assert self.metadata is not None
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 
@@ -331,7 +339,7 @@ class SelectivePlanner(LoadPlanner):
         return misfits
 
     def _report(self, misfits: Mapping[str, str], left: Set[str]) -> None:
-        """Warns about keys that stay as they are, or raises `StateMismatch` if they must not."""
+        """Warns of keys that stay as they are, or raises `StateMismatch` if they must not."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in stored]
@@ -376,7 +384,10 @@ class SelectivePlanner(LoadPlanner):
     def _report_lost(
         self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]
     ) -> list[str]:
-        """Reports stored values for which the state has no place; raises `StateMismatch` if it is strict."""
+        """Warns of stored values for which the state has no place, and returns their keys.
+
+        Raises `StateMismatch` instead if the selection is strict.
+        """
         if self._has_older_keys():
             return []
         paths = recorded_paths(metadata)
@@ -399,12 +410,12 @@ class SelectivePlanner(LoadPlanner):
 
 
 def is_larger(size: torch.Size, stored: torch.Size) -> bool:
-    """Returns whether a tensor is larger than what is stored of it, in some dimension, and smaller in none."""
+    """Returns whether a tensor is larger than the stored one in some dimension, and smaller in none."""
     return len(size) == len(stored) and size != stored and all(a >= b for a, b in zip(size, stored, strict=True))
 
 
 def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
-    """Sets this rank's elements of a tensor that lie outside of what is stored of it."""
+    """Sets this rank's elements of a tensor that lie outside of the stored size."""
     tensor = tensor.detach()
     local, offsets = plain_local(tensor), [0] * tensor.dim()
     if local is None:
@@ -425,18 +436,16 @@ def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-# --- the part of a state that is saved: all of it, trained parameters, or keys that no pattern excludes ---------------
+# --- the part of a state that is saved --------------------------------------------------------------------------------
 
-# Wrappers of activation checkpointing and of FSDP1, which are in the names of parameters, but not in state dicts.
+# Activation checkpointing and FSDP1 put these into the names of parameters, but not into state dicts.
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 class StatePart(NamedTuple):
-    """A part of a state. Patterns in ``exclude`` are those of `fnmatch`; keys are those of nested dicts, joined by
-    dots.
+    """A part of a state: keys that no pattern of ``exclude`` matches, and with ``trainable_only`` no frozen parameters.
 
-    A list counts as one value. ``trainable_only`` leaves out the frozen parameters of modules, and other frozen
-    tensors.
+    Patterns are those of `fnmatch`. The keys of nested dicts are joined by dots. A list counts as one value.
     """
 
     exclude: tuple[str, ...] = ()
@@ -448,9 +457,9 @@ class StatePart(NamedTuple):
         return not self.exclude and not self.trainable_only
 
     def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of a state, with the state of ``Stateful`` values. The state itself is not changed.
+        """Collects the part of a state, with the state dicts of ``Stateful`` values. The state itself is not changed.
 
-        Raises `StagingError` if nothing in the state says what is trained.
+        Raises `StagingError` if nothing in the state says which parameters are trained.
         """
         collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         if self.is_all:

@@ -1,4 +1,4 @@
-"""The rules that decide which checkpoints are kept, and the deletion of the others."""
+"""Decides which checkpoints are kept, deletes the others, and moves `latest`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .step_folder import LATEST, Step, StepNames, members, read_steps
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rules. A checkpoint is kept if any of them keeps it; without rules all are.
+    """The rules by which checkpoints are kept. One that keeps a checkpoint is enough; without rules all are kept.
 
     If no checkpoint has the metric, the best one is unknown, and all are kept.
 
@@ -58,7 +58,7 @@ class Retention:
         delete_after: float = 0.0,
         delete_other_files: bool = False,
     ) -> Retention:
-        """Makes the rules from the manager's arguments; raises `TypeError` or `ValueError`."""
+        """Makes the rules from the manager's arguments; raises `TypeError` or `ValueError` for bad ones."""
         check_count("keep_latest", keep_latest, optional=True)
         check_count("keep_every", keep_every, optional=True)
         metric, mode = keep_best if isinstance(keep_best, tuple) and len(keep_best) == 2 else (keep_best, "min")
@@ -102,10 +102,10 @@ _LINKED = "it is a link: remove it, and its target, by hand"
 
 
 def _delete(storage: Storage, step: Step, owner: Ownership, *, other_files: bool) -> str:
-    """Deletes a checkpoint, its metadata first; returns why it must stay, or an empty string.
+    """Deletes a checkpoint, its metadata first. Returns why it must stay; empty if it is deleted.
 
-    With ``other_files``, files that no save wrote are deleted, too; otherwise they are a reason to stay. Raises
-    `CheckpointError` or `OSError` if it cannot be examined or removed, or the run no longer owns the folder.
+    Files that no save wrote are deleted with ``other_files``; otherwise they are a reason to stay. Raises
+    `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or the run no longer owns the folder.
     """
     with storage.lock_directory() as lock:
         if storage.locks_are_visible and not lock.is_exclusive:
@@ -120,7 +120,7 @@ def _delete(storage: Storage, step: Step, owner: Ownership, *, other_files: bool
             return f"it holds what no save wrote: {', '.join(sorted(others)[:3])}"
         head = read_head(storage)
         if head is not None and head.save_id != step.save_id:
-            return "something else has been saved there"
+            return "another save has replaced it"
         owner.check()
         withdraw(storage, names)
         for name in folders:
@@ -140,10 +140,10 @@ def _remove_tree(storage: Storage) -> None:
 
 
 class Retaining:
-    """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the rank that does so.
+    """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the first rank.
 
-    With a local folder, ``folder`` is the remote one, and only checkpoints that are there count. ``rules`` is None on a
-    rank that changes nothing.
+    With a local folder, ``folder`` is the remote one, and only checkpoints on the remote count. ``rules`` is None on
+    the other ranks, which change nothing.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Retaining:
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
         self._has_warned = False
-        self._latest_at = 0  # when the checkpoint that `LATEST` names was saved
+        self._latest_at = 0  # the time of the save that `LATEST` names
         self._has_failed = False
 
     def after(self, saved: Step) -> None:
@@ -178,7 +178,7 @@ class Retaining:
         if arrival is None:
             self._retain(saved)
         else:
-            retaining = weakref.ref(self)  # the future keeps its callbacks, which would keep the job's memory
+            retaining = weakref.ref(self)  # the future keeps its callbacks, which must not keep the job's memory
 
             def go_on(done: Future[float]) -> None:
                 if (alive := retaining()) is not None:
@@ -191,7 +191,7 @@ class Retaining:
         wait_for(self._running, deadline.left)
 
     def _look_for_metric(self, saved: Step) -> None:
-        """Warns once about a checkpoint without the metric of ``keep_best``."""
+        """Warns once of a checkpoint without the metric of ``keep_best``."""
         metric = None if self._rules is None else self._rules.metric
         if metric is None or metric in saved.metrics or self._has_warned:
             return
@@ -210,7 +210,7 @@ class Retaining:
     def _after_arrival(self, done: Future[float], saved: Step) -> None:
         if done.exception() is None:
             self._begin(lambda: self._retain(saved))
-        else:  # another run may have claimed the folder, which the next save reports
+        else:  # another run may have claimed the folder; then the next save reports it
             self._begin(self._owner.claim)
 
     def _begin(self, what: Callable[[], None]) -> None:
@@ -222,9 +222,9 @@ class Retaining:
         with self._lock:
             place = self._place()
             if saved.number in self._deleted:
-                return  # a later step has arrived first, and this one was deleted with it
+                return  # a later step has arrived first, and the rules have deleted this one
             if place is not None and place.branch != saved.branch:
-                return  # the job has left that branch, and the step that it went back to must stay
+                return  # the job has left that branch, and the step to which it went back must stay
             try:
                 self._owner.check()
             except CheckpointError as error:
@@ -239,9 +239,9 @@ class Retaining:
                     place.numbers.discard(step.number)
 
     def _delete_old(self, saved: Step, rules: Retention) -> Iterator[Step]:
-        """Deletes the checkpoints of a branch that no rule keeps, except ``saved``, and yields each.
+        """Deletes the checkpoints of the branch that no rule keeps, except ``saved``; yields those that are deleted.
 
-        Failures, and reasons to stay, are logged. No save fails because of them.
+        The log has failures, and reasons to stay. No save fails because of them.
         """
         folder = self._folder
         try:
@@ -269,17 +269,17 @@ class Retaining:
                 yield step
 
     def _move_latest(self, saved: Step) -> None:
-        """Moves the file to a checkpoint, unless it names one that was saved later. A failure is logged once.
+        """Moves `LATEST` to a checkpoint, unless it names one that was saved later. Logs the first failure.
 
-        It is plain text for people and scripts. Restores read it as well: a listing of the folder may come from a
-        cache, so the checkpoint that it names is found even if the listing does not show it yet.
+        The file is plain text, for people and scripts. Restores read it, too: a listing of the folder may come from a
+        cache, and so may not show the newest checkpoint yet.
         """
         if saved.saved_at <= self._latest_at:
-            return  # a later one has arrived before it
+            return  # a later checkpoint has arrived first
         self._latest_at = saved.saved_at
         try:
             self._folder.put(LATEST, f"{saved.name}\n".encode(), sync=False)
-        except CheckpointError as error:  # such as a directory of that name, or a link to one
+        except CheckpointError as error:  # for example, a directory has that name
             if not self._has_failed:
                 logger.warning("no file says which checkpoint is the newest: %s", str(error))
             self._has_failed = True

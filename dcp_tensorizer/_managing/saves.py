@@ -1,4 +1,4 @@
-"""Runs the saves of a job one at a time, and the work after each commit."""
+"""Runs the saves of a job, one at a time, and the work after each commit."""
 
 from __future__ import annotations
 
@@ -41,26 +41,27 @@ _CLEAN_UP_SECONDS = 20.0
 
 
 class NewStep(NamedTuple):
-    """A step that is saved, or held in memory."""
+    """A step to be saved, or held in memory."""
 
     storage: Storage  # the checkpoint's directory
-    name: str  # of that directory
-    record: SaveRecord  # for the index
+    name: str  # the name of that directory
+    record: SaveRecord  # the record for the index
 
 
 @dataclass(slots=True)
 class _StepSave:
-    """One save."""
+    """The save of a step."""
 
     new: NewStep
-    began: float  # by the clock
-    future: Future[str] = field(default_factory=Future)  # done when it is committed, with its path
+    began: float
+    future: Future[str] = field(default_factory=Future)  # done when the save is committed; the path
     over: Future[None] = field(default_factory=Future)  # done when the work after the commit is done
-    saved: Step | None = None  # the checkpoint
-    files: WrittenFiles = field(default_factory=WrittenFiles)  # written by this rank
+    saved: Step | None = None  # the checkpoint, once it is committed
+    files: WrittenFiles = field(default_factory=WrittenFiles)  # the files that this rank has written
 
     def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()  # cannot be cancelled, because the other ranks save in any case
+        # The future cannot be cancelled, because the other ranks save in any case.
+        self.future.set_running_or_notify_cancel()
 
     @property
     def has_failed(self) -> bool:
@@ -72,26 +73,26 @@ class _Held(NamedTuple):
 
     new: NewStep
     staged: StagedStateDict | None  # None if the state could not be collected
-    refusal: StagingError | None  # why it could not
-    is_due: bool  # a save of it was due
+    refusal: StagingError | None  # why the state could not be collected
+    is_due: bool  # a save of the step was due
 
 
 class Saves:
     """The saves of one rank.
 
     Args:
-        writer: Writes all of them.
-        agreement: Of all ranks.
-        heartbeats: Of the ranks, on a group only for saves.
-        options: Of the job.
-        clock: Measures their times.
+        writer: Writes them.
+        agreement: Makes the decisions of all ranks.
+        heartbeats: Tells slow ranks from dead ones, on a group that only saves use.
+        options: The options of the job.
+        clock: Measures the times of saves.
         after: Called with each committed checkpoint, on a thread of its own.
-        exports: Exports some of them; None: none.
+        exports: Exports models; None if there are no exports.
 
     Attributes:
-        planner: Plans all of them.
-        failures: The failures in a row.
-        error: Of the last save, if it has failed and no call has raised it yet.
+        planner: Plans all saves.
+        failures: Counts the failures in a row.
+        error: The error of the last save, if no call has raised it yet.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Saves:
         self._writer = writer
         self.planner = SavePlanner()
         self._agreement = agreement
-        # A state that is kept in memory must be whole: it may be all that is left of it.
+        # A state that is kept in memory needs its replicas: it may be all that is left of the job.
         self._replicas = None if options.survive else Replicas(self.planner, agreement)
         self._heartbeats = heartbeats
         self._clock = clock
@@ -124,19 +125,19 @@ class Saves:
         self._following = threading.local()
 
     def warm_up(self, state: Mapping[str, Any], part: StatePart) -> None:
-        """Allocates the staging buffer before the first save. Optimizers must have their state."""
+        """Allocates the staging buffer before the first save. Optimizers must have their state by then."""
         if not self._is_warm:
             self._is_warm = True
-            with suppress(StagingError):  # the save will report it
+            with suppress(StagingError):  # the save will report the error
                 self._writer.prewarm(part.of(state))
 
     def start(
         self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged | None = None
     ) -> Future[str]:
-        """Stages a part of the state and starts its save; returns before that is over.
+        """Stages a part of the state, starts its save, and returns before the save is over.
 
-        An error of a ``state_dict`` is raised after the save has begun, because the other ranks would wait for this
-        one: there the save fails. ``on_staged`` as in `SaveDescription`.
+        If a ``state_dict`` raises an error, the save begins all the same, and fails on all ranks: otherwise the others
+        would wait for this one. Then the error is raised. ``on_staged`` as in `SaveDescription`.
         """
         since = self._clock.now()
         collected, error = _collected(state, part)
@@ -154,7 +155,7 @@ class Saves:
         on_staged: OnStaged | None = None,
         ties: Mapping[str, str] | None = None,
     ) -> Future[str]:
-        """Saves the collected state, or fails with ``refusal``, like the save on the other ranks."""
+        """Saves the collected state. With a ``refusal`` the save fails, on all ranks."""
         before, self._is_warm, self._held = self._last, True, None
         omitted = frozenset[str]()
         if self._replicas is not None:
@@ -179,7 +180,7 @@ class Saves:
     def _exporting(
         self, collected: Mapping[str, Any], on_staged: OnStaged | None, ties: Mapping[str, str] | None
     ) -> OnStaged | None:
-        """Waits for the last export, and keeps the state that is staged next for another one."""
+        """Waits for the last export, and lets the next staged state be kept for its export."""
         if self._exports is None:
             return on_staged
         self._wait_exported()
@@ -192,9 +193,9 @@ class Saves:
             self._exports.release_staged()
 
     def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
-        """Waits until the last export is published, which one rank does for all; notes an error on each rank.
+        """Waits until the last export is published. One rank publishes; with ``on_all_ranks`` all learn of an error.
 
-        With ``on_all_ranks`` every rank must call it. Otherwise only the rank that publishes learns of an error.
+        Then every rank must call it.
         """
         exports = self._exports
         if exports is None or not exports.publishes or self._is_in_callback:
@@ -213,7 +214,7 @@ class Saves:
     def hold(
         self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged, *, is_due: bool
     ) -> None:
-        """Stages a state that is only written if `write_held` is called; takes the arguments of `start`."""
+        """Stages a state, which is written only if `write_held` is called. The arguments are those of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
@@ -221,10 +222,10 @@ class Saves:
             on_staged(staged)
 
         self._wait_exported()
-        is_due = is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
+        is_due = is_due or (self._held is not None and self._held.is_due)  # this step takes the place of the held one
         collected, error = _collected(state, part)
         ties = {} if self._exports is None else ties_in(collected)
-        if error is not None:  # other ranks hold the step; if it is written, the save must fail on all of them
+        if error is not None:  # other ranks hold the step: if they write it, the save must fail on all ranks
             self._held = _Held(new, None, _refusal(error), is_due)
             raise error
         self._writer.saver.hold(collected, keep)
@@ -238,7 +239,7 @@ class Saves:
         if held.staged is not None:
             try:
                 held.staged.staged_save.wait_copied()
-                state = dict(held.staged)  # not by `items`, which ties it to a save
+                state = dict(held.staged)  # `dict` does not call `items`, which ties the state to a save
                 ties = held.staged.staged_save.ties
             except StagingError as error:
                 refusal = error
@@ -255,7 +256,7 @@ class Saves:
         return self._last is not None and not self._last.future.done()
 
     def check(self, failures: int) -> None:
-        """Raises `WriteError` after too many failures in a row: training would go on without checkpoints."""
+        """Raises `WriteError` after too many failures in a row, so that training does not go on without checkpoints."""
         self.failures.check(self._max_failures, failures)
 
     def is_last(self, step: int) -> bool:
@@ -274,20 +275,20 @@ class Saves:
         return self._last is not None and self._last.saved is not None
 
     def wait_committed(self) -> Step | None:
-        """The checkpoint of the last save when that is over; None if it failed, or there was none."""
+        """Waits for the last save. Returns its checkpoint, or None if it failed, or there was no save."""
         if self._last is None:
             return None
         self._last.future.exception()
         return self._last.saved
 
     def forget(self) -> None:
-        """Forgets the last save, which is over, because the job goes on from something else."""
+        """Forgets the last save, which is over, because the job does not go on from it."""
         self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:
         """Waits for the last save and the work after it.
 
-        A callback of a save's future only waits for the save, because the work after it follows the callbacks.
+        A callback of a save's future waits for the save alone, because the work after it follows the callbacks.
         """
         if self._last is not None:
             waited_for: Future[Any] = self._last.future if self._is_in_callback else self._last.over
@@ -295,7 +296,7 @@ class Saves:
 
     @property
     def _is_in_callback(self) -> bool:
-        """Returns whether a callback of a save's future asks."""
+        """Returns whether the caller is a callback of a save's future."""
         return getattr(self._following, "is_here", False)
 
     def raise_error(self) -> None:
@@ -312,7 +313,7 @@ class Saves:
             cause = unwrap(error)
             self._fail(save, self._heartbeats.error_of(cause, f"{save.new.storage.path} was not saved") or cause)
             if is_uncommitted(error):
-                with suppress(Hung):  # a disk does not answer: its thread is left alone
+                with suppress(Hung):  # the disk does not answer: the thread is left behind
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)
         else:
             save_id = "" if meta is None else meta.save_id or ""
@@ -323,11 +324,11 @@ class Saves:
             self._clock.saved(save.began)
             try:
                 save.future.set_result(save.new.storage.location)
-            except BaseException:  # raised by a callback; waiting threads have been told already
+            except BaseException:  # a callback has failed; waiting threads have been told already
                 logger.exception("a callback of the save of %s failed; the save did not", save.new.storage.path)
             if before is not None:
                 before.over.result()
-            with suppress(Exception):  # it has logged it
+            with suppress(Exception):  # the error has been logged
                 self._after(save.saved)
             if self._exports is not None and self._exports.is_due(save.new.record.step):
                 self.error = self._exports.run(save.saved)
@@ -351,10 +352,10 @@ def _refusal(error: BaseException | None) -> StagingError | None:
 
 
 def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
-    """Collects the state of ``Stateful`` values, as DCP does; returns also the error of one of them."""
+    """Collects the state dicts of ``Stateful`` values, as DCP does. Returns also the error if one of them failed."""
     try:
         return part.of(state), None
-    except (Exception, CheckpointException) as error:  # raised by a load inside; it does not derive from Exception
+    except (Exception, CheckpointException) as error:  # a load inside may raise CheckpointException, a BaseException
         return {}, error
 
 
@@ -364,8 +365,8 @@ def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any
 class Replicas:
     """Finds the tensors that a rank need not stage, because other ranks write them.
 
-    The planner decides only by the keys, shapes and shardings of all ranks. So while these are the same on each rank as
-    in the last save, each rank writes the same items again.
+    The planner decides by the keys, shapes and shardings of all ranks alone. So if these have not changed on any rank
+    since the last save, each rank writes the same items again.
     """
 
     def __init__(self, planner: SavePlanner, agreement: Agreement) -> None:
@@ -374,16 +375,16 @@ class Replicas:
         self._last: int | None = None
 
     def omitted(self, state: Mapping[str, Any] | None, *, follows: bool) -> frozenset[str]:
-        """The keys of the tensors that need not be staged. Every rank must ask before each save, after the last one.
+        """Returns the keys of the tensors that need not be staged. Every rank must call it before each save.
 
-        ``state`` is None if it could not be collected; ``follows``: the last save was committed. Raises `WriteError` if
+        ``state`` is None if it could not be collected. ``follows``: the last save is committed. Raises `WriteError` if
         a rank is gone.
         """
         if self._agreement.is_alone:
             return frozenset()
         current = None
         if state is not None:
-            with suppress(Exception):  # such as a tensor without a shape: staging reports it to all ranks
+            with suppress(Exception):  # for example a tensor without a shape: staging reports it to all ranks
                 current = fingerprint(state)
         is_same = follows and current is not None and current == self._last
         self._last = current

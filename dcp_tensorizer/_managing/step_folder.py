@@ -1,4 +1,4 @@
-"""Reads the checkpoints in a folder, by their own records instead of the times of files."""
+"""Reads the checkpoints in a folder. Their own records tell their order, not the times of files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._format.names import is_data_file_name, metadata_file_name
-from .._index.schema import Head, SaveRecord
+from .._index.schema import SaveRecord
 from .._loading.validate import kind_of_file, read_head
 from .._runtime.threads import in_threads
 from .._saving.commit import dead_files, remove
@@ -21,15 +21,15 @@ from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, de
 
 # --- branches: a job that goes back to an earlier checkpoint begins one -----------------------------------------------
 #
-# A branch is identified by its whole history: the name of each branch on the way, and the step at which it left the one
-# before. So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
+# A branch is its whole history: the name of each branch on the way, and the step at which it left the one before. So
+# checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
 
 Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
 
 
 def leave(at: Step | None) -> Branch:
-    """A new branch, which begins at a checkpoint, or with nothing."""
+    """Makes a new branch, which begins at a checkpoint, or without one."""
     name = uuid.uuid4().hex
     return ((name, 0),) if at is None else (*at.branch, (name, at.number))
 
@@ -51,7 +51,7 @@ def members(steps: Iterable[Step], branch: Branch) -> list[Step]:
 def current_branch(steps: Sequence[Step]) -> Branch | None:
     """The branch of the job's last save; None if there are no checkpoints.
 
-    A branch that the job has left is not considered, whatever the clocks say.
+    Branches that the job has left do not count, even if clocks say that they are newer.
     """
     left = {name for saved in steps for name, _ in saved.branch[:-1]}
     ends = [saved for saved in steps if saved.branch[-1][0] not in left]
@@ -63,7 +63,7 @@ LATEST = "latest"
 """The file that names the directory of the newest checkpoint."""
 _MAX_NAME = 1024
 
-# Suffixes of other packages' checkpoint files. Other unknown files may be logs and settings.
+# The suffixes of other packages' checkpoint files. Files with other suffixes may be logs and settings.
 _FOREIGN_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".tensors", ".tensorizer")
 
 
@@ -75,10 +75,10 @@ class Step:
         number: The step.
         name: The name of its directory.
         save_id: The id of its save; empty if unknown.
-        saved_at: In nanoseconds since the epoch; 0 if unknown.
-        record: The manager's record in its index; None if it was saved without a manager, or cannot be read. Its step
-            is another one if the directory was renamed or copied.
-        problem: Why it cannot be read as one of this package; empty if it can.
+        saved_at: The time of its save, in nanoseconds since the epoch; 0 if unknown.
+        record: The manager's record in its index; None if it was saved without a manager, or cannot be read. If the
+            directory was renamed or copied, the record has another step.
+        problem: Why it cannot be read as a checkpoint of this package; empty if it can.
     """
 
     number: int
@@ -90,7 +90,7 @@ class Step:
 
     @property
     def branch(self) -> Branch:
-        """Its branch."""
+        """The branch of the checkpoint."""
         return TRUNK if self.record is None else self.record.branch or TRUNK
 
     @property
@@ -100,11 +100,12 @@ class Step:
 
 
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
-    """The committed checkpoints in a folder, lowest step first. One request for each, for the folder, and for `LATEST`.
+    """Reads the committed checkpoints in a folder, lowest step first.
 
-    A listing may come from a cache, so the checkpoint that `LATEST` names counts even if it is not listed. Directories
-    that were replaced by links count, too. Unreadable checkpoints say why. Raises `MetadataError` if two directories
-    are of one step, and `ReadError` if the folder cannot be listed.
+    It takes one request for each checkpoint, one for the folder and one for `LATEST`. A listing may come from a cache,
+    so the checkpoint that `LATEST` names counts even if it is not listed. Links to directories count, too. Unreadable
+    checkpoints have a ``problem``. Raises `MetadataError` if two directories are of one step, and `ReadError` if the
+    folder cannot be listed.
     """
     try:
         found = {*folder.listing()[1], *folder.linked_directories()}
@@ -128,12 +129,13 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
 
 
 def _newest(folder: Storage) -> str:
-    """The name in `LATEST`; empty if there is none. A name without a newline is incomplete: the size came from a
-    cache.
+    """The name in `LATEST`; empty if there is none, or it is incomplete.
+
+    A cache may give an old size. Then the name's end is missing, and so is its newline.
     """
     try:
         name = (folder.read(LATEST, _MAX_NAME) or b"").decode()
-    except (CheckpointError, UnicodeDecodeError):  # such as a directory of that name
+    except (CheckpointError, UnicodeDecodeError):  # for example, a directory has that name
         return ""
     return name[:-1] if name.endswith("\n") and not {"/", "\\", "\0"} & set(name) else ""
 
@@ -144,21 +146,17 @@ def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:
         head = read_head(folder.child(name))
     except (MetadataError, ReadError) as error:
         return Step(number, name, problem=str(error))
-    return None if head is None else step_of(number, name, head)
-
-
-def step_of(number: int, name: str, head: Head) -> Step:
-    """A checkpoint whose head has been read. The directory's name decides on its number."""
+    if head is None:
+        return None
     save_id = head.save_id if isinstance(head.save_id, str) else ""
     return Step(number, name, save_id, head.saved_at, head.record)
 
 
 def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:
-    """Looks for other contents of a folder where `read_steps` found no checkpoint, by one request for it and each
-    directory.
+    """Looks for other contents of a folder in which `read_steps` found no checkpoint.
 
-    Returns the names of directories and files that look like checkpoints, and of directories of steps that have data
-    without metadata. Raises `ReadError`.
+    Returns the names of directories and files that look like checkpoints, and of steps' directories that have data
+    without metadata. It takes one request for the folder and for each directory. Raises `ReadError`.
     """
     try:
         files, folders = folder.listing()
@@ -167,7 +165,7 @@ def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:
         return [], []
     unknown, lost = list[str](), list[str]()
     for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
-        is_step = names.step_in(name) is not None  # data alone is not a checkpoint: dead saves leave it
+        is_step = names.step_in(name) is not None  # in its directory, data alone is what a dead save has left
         if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
             unknown.append(name)
         elif is_step and any(map(is_data_file_name, inside)):
@@ -189,11 +187,11 @@ def _is_of_checkpoint(name: str) -> bool:
 
 # --- the names of steps' directories ----------------------------------------------------------------------------------
 
-_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # some of them reveal other bases, commas and exponents
+_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # these reveal other bases, commas and exponents
 
 
 class StepNames:
-    """Names such as ``step-20``, recognised by their number: ``step-000020`` is the same step.
+    """Names of steps' directories, such as ``step-20``. The number counts: ``step-000020`` is the same step.
 
     ``template`` is the name with ``{}`` for the number; ``{:06}`` pads it. ``shown`` has ``N`` instead of the number.
     Raises `TypeError` unless it is a string, and `ValueError` unless it has one place for a number and can name a
@@ -225,20 +223,20 @@ class StepNames:
         return self.template.format(step)
 
     def step_in(self, name: str) -> int | None:
-        """The step whose directory has a name; None for other names."""
+        """The step whose directory has this name; None for other names."""
         match = self._pattern.fullmatch(name)
         return None if match is None else int(match[1])
 
 
-# --- what dead saves have left ----------------------------------------------------------------------------------------
+# --- files of dead saves ----------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("dcp_tensorizer")
 
 
 def clean_up(folder: Storage, names: StepNames) -> list[str]:
-    """Removes the files of dead saves in directories of steps, if that is proven; see `commit.dead_files`.
+    """Removes files in steps' directories that are proven to be of dead saves; see `commit.dead_files`.
 
-    Returns the directories that had some.
+    Returns the names of the directories that had some.
     """
     cleaned: list[str] = []
     if not folder.locks_are_visible:
@@ -249,7 +247,7 @@ def clean_up(folder: Storage, names: StepNames) -> list[str]:
             if names.step_in(name) is not None and _clean_up_step(folder.child(name)):
                 cleaned.append(name)
     except NotCommitted:
-        pass  # no directory, such as before the first save
+        pass  # there is no folder before the first save
     except (CheckpointError, OSError) as error:
         logger.info("%s: files of dead saves are not removed: %s", folder.path, describe(error))
     return cleaned
@@ -257,7 +255,7 @@ def clean_up(folder: Storage, names: StepNames) -> list[str]:
 
 def _clean_up_step(storage: Storage) -> bool:
     if storage.head(metadata_file_name()) is not None:
-        return False  # the next save there cleans up
+        return False  # the next save to this directory cleans up
     with storage.lock_directory() as lock:
         if not lock.is_exclusive:
             return False

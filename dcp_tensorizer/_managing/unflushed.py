@@ -1,6 +1,6 @@
-"""Finds saves of a dead job in local folders: which node has them, and whether they can be loaded.
+"""Deals with saves that a dead job has left in local folders: they are flushed, loaded from there, or given up.
 
-Each rank sees only the local folder of its own node. So ranks tell each other what they have.
+Each rank sees only the local folder of its own node. So the ranks tell each other which saves they have.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _CLAIM_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-_ASK_SECONDS = 5.0  # between two agreements, so that none takes longer than the group's timeout
+_ASK_SECONDS = 5.0  # the pause between two agreements, so that none takes longer than the group's timeout
 
 
 class UnflushedPart(NamedTuple):
-    """A record of a save that is not on the remote yet."""
+    """A rank's part of a save that is not on the remote yet."""
 
     record: FlushRecord
-    is_confirmed: bool = False  # on another rank: the save is known to be committed
+    is_confirmed: bool = False  # the rank knows that the save is committed, but another rank has the commit
     is_alive: bool = False  # the writer that saved it is alive
 
     @property
     def committed(self) -> Mapping[str, int] | None:
-        """The files of all ranks, on the rank that commits; None on others."""
+        """The files of all ranks, on the rank that commits; None on other ranks."""
         return None if self.record.commit is None else self.record.commit.files
 
 
 class Left(NamedTuple):
-    """The saves in a rank's local folder."""
+    """The saves in a rank's local folder that are not on the remote yet."""
 
-    held: set[str]  # the existing files
-    parts: list[UnflushedPart]  # not on the remote yet
-    can_list: bool  # whether the rank can list its folder
+    held: set[str]  # their existing files
+    parts: list[UnflushedPart]
+    can_list: bool  # the rank can list its folder
 
 
 class _Loss(NamedTuple):
     """A save that will not get to the remote."""
 
     place: str
-    files: set[str]  # as far as they are known
+    files: set[str]  # the files that are known
     reason: str
-    is_known: bool  # it is known to have been committed
+    is_known: bool  # the save is known to have been committed
 
 
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
-    """Lets the flush go on with saves of an earlier job, and waits for it if they can only be loaded from the remote.
+    """Lets the flush go on with saves of an earlier job. Waits for it if they can only be loaded from the remote.
 
-    If all ranks see one local folder, they are loaded from there. Saves of a lost node are given up, with an error in
-    each rank's log, and their files on the remote are removed. Every rank calls it. Returns the ids of these saves, the
-    same on all ranks. Raises `WriteError` if a rank is gone.
+    If each rank has all files of a save in its local folder, it is loaded from there. Saves of a lost node are given
+    up: each rank logs an error, and their files on the remote are removed. Every rank calls it. Returns the ids of the
+    saves that were given up, the same on all ranks. Raises `WriteError` if a rank is gone.
     """
     if flushing is None:
         return set()
@@ -72,7 +72,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
     everybody = agreement.gathered(Left(held, parts, can_list))
     losses = list[_Loss]()
-    if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush decides in its time
+    if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush gives them up later
         losses = agreement.decided(lambda: _losses(flushing, _suspects(everybody)))
     for loss in losses:
         _give_up(flushing, own, loss)
@@ -80,7 +80,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     is_far = any(
         part.committed is not None and not part.committed.keys() <= held for left in everybody for part in left.parts
     )
-    (must_wait,) = agreement.largest(int(is_far))  # by then all have given up the lost ones
+    (must_wait,) = agreement.largest(int(is_far))  # then all ranks have given up the lost saves
     for loss in losses:
         if agreement.is_first:
             _clear(flushing, loss)
@@ -96,7 +96,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
 
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
-    """The existing files of a record. Files that cannot be read count, because the flush tries again for a while."""
+    """The existing files of a record. Files that cannot be read count, too: the flush tries them again for a while."""
     local, whole = LocalStorage(flushing.target.folder(record.place)), set[str]()
     for name, nbytes in record.files.items():
         try:
@@ -109,10 +109,10 @@ def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
 
 
 def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[str]]]:
-    """The saves that seem to be lost: the known parts of each, and the files that nobody has.
+    """The saves that seem to be lost: the known parts of each, and the files that no rank has.
 
-    Either files of a commit are on no node of this job, or no node has the commit of some parts. Saves of a living
-    writer do not count: a job may load what another one saves.
+    Either no node of this job has some files of a commit, or none has the commit of some parts. Saves of a living
+    writer do not count, because a job may load the saves of another one.
     """
     held = set[str]().union(*(left.held for left in everybody))
     parts = [part for left in everybody for part in left.parts]
@@ -131,7 +131,7 @@ def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[
 
 
 def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], set[str]]]) -> list[_Loss]:
-    """The suspects that are not on the remote either. If the remote cannot be read, they are waited for."""
+    """The suspects that are not on the remote either. While the remote cannot be read, none counts as lost."""
     losses = []
     for parts, missing in suspects:
         place, commit = parts[0].record.place, parts[0].committed
@@ -145,7 +145,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
                 continue
             files = {name for part in parts for name in part.record.files}
             if files & named_files(remote, metadata_file_name()):
-                continue  # it has arrived, which the local record does not show yet
+                continue  # it is on the remote, but the local record does not say so yet
         except CheckpointError as error:
             logger.warning("%s/%s cannot be read: %s", flushing.target.name, place, str(error))
             continue
@@ -171,13 +171,15 @@ def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, re
     deadline = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < deadline:
         now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)
-        if now is None:  # another rank of this node has done it
+        if now is None:  # another rank of this node has given it up
             return
         with flushing.queue.claimed(now) as is_free:
             if is_free:
                 try:
                     flushing.queue.give_up(now, record, reason, TOLD)
-                except CheckpointError as error:  # the flush gives it up later; the other ranks wait for this one
+                except (
+                    CheckpointError
+                ) as error:  # not raised, because the other ranks wait; the flush gives it up later
                     logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
                     return
                 drop(flushing.queue, now._replace(state=TOLD), record)
@@ -186,7 +188,7 @@ def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, re
 
 
 def _clear(flushing: Flushing, loss: _Loss) -> None:
-    """Removes a lost save from the remote: also files that a lost node has sent, which have its id in their names."""
+    """Removes a lost save from the remote, with files of lost nodes: all have the save's id in their names."""
     with suppress(CheckpointError, OSError):
         remote = flushing.target.open(loss.place)
         ids, found = {save_id_in(name) for name in loss.files}, set[str]()
@@ -197,11 +199,10 @@ def _clear(flushing: Flushing, loss: _Loss) -> None:
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:
-    """Waits until no rank has anything to commit on the remote, or until nothing has made progress anywhere for the
-    timeout.
-    """
+    """Waits until no rank has a save to flush, or until no flush has made progress for the timeout."""
     logger.info(
-        "%s: waiting for what the job before has left in local folders, which no node has as a whole",
+        "%s: waiting for the flush of saves that the job before has left in local folders: no node has all of their "
+        "files",
         flushing.target.name,
     )
     patience, before = flushing.target.patience(), flushing.progress()

@@ -37,22 +37,22 @@ from ..errors import WriteError
 from .protocol import Extent, Keep, KeptContent, KeptHead
 from .replicas import RemotePart
 
-_SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
-_STREAMS = 4  # at once from other hosts, where there are fewer cores
+_SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
+_STREAMS = 4  # the fewest parallel reads from other hosts, however few cores this one has
 
 
 class KeptCheckpoint(Storage):
     """The kept states of ranks, as a checkpoint's directory. Nothing is written there.
 
     Args:
-        path: For messages.
-        states: Of the ranks, each with its buffer, here or on another host, which is closed here. If several of them
-            have an item, the last one's is loaded: the loading rank comes last.
+        path: The checkpoint's name in messages.
+        states: The states of the ranks, each with its buffer on this host or another one. `close` closes the buffers.
+            If several states have an item, the last of them is loaded: put that of the loading rank last.
 
     Attributes:
-        save_id: Of the state.
+        save_id: The id of the save.
         is_whole: The states of all ranks are there.
-        places: Where the part of each rank is, for messages.
+        places: The place of each rank's part, for messages.
 
     Raises:
         CheckpointError: an item cannot be described; names its key.
@@ -68,7 +68,10 @@ class KeptCheckpoint(Storage):
         self.reads = ReadTuning(max_threads=threads, min_threads=threads, slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
         self._buffers = {
-            _names(content.state.head)[0]: _reader(buffer, content.state.nbytes) for content, buffer in states
+            _names(content.state.head)[0]: buffer
+            if isinstance(buffer, RemotePart)
+            else _Buffer(buffer, content.state.nbytes)
+            for content, buffer in states
         }
         indexes = [_index(content.state) for content, _ in states]
         meta = StorageMeta(save_id=self.save_id)
@@ -80,19 +83,19 @@ class KeptCheckpoint(Storage):
         self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
 
     def part_in(self, words: str) -> int | None:
-        """The rank whose part an error is about, which names the file; None if that is not known."""
+        """The rank whose file an error message names; None if it names none."""
         ranks = (
             data_file_rank(name) for name in self._files | self._buffers if is_data_file_name(name) and name in words
         )
         return next(ranks, None)
 
     def close(self) -> None:
-        """Lets go of the memory: nothing is read any more."""
+        """Closes the buffers: nothing is read any more."""
         for buffer in self._buffers.values():
             buffer.let_go()
 
     def _add(self, content: KeptContent, index: Metadata) -> RankPlaces:
-        """Adds a rank's state; returns where everything is."""
+        """Adds a rank's state; returns the places of its items."""
         state, head = content.state, content.state.head
         names = _names(head)
         self._files[names[1]] = memoryview(state.inline)
@@ -135,15 +138,8 @@ class KeptCheckpoint(Storage):
         raise OSError(f"{self.path} cannot be written to")
 
 
-def _reader(buffer: Descriptor | RemotePart, nbytes: int) -> _Buffer | RemotePart:
-    return buffer if isinstance(buffer, RemotePart) else _Buffer(buffer, nbytes)
-
-
 class _Buffer(RangeReader):
-    """A staging buffer of another process.
-
-    It is read as a file, because mapping it takes as long as copying it.
-    """
+    """The staging buffer of another process, read as a file: mapping it takes as long as copying it."""
 
     def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
         self._descriptor = descriptor
@@ -153,7 +149,7 @@ class _Buffer(RangeReader):
         read_into(self._descriptor.number, buffers, offset)
 
     def let_go(self) -> None:
-        """Closes it for good; after `close` it can be opened again."""
+        """Closes the descriptor for good. `close` does not: a checkpoint's file may be opened again."""
         self._descriptor.close()
 
 
@@ -164,17 +160,17 @@ def _names(head: KeptHead) -> list[str]:
 
 # --- the description of a kept state ----------------------------------------------------------------------------------
 #
-# An index, as a checkpoint's, of this rank's part. Keepers pass it on without decoding it. They take the digests, which
-# are zeros in it.
+# It is an index of one rank's part, as a checkpoint has one of all parts. Keepers pass it on without decoding it. Its
+# digests are zeros: keepers take the real ones later, and send them beside it.
 
 
 def description_of(
     head: KeptHead, items: Iterable[tuple[WriteItem, StoredItem]], planner_data: object, nbytes: int, inline_nbytes: int
 ) -> bytes:
-    """The description of a state, whose buffer has ``nbytes`` bytes, and ``inline_nbytes`` are elsewhere.
+    """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes beside it.
 
-    ``items`` are those of the plan, each with its `kept_place`. Raises `CheckpointError`, naming the key, if one cannot
-    be described.
+    ``items`` are those of the plan, each with its `kept_place`. Raises `CheckpointError`, naming the key, if an item
+    cannot be described.
     """
     names = _names(head)
     entries: dict[str, Any] = {}
@@ -192,7 +188,7 @@ def description_of(
 
 
 def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
-    """The location of an item, in the buffer's file or the other one; ``extent`` is None if it has no bytes."""
+    """The location of an item in the files of a state; ``extent`` is None if the item has no bytes."""
     if extent is None:
         return StoredItem.empty(dtype, kind)
     is_inline, offset, nbytes = extent
@@ -202,13 +198,13 @@ def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent 
 
 
 def _index(state: Keep) -> Metadata:
-    """The description, decoded; raises `MetadataError` if it makes no sense."""
+    """Decodes the description; raises `MetadataError` if it makes no sense."""
     path = f"the description of rank {state.head.rank}"
     return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()
 
 
 def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
-    """Adds what a rank has to the metadata of the state dict. Ranks may have the same chunks."""
+    """Adds a rank's entries to the metadata of the state dict. Ranks may have the same chunks."""
     for key, entry in entries.items():
         tensor = known.setdefault(key, entry)
         if tensor is not entry and isinstance(entry, TensorStorageMetadata):
@@ -216,7 +212,7 @@ def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
 
 
 def _merged(indexes: Sequence[Metadata]) -> Any:
-    """The paths of keys of all ranks, merged as torch's planner does; None if planners have something else."""
+    """Merges the ranks' paths of keys, as torch's planner does. None if a planner has other data."""
     if not all(isinstance(index.planner_data, dict) for index in indexes):
         return None
     return {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}

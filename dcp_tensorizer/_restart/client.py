@@ -1,4 +1,4 @@
-"""`KeeperProcess`: the trainer's side of its keeper; `Visit`: a successor's side of one that has lost its trainer."""
+"""Two clients of a keeper: `KeeperProcess` of its trainer, and `KeeperConnection` of a successor of that trainer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from .._staging.shared_memory import SharedBuffer
 
 
-_ANSWER_SECONDS = 60.0  # it answers in a millisecond, where it has a core
-_DIGEST_SECONDS = 660.0  # a little more than it waits itself
+_ANSWER_SECONDS = 60.0  # a keeper answers in a millisecond if it gets a core
+_DIGEST_SECONDS = 660.0  # a little longer than the keeper itself waits for digests
 
 
 class KeeperDied(WriteError):
@@ -46,30 +46,37 @@ class KeeperDied(WriteError):
 
 
 class KeeperProcess(ChildProcess):
-    """A keeper, started at once, and the staging buffers whose states it keeps. It outlives this process.
+    """A keeper, and the staging buffers whose states it keeps. It starts at once, and outlives this process.
 
-    A keeper that refuses a request is ended, and its buffers are free: it must not have buffers that are overwritten.
-    ``seconds`` is how long it waits for a successor when this process is gone and has left no state; see `Keep`.
-    ``kept`` are the buffers of the states that it keeps, by the states' ids, each with ``is_kept`` set. ``loss`` says
-    why they were lost; it is empty if they were not.
+    A keeper that does not answer is ended, because its buffers are about to be overwritten. Then they are free.
+
+    Args:
+        job: The name of the job in the names of sockets.
+        run: The run of the job.
+        seconds: How long the keeper waits for a successor if this process leaves no state. States have their own time
+            (`Keep`).
+
+    Attributes:
+        kept: The buffers of the kept states, by the states' ids. Each has ``is_kept`` set.
+        loss: Why the states were lost; empty if they were not.
     """
 
     def __init__(self, job: str, run: str, seconds: float) -> None:
         self.kept: dict[str, SharedBuffer] = {}
         self.loss = ""
-        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last one, with its digests
+        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last state, with its digests
         try:
             self._path = socket_path(runtime_directory(), job)
             arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
-            # A launcher kills the trainer's process group.
+            # A session of its own, because a launcher kills the trainer's process group.
             super().__init__("the keeper", f"{__package__}.keeper", arguments, own_session=True)
         except OSError as error:
             raise WriteError(f"states cannot be kept in memory: {error.strerror or error}") from error
 
     def keep(self, state: Keep, buffer: SharedBuffer) -> None:
-        """Lets the keeper keep a state. Its buffer is not written to until it is forgotten, or the keeper is lost.
+        """Lets the keeper keep a state. Nothing writes to the buffer until the state is forgotten or lost.
 
-        Raises `WriteError` if it does not keep this one, and `KeeperDied` if it no longer keeps anything.
+        Raises `WriteError` if the keeper refuses this state, and `KeeperDied` if all its states are lost.
         """
         state_id = state.head.id
         self.kept[state_id], buffer.is_kept = buffer, True
@@ -83,19 +90,19 @@ class KeeperProcess(ChildProcess):
         self._tell_digests(state_id)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """Takes the digests of a state that a save has written, before it is kept or later; see `WrittenDigests`.
+        """Passes on the digests of a state that a save has written; the state may be kept only later.
 
-        It returns at once: a keeper that is stopped must not hold up a commit.
+        Returns at once: a keeper that is stopped must not hold up a commit.
         """
         self._written = state_id, known
         if state_id in self.kept:
             self._tell_digests(state_id)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
-        """Lets the keeper forget some of the states that it keeps: their buffers are free, even if this fails.
+        """Lets the keeper forget states. Their buffers are free, even if this fails.
 
-        ``but_copied``: the one that was copied last stays, whole or under way. Raises `WriteError` if the keeper does
-        not answer; it is then ended, and keeps nothing.
+        ``but_copied``: the state whose copy is under way, or was made last, stays. Raises `WriteError` if the keeper
+        does not answer. Then the keeper is ended, and keeps nothing.
         """
         forgotten = [state_id for state_id in ids if state_id in self.kept]
         if not forgotten:
@@ -108,17 +115,17 @@ class KeeperProcess(ChildProcess):
         self._release(answer if isinstance(answer, tuple) else forgotten)
 
     def open_to_peers(self, host: str, secret: bytes) -> Address:
-        """Lets the keepers of other hosts reach it, at an address of this host; raises `WriteError`."""
+        """Lets the keepers of other hosts reach this one, at an address of this host; raises `WriteError`."""
         answer = self._ask(OpenToPeers(host, secret))
         assert isinstance(answer, Address)
         return answer
 
     def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
-        """Lets the keeper begin to copy a state to another one, see `Copy`; raises `WriteError`."""
+        """Lets the keeper begin to copy a state to a keeper on another host (`Copy`); raises `WriteError`."""
         self._ask(Copy(state_id, to, rate, keep))
 
     def drop_copies(self) -> None:
-        """Lets the other keeper forget what it has of this rank; raises `WriteError`."""
+        """Lets the keeper on the other host forget its copies of this rank's states; raises `WriteError`."""
         self._ask(Plain.DROP_COPIES)
 
     def copy_status(self) -> CopyStatus:
@@ -177,7 +184,7 @@ class KeeperProcess(ChildProcess):
         if written == state_id:
 
             def tell() -> None:
-                with suppress(WriteError):  # a busy keeper takes the digests itself; whoever needs it sees a ``loss``
+                with suppress(WriteError):  # a busy keeper takes the digests itself, and ``loss`` tells of a lost one
                     self._ask(WrittenDigests(state_id, known))
 
             in_background(tell, name="digests", daemon=True)
@@ -200,10 +207,10 @@ class KeeperProcess(ChildProcess):
         return answer
 
 
-class Visit:
-    """A connection to a keeper of a job that ran before. ``found`` are its states at the last look.
+class KeeperConnection:
+    """A connection to a keeper of a job that ran before. ``found`` has the states that the keeper listed last.
 
-    Raises `EOFError` or `OSError` if it has ended.
+    Raises `EOFError` or `OSError` if the keeper has ended.
     """
 
     found: Found
@@ -211,28 +218,25 @@ class Visit:
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
         try:
-            self._channel.send(Plain.LOOK)  # it fits into the socket, so this does not block
+            self._channel.send(Plain.LOOK)  # does not block: the message fits into the socket's buffer
         except BaseException:
             self._channel.close()
             raise
 
     def look(self, timeout: float) -> None:
-        """Takes the answer to the first look; raises `TimeoutError` if there is none in time.
+        """Waits for the keeper's first list of states; raises `TimeoutError` if it does not come in time.
 
-        Any other exception means that it has ended, or is of another version and not understood.
+        Any other exception means that the keeper has ended, or is of another version.
         """
         self.found = _found(self._channel.answer(timeout)[0])
 
     def claim(self, run: str) -> bool:
-        """Makes the keeper wait for this run of a job alone, as long as this connection is open.
-
-        Returns whether it does.
-        """
+        """Reserves the keeper for this run of a job, as long as this connection is open; returns whether it agrees."""
         answer, _ = self._ask(ClaimRequest(run))
-        holds = isinstance(answer, Done)
-        if holds:  # it may have received a last state since
+        is_claimed = isinstance(answer, Done)
+        if is_claimed:  # its trainer may have kept a last state meanwhile
             self.found = _found(self._ask(Plain.LOOK)[0])
-        return holds
+        return is_claimed
 
     def forget_all_but(self, state_id: str) -> None:
         """Lets the keeper forget all other states. A keeper that has ended has forgotten them."""
@@ -240,7 +244,7 @@ class Visit:
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
     def take(self, state_id: str, rank: int) -> tuple[KeptContent, Descriptor]:
-        """A rank's part of a state, and its buffer; raises `ReadError` if it is no longer there."""
+        """Returns a rank's part of a state, and its buffer; raises `ReadError` if the keeper no longer has it."""
         answer, fds = self._ask(Take(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, KeptContent):
             why = answer.message if isinstance(answer, Failed) else "it gave no answer"
@@ -254,7 +258,7 @@ class Visit:
         self.close()
 
     def close(self) -> None:
-        """Leaves the keeper as it is."""
+        """Closes the connection, and leaves the keeper as it is."""
         self._channel.close()
 
     def _ask(self, request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[Answer, list[int]]:
@@ -264,31 +268,31 @@ class Visit:
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error
 
 
-def visits(job: str, timeout: float) -> tuple[list[Visit], list[Path]]:
+def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection], list[Path]]:
     """Connects to all keepers of a job on this machine, including its own; ``timeout`` is for all answers together.
 
-    Returns the connections, and the sockets of keepers that do not answer: they are stopped.
+    Returns the connections, and the sockets of the keepers that do not answer because they are stopped.
     """
-    asked, found, silent = dict[Path, Visit](), list[Visit](), list[Path]()
+    asked, found, silent = dict[Path, KeeperConnection](), list[KeeperConnection](), list[Path]()
     for path in _sockets(job):
         try:
             connection = connect(path)
             if connection is not None:
-                asked[path] = Visit(connection)
+                asked[path] = KeeperConnection(connection)
         except TimeoutError:
             silent.append(path)
         except (EOFError, OSError):  # it has just ended
             pass
     deadline = Deadline(timeout)
-    for path, visit in asked.items():
+    for path, keeper in asked.items():
         try:
-            visit.look(deadline.within(timeout))
+            keeper.look(deadline.within(timeout))
         except Exception as error:
-            visit.close()
+            keeper.close()
             if isinstance(error, TimeoutError):
                 silent.append(path)
         else:
-            found.append(visit)
+            found.append(keeper)
     return found, silent
 
 

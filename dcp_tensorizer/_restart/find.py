@@ -1,7 +1,7 @@
-"""States whose trainers are gone: the keepers on this machine that have them, and what a rank can load of them.
+"""Finds states whose trainers are gone: which keepers have them, and which of them a rank can load.
 
-Each rank decides for itself, because one may read a checkpoint alone. The decision depends only on the memory of its
-machine, so that the ranks of a machine decide alike. Machines that differ are noticed when plans are compared.
+Each rank decides for itself, because a rank may read a checkpoint alone. The decision depends only on the memory of its
+machine, so all ranks of a machine decide alike. If machines decide differently, the comparison of their plans fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .._storage.base import Storage
 from .._storage.open import absolute_path
 from ..errors import CheckpointError, ReadError, describe
 from .checkpoint import KeptCheckpoint
-from .client import Visit, visits
+from .client import KeeperConnection, connect_to_keepers
 from .peers import this_host
 from .protocol import KeptContent, KeptHead
 from .replicas import RemotePart
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOOK_SECONDS = 5.0  # a keeper answers in a millisecond, where it has a core
-_DEATH_SECONDS = 5.0  # until a keeper has seen that its trainer is gone
-_CLAIM_SECONDS = 0.05  # between two tries
+_LOOK_SECONDS = 5.0  # a keeper answers in a millisecond if it gets a core
+_DEATH_SECONDS = 5.0  # the time that a keeper gets to see that its trainer is gone
+_CLAIM_SECONDS = 0.05  # the pause between two claims
 
 
 @dataclass(frozen=True)
 class KeptInfo:
-    """A save whose trainer is gone, and whose state is in this machine's memory.
+    """A save whose trainer is gone, and whose state is still in memory.
 
     Attributes:
         path: Where it was being saved.
-        save_id: Of the save.
+        save_id: The id of the save.
         started: When the save began, in UTC.
         world_size: How many ranks saved.
-        ranks: Those whose state is in memory, on this machine or those of the process group.
+        ranks: The ranks whose state is in memory, on this machine or on those of the process group.
     """
 
     path: str
@@ -63,7 +63,7 @@ class KeptInfo:
 
 @dataclass(frozen=True)
 class KeptParts:
-    """A state in this machine's memory: the head of each rank's part that is here."""
+    """A state in memory: the head of each rank's part."""
 
     by_rank: dict[int, KeptHead]
 
@@ -77,33 +77,33 @@ class KeptParts:
         return len(self.by_rank) == self.head.world_size
 
     def serves(self, ranks: Collection[int], world_size: int) -> bool:
-        """Returns whether these ranks can load it from this machine's memory: all of it, or each its own part."""
+        """Returns whether these ranks can load the state from these parts: the whole state, or each its own part."""
         return self.is_whole or (self.head.world_size == world_size and self.by_rank.keys() >= set(ranks))
 
 
 class Predecessors:
-    """The keepers of earlier trainers on this machine; ``nbytes`` is the size of the buffer that was loaded from."""
+    """The keepers of earlier trainers on this machine. ``nbytes`` is the size of the buffer that `open` has opened."""
 
-    def __init__(self, visits: Sequence[Visit] = ()) -> None:
+    def __init__(self, keepers: Sequence[KeeperConnection] = ()) -> None:
         self.nbytes = 0
-        self._visits = list(visits)
+        self._keepers = list(keepers)
 
     def __bool__(self) -> bool:
-        return bool(self._visits)
+        return bool(self._keepers)
 
     def claim(self, run: str) -> str:
-        """Reserves the keepers for a run of the job; returns why one refuses, because another run is alive."""
+        """Reserves the keepers for a run of the job. Returns why one refuses: another run is alive; otherwise empty."""
         deadline = time.monotonic() + _DEATH_SECONDS
-        for visit in self._visits:
+        for keeper in self._keepers:
             while True:
                 try:
-                    if visit.claim(run):
+                    if keeper.claim(run):
                         break
                 except ReadError:  # it has just ended
                     break
                 if time.monotonic() > deadline:
                     return (
-                        f"another run of this job is alive (its trainer is process {visit.found.trainer} on "
+                        f"another run of this job is alive (its trainer is process {keeper.found.trainer} on "
                         f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
                         f"replace each other's checkpoints"
                     )
@@ -111,7 +111,7 @@ class Predecessors:
         return ""
 
     def states(self, wanted: Callable[[KeptHead], bool] = lambda head: True) -> list[KeptParts]:
-        """The wanted states. A save's state is wanted only if the folder is still the one that it went to."""
+        """The wanted states. A state whose folder has been replaced by another one is left out."""
         states: dict[str, dict[int, KeptHead]] = {}
         for head in self.heads:
             if wanted(head) and _is_there(head):
@@ -120,13 +120,14 @@ class Predecessors:
 
     @property
     def held(self) -> list[Held]:
-        """All that these keepers have and give to other hosts."""
-        return [Held(v.found.address, v.found.heads) for v in self._visits if v.found.address is not None]
+        """The parts that these keepers give to other hosts."""
+        found = [keeper.found for keeper in self._keepers]
+        return [Held(of_keeper.address, of_keeper.heads) for of_keeper in found if of_keeper.address is not None]
 
     @property
     def heads(self) -> list[KeptHead]:
-        """The heads of all that these keepers have."""
-        return [head for visit in self._visits for head in visit.found.heads]
+        """The heads of all parts that these keepers have."""
+        return [head for keeper in self._keepers for head in keeper.found.heads]
 
     def open(
         self,
@@ -136,18 +137,17 @@ class Predecessors:
         elsewhere: Mapping[int, Sequence[Address]] = MappingProxyType({}),
         damaged: Collection[tuple[int, str]] = (),
     ) -> KeptCheckpoint:
-        """A state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
+        """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
-        ``elsewhere`` has parts to read from other hosts, by rank, with the places where they are. ``damaged`` are parts
-        that are not used: their rank and place. Raises `ReadError` if nobody has the state any more, or it cannot be
-        read.
+        ``elsewhere`` says where other hosts have parts, by the parts' ranks. ``damaged`` are the rank and the place of
+        parts that are not used. Raises `ReadError` if no keeper has the state any more, or it cannot be read.
         """
-        places: dict[int, list[Visit | Address]] = {}
-        for visit in self._visits:
-            for head in visit.found.heads:
+        places: dict[int, list[KeeperConnection | Address]] = {}
+        for keeper in self._keepers:
+            for head in keeper.found.heads:
                 if head.id == state_id:
-                    places.setdefault(head.rank, []).append(visit)
-        here = {visit.found.address for visit in self._visits}
+                    places.setdefault(head.rank, []).append(keeper)
+        here = {keeper.found.address for keeper in self._keepers}
         for other, addresses in elsewhere.items():
             places.setdefault(other, []).extend(address for address in addresses if address not in here)
         parts: list[tuple[KeptContent, Descriptor | RemotePart]] = []
@@ -164,7 +164,8 @@ class Predecessors:
                 (buffer.let_go if isinstance(buffer, RemotePart) else buffer.close)()
             if not isinstance(error, Exception):  # a KeyboardInterrupt
                 raise
-            raise ReadError(f"{path} cannot be read: {describe(error)}") from error  # it is of another release, say
+            # For example, it was kept by another release.
+            raise ReadError(f"{path} cannot be read: {describe(error)}") from error
         checkpoint.places = used
         last = parts[-1][1]
         self.nbytes = parts[-1][0].state.nbytes if isinstance(last, Descriptor) else 0
@@ -172,32 +173,32 @@ class Predecessors:
 
     def forget_all_but(self, state_id: str) -> None:
         """Lets the keepers forget all other states."""
-        for visit in self._visits:
-            visit.forget_all_but(state_id)
+        for keeper in self._keepers:
+            keeper.forget_all_but(state_id)
 
     def end(self) -> None:
         """Ends the keepers, and frees their memory, because the states are no longer wanted. Idempotent."""
         self.nbytes = 0
-        visits, self._visits = self._visits, []
-        for visit in visits:
-            visit.end()
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.end()
 
     def close(self) -> None:
-        """Leaves the keepers as they are. Idempotent."""
-        visits, self._visits = self._visits, []
-        for visit in visits:
-            visit.close()
+        """Closes the connections, and leaves the keepers as they are. Idempotent."""
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.close()
 
 
 class Held(NamedTuple):
-    """The parts of states that a keeper has, and where other hosts reach it."""
+    """The parts of states that a keeper has, and the address by which other hosts reach it."""
 
     address: Address
     heads: tuple[KeptHead, ...]
 
 
 def places_of(keepers: Iterable[Held]) -> dict[str, dict[int, list[Address]]]:
-    """Where the parts of each state are, by its id and the rank."""
+    """The addresses of keepers that have the parts of states, by the state's id and the part's rank."""
     places: dict[str, dict[int, list[Address]]] = {}
     for address, head in [(keeper.address, head) for keeper in keepers for head in keeper.heads]:
         of_rank = places.setdefault(head.id, {}).setdefault(head.rank, [])
@@ -207,9 +208,9 @@ def places_of(keepers: Iterable[Held]) -> dict[str, dict[int, list[Address]]]:
 
 
 def _is_there(head: KeptHead) -> bool:
-    """Returns whether the folder of a save is still the same. Other hosts have another number for its disk.
+    """Returns whether the folder of a save is still the same one; True for a manager, which checks its folder itself.
 
-    True for a state of a manager, which knows its folder itself.
+    On the host that kept the state, device and inode must be the same. Other hosts number devices in another way.
     """
     if not head.path:
         return True
@@ -219,7 +220,7 @@ def _is_there(head: KeptHead) -> bool:
     return there is not None and head.folder[1] == there[1]
 
 
-def _name_of(place: Visit | Address) -> str:
+def _name_of(place: KeeperConnection | Address) -> str:
     """The name of a place that has a part, for messages."""
     if isinstance(place, Address):
         return f"the keeper at {place!r}"
@@ -227,13 +228,13 @@ def _name_of(place: Visit | Address) -> str:
 
 
 def _taken(
-    places: Sequence[Visit | Address], state_id: str, rank: int
-) -> tuple[Visit | Address, tuple[KeptContent, Descriptor | RemotePart]]:
+    places: Sequence[KeeperConnection | Address], state_id: str, rank: int
+) -> tuple[KeeperConnection | Address, tuple[KeptContent, Descriptor | RemotePart]]:
     """Takes a part from the first place that gives it; raises `ReadError` if none does."""
     failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
     for place in places:
         try:
-            if isinstance(place, Visit):
+            if isinstance(place, KeeperConnection):
                 return place, place.take(state_id, rank)
             remote = RemotePart(place, state_id, rank)
             return place, (remote.record(), remote)
@@ -278,28 +279,29 @@ def list_kept(folder: str | os.PathLike[str], *, process_group: ProcessGroup | N
 
 
 class Elsewhere:
-    """The memory of all hosts of the job, as the ranks have told each other. For each rank: the heads on its host,
-    and the parts that its keepers give to other hosts.
+    """The states in memory on all hosts of the job, as the ranks have told each other.
+
+    For each rank: the heads on its host, and the parts that the keepers there give to other hosts.
     """
 
     def __init__(self, found: Sequence[tuple[Sequence[KeptHead], Sequence[Held]]] = ()) -> None:
         self.take(found)
 
     def exchange(self, found: Predecessors, group: ProcessGroup) -> None:
-        """Takes what all ranks have found on their hosts. Each rank makes the call."""
-        import torch.distributed as dist  # not for those who only look at this machine
+        """Gathers the states that all ranks have found on their hosts. Each rank makes the call."""
+        import torch.distributed as dist  # here, because a look at this machine alone does not need it
 
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (found.heads, found.held), group=group)
         self.take(gathered)
 
     def take(self, found: Sequence[tuple[Sequence[KeptHead], Sequence[Held]]]) -> None:
-        """Takes what each rank has found on its host, in place of what they had found before."""
+        """Replaces the states found before by those that each rank has found now."""
         self._found = [heads for heads, _ in found]
         self._places = places_of(keeper for _, held in found for keeper in held)
 
     def states(self, wanted: Callable[[KeptHead], bool] = lambda head: True) -> list[KeptParts]:
-        """The states that are wanted, and that all ranks can load: each from its own host, or from others."""
+        """The wanted states that all ranks can load, each from its own host or from others."""
         by_id: dict[str, dict[int, KeptHead]] = {}
         for head in (head for heads in self._found for head in heads if wanted(head)):
             by_id.setdefault(head.id, {}).setdefault(head.rank, head)
@@ -307,7 +309,7 @@ class Elsewhere:
         return [state for state in found if state.is_whole and self._serves_all(state) and _is_there(state.head)]
 
     def _serves_all(self, state: KeptParts) -> bool:
-        """Returns whether each rank reaches what it needs. A keeper without an address serves its own host alone."""
+        """Returns whether each rank reaches the parts it needs. A keeper without an address serves only its host."""
         given = self._places.get(state.head.id, {}).keys()
         for rank, heads in enumerate(self._found):
             reached = given | {head.rank for head in heads if head.id == state.head.id}
@@ -321,7 +323,7 @@ class Elsewhere:
         return self._places.get(head.id, {})
 
     def own_places(self, head: KeptHead, rank: int, world_size: int) -> dict[int, list[Address]]:
-        """The keepers of the parts that a rank needs: its own, or all if another number of ranks had saved."""
+        """The keepers of the parts that a rank needs: its own part, or all if another number of ranks had saved."""
         places = self.places(head)
         return places if head.world_size != world_size else {rank: places[rank]} if rank in places else {}
 
@@ -331,7 +333,7 @@ class Elsewhere:
 
 
 elsewhere = Elsewhere()
-"""That of this process."""
+"""The states on other hosts, as far as this process knows them."""
 
 
 def find_orphan(
@@ -340,7 +342,7 @@ def find_orphan(
     """Finds the state of a save that was killed, if it is newer than the checkpoint at its path.
 
     ``path`` is absolute, and ``storage`` is that directory. ``damaged`` is as in `Predecessors.open`. Returns None if
-    this rank can load nothing by itself; the log says why, if there is something.
+    this rank can load no state by itself. If there is a state, the log says why.
     """
     name = location_of(path)
 
@@ -369,11 +371,11 @@ def find_orphan(
 
 
 class Loaded:
-    """The states that this process has loaded from memory. They stay there, for when it dies before it has saved.
+    """The states that this process has loaded from memory. They stay there, in case it dies before it has saved.
 
     Attributes:
         is_replaced: On the coordinator: a save has been committed since.
-        last_number: The largest of their numbers; 0 if there is none.
+        last_number: The largest number of these states; 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -383,22 +385,22 @@ class Loaded:
         in_child(self, Loaded._let_go)
 
     def _let_go(self) -> None:
-        """Lets go in a forked child: its parent may still need them."""
+        """Forgets the states in a forked child, without freeing them: the parent may still need them."""
         self._sizes.clear()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the largest one; 0 if there is none."""
+        """The size of the largest state; 0 if there is none."""
         return max(list(self._sizes.values()), default=0)
 
     def add(self, head: KeptHead, nbytes: int) -> None:
-        """Adds one that has been loaded."""
+        """Adds a state that has been loaded."""
         self.is_replaced = False
         self.last_number = max(self.last_number, head.number)
         self._sizes[head.id] = nbytes
 
     def release(self) -> None:
-        """Frees their memory, which is no longer needed."""
+        """Frees the memory of these states, which are no longer needed."""
         released, self._sizes = self._sizes, {}
         if released:
             elsewhere.forget(released)
@@ -406,11 +408,11 @@ class Loaded:
 
 
 loaded = Loaded()
-"""Those of this process."""
+"""The states that this process has loaded."""
 
 
 def committed_id(storage: Storage) -> str | None:
-    """The id of the committed save; None if there is none, and empty if it is not known."""
+    """The id of the committed save; None if there is none, and empty if its index cannot be read."""
     try:
         index = find_index(storage, metadata_file_name())
     except CheckpointError:
@@ -420,13 +422,13 @@ def committed_id(storage: Storage) -> str | None:
 
 def _orphans(wanted: Callable[[KeptHead], bool]) -> Predecessors:
     """The keepers that have lost their trainer and hold a wanted state of a save."""
-    found, silent = visits(job_name(SAVES), _LOOK_SECONDS)
+    found, silent = connect_to_keepers(job_name(SAVES), _LOOK_SECONDS)
     for path in silent:
-        logger.warning("the states of a keeper are not looked at: it does not answer at %s, so it is stopped", path)
-    orphans = [visit for visit in found if visit.found.is_orphaned and any(map(wanted, visit.found.heads))]
-    for visit in found:
-        if visit not in orphans:
-            visit.close()
+        logger.warning("the keeper at %s does not answer, because it is stopped: its states are not looked at", path)
+    orphans = [keeper for keeper in found if keeper.found.is_orphaned and any(map(wanted, keeper.found.heads))]
+    for keeper in found:
+        if keeper not in orphans:
+            keeper.close()
     return Predecessors(orphans)
 
 
@@ -442,7 +444,7 @@ def _newest(states: Sequence[KeptParts], storage: Storage, rank: int, world_size
     for state in sorted(states, key=lambda state: state.head.number, reverse=True):
         head = state.head
         if head.id == now:
-            return head if state.is_whole else None  # storage has the same, and all of it
+            return head if state.is_whole else None  # otherwise storage, which has all of the same state
         if now == "" or head.replaces != now:
             logger.warning(
                 "%s is in memory, but another save has been committed there since: it is not used", storage.path
@@ -455,7 +457,7 @@ def _newest(states: Sequence[KeptParts], storage: Storage, rank: int, world_size
 
 
 def _ranks_here(rank: int, world_size: int) -> set[int]:
-    """The ranks of this machine according to the launcher; all ranks if it does not tell."""
+    """The ranks of this machine, according to the launcher; all ranks if the launcher does not say."""
     count, position = ranks_of_node(), os.environ.get("LOCAL_RANK", "")
     if count is None or not position.isdecimal():
         return set(range(world_size))

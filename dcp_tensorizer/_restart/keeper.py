@@ -1,13 +1,15 @@
 """The keeper: a process beside each trainer, which outlives it and holds its newest states in memory.
 
-It has the descriptors of the trainer's staging buffers, not copies of them. It has their digests too, by which a
-successor checks its copy. The writer process takes the digests of states that a save writes. The keeper takes those of
-the others, and of states that no save had written when the trainer was gone. Then it waits for a successor, and ends
-after some seconds. It neither reads nor writes storage.
+It holds the descriptors of the trainer's staging buffers, not copies. When the trainer is gone, it waits some seconds
+for a successor, and then ends. It neither reads nor writes storage.
 
-Nobody waits for digests and copies as long as the trainer lives, so their threads have low priorities. So has the
-session of a keeper that copies: training takes ten times as much of a core that both need. A successor waits for the
-keeper, which then has the priority of any other process.
+It also holds the digests of the states, by which a successor checks what it loads. If a save writes a state, the writer
+process takes the digests. The keeper takes those of all other states, and of those that were not yet written when the
+trainer was gone.
+
+While the trainer lives, nobody waits for digests and copies. So their threads have low priorities, and so has the
+session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does wait, and
+so the keeper has the usual priority once its trainer is gone.
 """
 
 from __future__ import annotations
@@ -51,19 +53,18 @@ from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, co
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
-_NICENESS = 10  # of the thread that takes digests, and of the session with copies: below the writer process
-_SLICE = 1 << 20  # so that it is hashed while it is in the processor's cache
+_NICENESS = 10  # below the writer process: the thread that takes digests, and the session of a keeper that copies
+_SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days, and a connection does not renew them
 _NEEDED = "its memory was needed"
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
-_DIGEST_SECONDS = 600.0  # at the lowest priority, beside a job that needs all cores
+_DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
 
 
 class _KeptState:
-    """A state that is kept.
+    """A kept state, whose buffer is read as a file.
 
-    The buffer is read as a file. Mapping it would take as long, and unmapping it takes 25 ms for each GiB, during which
-    training waits.
+    Mapping it would take as long, and unmapping takes 25 ms for each GiB, during which training waits.
     """
 
     def __init__(self, state: Keep, fd: int, *, is_replica: bool = False) -> None:
@@ -76,7 +77,7 @@ class _KeptState:
         self.digests: Future[tuple[bytes, ...]] = Future()
 
     def take_digests(self, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Takes the digests of everything in it that is not ``known``, unless it is forgotten meanwhile."""
+        """Takes the digests that are not ``known``; stops if the state is forgotten meanwhile."""
         read = memoryview(bytearray(_SLICE))
         try:
             digests = tuple(self._digests(extent, read, known) for extent in self.state.extents)
@@ -103,20 +104,20 @@ class _KeptState:
         return digester.digests()
 
     def forget(self) -> None:
-        """Refuses the state to everyone from now on, and takes no more digests."""
+        """Refuses the state to everyone from now on, and ends the taking of digests."""
         self.is_forgotten = True
         self.digests.cancel()
 
     def close(self) -> None:
-        """Gives the memory back; not while digests are taken."""
+        """Frees the memory. Call it only when no digests are being taken."""
         os.close(self.fd)
 
 
 class Keeper:
-    """Holds the states that are kept, and knows for whom.
+    """Holds kept states, and answers the trainer, its successors, and the keepers of other hosts.
 
-    It waits for a successor for ``seconds`` while it has no state, and otherwise as long as its states say.
-    ``set_priority`` sets that of its session, as a niceness: lower while it copies beside its trainer.
+    It waits for a successor as long as its states say, or for ``seconds`` if it has none. ``set_priority`` sets the
+    niceness of its session: higher while it copies beside its trainer.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class Keeper:
         self._trainer = trainer
         self._seconds = seconds
         self._set_priority = set_priority
-        self._kept: dict[tuple[str, int], _KeptState] = {}  # by id and rank: the trainer's own, and replicas
+        self._kept: dict[tuple[str, int], _KeptState] = {}  # by id and rank: the trainer's own parts, and replicas
         self._claimed_by = ""  # the last run of a job that has claimed this keeper
         self._server: ReplicaServer | None = None
         self._copy = CopyStatus()
-        self._copying: _KeptState | None = None  # the state of that copy
-        self._copied: tuple[Address, KeptHead] | None = None  # where copies are, and of what
-        self._claims: dict[object, str] = {}  # by connection: the run of a job that has claimed this keeper
+        self._copying: _KeptState | None = None  # the state that is being copied, or was copied last
+        self._copied: tuple[Address, KeptHead] | None = None  # the keeper that has copies, and the last copied state
+        self._claims: dict[object, str] = {}  # the run of a job that has claimed this keeper, by its connection
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
@@ -158,11 +159,11 @@ class Keeper:
                 self.is_orphaned = True
                 self._set_priority(0)
                 self._wait_anew()
-                for kept in reversed(list(self._kept.values())):  # the newest one is wanted first
+                for kept in reversed(list(self._kept.values())):  # a successor wants the newest state
                     self._digest(kept)
 
     def wait_for_end(self, path: Path) -> None:
-        """Returns when a message ends it, or no restart has come in time; keeps its socket in use meanwhile."""
+        """Waits for a message that ends the keeper, or until no successor has come in time. Keeps the socket fresh."""
         with self._changed:
             while not self._is_over:
                 left = _TOUCH_SECONDS if self._deadline is None else self._deadline - time.monotonic()
@@ -172,7 +173,7 @@ class Keeper:
                     touch(path)
 
     def _wait_anew(self) -> None:
-        """Restarts the time for a successor to come, unless one is there."""
+        """Gives a successor the whole time again to come; unlimited time while one is there."""
         if self.is_orphaned:
             seconds = max((kept.state.seconds for kept in self._kept.values()), default=self._seconds)
             self._deadline = None if self._claims else time.monotonic() + seconds
@@ -228,7 +229,7 @@ class Keeper:
         return Done()
 
     def _digest(self, kept: _KeptState, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Takes the digests, once."""
+        """Begins to take the digests, unless that has begun already."""
         if not kept.is_digested:
             kept.is_digested = True
             self._digesting.submit(kept.take_digests, known)
@@ -239,9 +240,10 @@ class Keeper:
         return next((kept for kept in of_state if not kept.is_replica), None)
 
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
-        """Forgets states. A trainer has its own parts forgotten, a successor every part.
+        """Forgets states: for a trainer its own parts of them, for a successor all parts. Returns their ids.
 
-        A copy counts only beside its own part: where a host is lost, another one may have only that.
+        With ``but_copied`` the state that was copied last stays: once a host is lost, another host may need its own
+        part of that state.
         """
         with self._changed:
             copied = "" if self._copy.problem else self._copy.id
@@ -278,7 +280,7 @@ class Keeper:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def _open_to_peers(self, host: str, secret: bytes) -> Answer:
-        if self._seconds:  # with 0 seconds it serves peers that wait for a live state
+        if self._seconds:  # a keeper with 0 seconds serves peers that wait for a live state
             self._set_priority(_NICENESS)
         try:
             self._server = self._server or ReplicaServer(self, host, secret)
@@ -291,7 +293,7 @@ class Keeper:
             kept, before = self._own(request.id), self._copying
             if kept is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
                 return Failed("it is not kept" if kept is None else "another state is being copied")
-            self._digest(kept)  # a save may take long to say them
+            self._digest(kept)  # a save may take long to send them
             fd = os.dup(kept.fd)
             self._copied = request.to, kept.state.head
             self._copy, self._copying = CopyStatus(request.id, is_running=True), kept
@@ -329,15 +331,15 @@ class Keeper:
         finally:
             os.close(fd)
             with self._changed:
-                if self._copying is kept:  # it was given up for the next one otherwise
+                if self._copying is kept:  # otherwise this copy was given up for the next one
                     self._copy = status
 
     def refusal(self) -> str:
-        """Returns why no copies are taken any more; empty if they are."""
+        """Returns why this keeper takes no more copies; empty if it does."""
         return f"a later run of this job ({self._claimed_by}) has claimed this keeper" if self._claimed_by else ""
 
     def add_replica(self, content: KeptContent, fd: int) -> None:
-        """Adds a replica, which is whole, with its buffer."""
+        """Adds a complete replica with its buffer."""
         kept = _KeptState(content.state, fd, is_replica=True)
         kept.is_digested = True
         kept.digests.set_result(content.digests)
@@ -346,7 +348,7 @@ class Keeper:
             self._wait_anew()
 
     def drop_replicas(self, head: KeptHead, keep: str) -> list[tuple[int, int]]:
-        """Forgets the replicas of a rank and run but one; returns their buffers and sizes, which are the caller's."""
+        """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
         with self._changed:
             keys = [
                 (state_id, rank)
@@ -357,7 +359,7 @@ class Keeper:
         return [(kept.fd, kept.state.nbytes) for kept in dropped]
 
     def content(self, state_id: str, rank: int, seconds: float) -> KeptContent | None:
-        """A part of a state; None if it is not there. Raises `TimeoutError` if its digests are not there in time."""
+        """A part of a state; None if it is not kept. Raises `TimeoutError` if there are no digests in time."""
         with self._changed:
             kept = self._kept.get((state_id, rank))
             if kept is None:
@@ -371,7 +373,7 @@ class Keeper:
             raise TimeoutError from None
 
     def buffer(self, state_id: str, rank: int) -> int | None:
-        """A descriptor of the buffer of a part, which is the caller's to close; None if it is not there."""
+        """A descriptor of a part's buffer, which the caller closes; None if the part is not kept."""
         with self._changed:
             kept = self._kept.get((state_id, rank))
             return None if kept is None or kept.is_forgotten else os.dup(kept.fd)
@@ -387,8 +389,10 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: those of `begin`, the trainer's process id, the run of its job, the seconds, and the path of the
-    socket.
+    """Runs a keeper.
+
+    The arguments are those of `begin`, the trainer's process id, the run of its job, the seconds, and the socket's
+    path.
     """
     channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
 
@@ -405,4 +409,4 @@ def main(arguments: Sequence[str]) -> None:
         keeper.wait_for_end(Path(path))
     finally:
         remove(Path(path))
-        os._exit(0)  # whatever a thread is doing: all that it has is memory
+        os._exit(0)  # threads may still run: all that they hold is memory

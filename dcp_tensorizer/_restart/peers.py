@@ -17,24 +17,24 @@ from .._storage.local import boot_id
 from .wire import Address
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-_ANY_PORT = 9  # nothing is sent there
+_ANY_PORT = 9  # to ask for a route; nothing is sent there
 
 
 class Peer(NamedTuple):
     """A rank, as it introduces itself to the others."""
 
-    host: str  # as `this_host` gives it
-    domain: str  # the failure domain: whatever fails together has the same
-    address: str  # the IP address by which its host is reached; empty if none was found
-    problem: str = ""  # why its keeper is not reached
-    keeper: Address | None = None  # where that is reached from other hosts; None if it is not
+    host: str  # the result of `this_host`
+    domain: str  # the failure domain: hosts that may fail together have the same
+    address: str  # the IP address of its host; empty if none was found
+    problem: str = ""  # why other hosts do not reach its keeper
+    keeper: Address | None = None  # its keeper's address for other hosts; None if they do not reach it
 
 
 @functools.cache
 def this_host() -> str:
-    """The name of this host: ranks with the same one lose their memory together.
+    """A name for this host since it started. Ranks whose hosts have the same name lose their memory together.
 
-    The machine's own name is not enough: clones of a machine may share it, and it stays the same after a restart.
+    The machine's own name is not enough: clones of a machine may share it, and a restart does not change it.
     """
     boot = ""
     with suppress(OSError):
@@ -43,10 +43,10 @@ def this_host() -> str:
 
 
 def partners(peers: Sequence[Peer]) -> list[int]:
-    """For each rank, the rank whose keeper holds its replica; empty if there is only one failure domain.
+    """For each rank, the rank whose keeper holds its replicas; empty if there is only one failure domain.
 
-    The domains form a ring, in the order of their first ranks; by default each host is one. Each host has a partner in
-    the next domain, whose ranks hold the replicas of its ranks.
+    The domains form a ring, in the order of their first ranks. Each host has a partner host in the next domain. The
+    keepers there hold the replicas of its ranks. By default each host is a domain.
     """
     domains: dict[str, dict[str, list[int]]] = {}
     for rank, peer in enumerate(peers):
@@ -65,12 +65,12 @@ def partners(peers: Sequence[Peer]) -> list[int]:
 
 
 def address_towards(other: str) -> str:
-    """The address of this host on the interface by which another one is reached; raises `OSError`."""
+    """The address of this host on the interface that leads to another host; raises `OSError`."""
     found = socket.getaddrinfo(other, _ANY_PORT, type=socket.SOCK_DGRAM)
     for number, (family, kind, protocol, _, place) in enumerate(found):
         try:
             with socket.socket(family, kind, protocol) as sock:
-                sock.connect(place)  # sends nothing: it asks for the route
+                sock.connect(place)  # sends nothing, but finds the route
                 return str(sock.getsockname()[0])
         except OSError:
             if number + 1 == len(found):
@@ -79,7 +79,7 @@ def address_towards(other: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The address of an interface of this host, or that address itself; raises `OSError` if there is none."""
+    """The address of an interface of this host; an address stays as it is. Raises `OSError` if there is none."""
     with suppress(ValueError):
         return str(ipaddress.ip_address(interface))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -88,24 +88,24 @@ def address_of(interface: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Returns whether an address leads every host to itself."""
+    """Returns whether an address is empty or a loopback address, which other hosts cannot use."""
     return not address or ipaddress.ip_address(address).is_loopback
 
 
 class Room(NamedTuple):
     """The memory of a rank's host, and what this rank needs of it."""
 
-    nbytes: int  # of a state of this rank
-    missing: int  # staging buffers that it has not allocated yet
-    available: int | None  # bytes that are available; None if that is not known
+    nbytes: int  # the size of a state of this rank
+    missing: int  # how many staging buffers it has yet to allocate
+    available: int | None  # the bytes that are available; None if that is not known
 
 
 def lack_of_room(
     peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int, replicas: int = 2
 ) -> str:
-    """Says why the replicas of the last and the next state do not fit on some host; empty if they do.
+    """Says why the replicas of the last and the next state do not fit on some host; empty if they fit everywhere.
 
-    ``reserve`` bytes are left to others on each host.
+    On each host ``reserve`` bytes are left to other programs.
     """
     ranks_of, held_by = defaultdict[str, list[int]](list), defaultdict[str, int](int)
     for rank, peer in enumerate(peers):

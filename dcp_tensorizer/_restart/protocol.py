@@ -1,4 +1,4 @@
-"""Messages of a trainer and a successor to a keeper, and its answers: pickles between processes of one user."""
+"""The requests of trainers and their successors to a keeper, and its answers: pickles between processes of one user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Extent(NamedTuple):
     """The location of the bytes of a tensor or object."""
 
     is_inline: bool  # in the bytes that came with the message; otherwise in the staging buffer
-    offset: int  # of the first one
+    offset: int
     nbytes: int
 
 
@@ -24,20 +24,21 @@ class KeptHead(NamedTuple):
     """The facts about a kept state that are needed before it is loaded.
 
     Attributes:
-        id: The same on all ranks; 32 hexadecimal digits. That of the save, if there is one.
-        number: Of two states of one run, the later one has the larger number.
-        job: The run of a job that kept it: another one after each restart.
-        rank: Whose state it is.
+        id: The id of the save if there is one, otherwise 32 other hexadecimal digits. The same on all ranks.
+        number: A later state of a run has a larger number.
+        job: The run of the job that kept the state. Each restart begins another run.
+        rank: The rank whose state it is.
         world_size: How many ranks the job had.
         record: The manager's record for the index; None without a manager.
-        parent_step: The step of the checkpoint that it goes on from; None if there is none.
-        left: The id of the checkpoint that was the newest when the job went back to before it; None if it did not.
-        folder: The device and the inode of the job's folder; None where it has none, or had not been made yet.
-        path: Where it was being saved; empty if that is for a manager to say.
+        parent_step: The step of the checkpoint that the state goes on from; None if there is none.
+        left: If the job went back to an earlier step, the id of the checkpoint that was the newest then; else None.
+        folder: The device and the inode of the job's folder, as ``host`` sees them. None if there is no local folder,
+            or it did not exist yet.
+        path: Where the state was being saved; empty if a manager decides that.
         replaces: The id of the checkpoint that was at the path; None if there was none.
-        host: That kept it (see `this_host`), whose name for the folder that is; empty if it is not known.
-        line: The ids of the checkpoints that it goes on from, the newest first; only those that its run saved or
-            restored.
+        host: The host that kept the state (see `this_host`); empty if it is not known.
+        line: The ids of the checkpoints that the state goes on from, the newest first. Only those that its run saved
+            or restored.
     """
 
     id: str
@@ -66,20 +67,20 @@ class Keep:
     """Keep this state: from the trainer, with the descriptor of a staging buffer."""
 
     head: KeptHead
-    nbytes: int  # of the buffer
-    extents: tuple[Extent, ...]  # of everything in it, for the digests
+    nbytes: int  # the size of the buffer
+    extents: tuple[Extent, ...]  # all tensors and objects; the digests are theirs
     description: bytes  # the layout, for a load; a keeper does not decode it
     inline: bytes  # the bytes that are not in the buffer
-    seconds: float  # how long it is kept when the trainer is gone
-    digests_follow: bool = False  # a save writes it and takes its digests, which come when it is written
+    seconds: float  # how long the state is kept when the trainer is gone
+    digests_follow: bool = False  # a save writes the state, and sends the digests when that is done
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenDigests:
-    """A state has been written, with these digests: from the trainer."""
+    """These are digests of a state that has been written: from the trainer."""
 
     id: str
-    known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; other ranks may have written the rest
+    known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; what other ranks wrote is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +88,20 @@ class Forget:
     """Forget these states. The answer has the ids of those whose buffers the trainer may write to again."""
 
     ids: tuple[str, ...]
-    but_copied: bool = False  # the state that was copied last stays, whole or under way
+    but_copied: bool = False  # the state whose copy is under way, or was made last, stays
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds a secret
 class OpenToPeers:
-    """Take replicas from keepers on other hosts, and give them: from the trainer. The answer is where it is reached."""
+    """Take and give replicas from and to keepers on other hosts: from the trainer. The answer is an `Address`."""
 
     host: str  # the address of this host to listen on
-    secret: bytes  # of the run
+    secret: bytes  # the secret of the run
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy a state, which is kept, to a keeper on another host: from the trainer."""
+    """Copy a kept state to a keeper on another host: from the trainer."""
 
     id: str
     to: Address
@@ -112,28 +113,28 @@ class Copy:
 class CopyStatus:
     """The status of the last copy."""
 
-    id: str = ""  # of the state; empty if none was copied
+    id: str = ""  # the id of the state; empty if none was copied
     is_running: bool = False
-    problem: str = ""  # why it has failed; empty if it has not
-    is_claimed: bool = False  # a later run of the job has the partner now
-    is_full: bool = False  # the partner has no memory for it
+    problem: str = ""  # why the copy has failed; empty if it has not
+    is_claimed: bool = False  # a later run of the job has claimed the other keeper
+    is_full: bool = False  # the other host has too little memory
     is_given_up: bool = False  # the memory of the state was needed
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The states that are there, and whose they are."""
+    """The states that a keeper has, and its trainer."""
 
     job: str  # the run of the job
     trainer: int  # its process id
-    is_orphaned: bool
-    heads: tuple[KeptHead, ...]  # of the trainer's own parts of states and of replicas, the oldest first
-    address: Address | None = None  # where it is reached from other hosts; None if it is not
+    is_orphaned: bool  # the trainer is gone
+    heads: tuple[KeptHead, ...]  # the trainer's own parts of states, and replicas; the oldest first
+    address: Address | None = None  # the keeper's address for other hosts; None if it has none
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Refuse all others as long as this connection is open: from a successor. Refused while the trainer lives."""
+    """Serve only this run as long as this connection is open: from a successor. Refused while the trainer lives."""
 
     job: str
 
@@ -148,19 +149,19 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class KeptContent:
-    """A part of a state, with the descriptor of its buffer; ``digests`` are as in `StoredItem`, one an extent."""
+    """A part of a state, with the descriptor of its buffer. Each extent has ``digests``, as in `StoredItem`."""
 
     state: Keep
     digests: tuple[bytes, ...]
 
 
 class Plain(Enum):
-    """Requests that need no more than a name."""
+    """Requests without content."""
 
-    LOOK = auto()  # list the states that are there: from any process
+    LOOK = auto()  # list the states: from any process
     LOOK_AT_COPY = auto()  # give the status of the last copy: from the trainer
-    DROP_COPIES = auto()  # let the keeper on the other host forget all that it has of this rank: from the trainer
-    END = auto()  # because the states are no longer needed: from the trainer or a successor
+    DROP_COPIES = auto()  # let the keeper on the other host forget its copies of this rank's states: from the trainer
+    END = auto()  # end, because the states are no longer needed: from the trainer or a successor
 
 
 Request = Keep | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | Take | Plain

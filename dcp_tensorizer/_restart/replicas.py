@@ -1,13 +1,15 @@
-"""Replicas of kept states on keepers of other hosts: how a keeper takes them, gives them, and copies its own.
+"""Replicas of kept states in the memory of other hosts: how keepers copy, receive and serve them.
 
     source                                                  partner
     ReplicaOffer (which state, how large, what to keep) ──▶ looks for memory, and allocates all of it
                                                         ◀── Accepted, or ReplicaRefused
-    several connections: Block, its bytes ────────────────▶ compares each with its XXH3-128
-    Record (the layout, the digests) last ────────────────▶ from here on the replica is there, whole
-                                                        ◀── Done
+    Join, on further connections ─────────────────────────▶
+    Block, its bytes; on all connections, then Sent ──────▶ compares each block with its XXH3-128
+    Record, last; its bytes (the layout, the digests) ────▶ now the replica is complete
+                                                        ◀── Ok
 
-A restart takes the record of a part of a state, and reads ranges of its bytes, from whichever keeper holds it.
+After a restart, a rank takes the record of a part of a state from any keeper that holds the part (`TakeRecord`), and
+reads ranges of its bytes (`ReadRange`).
 """
 
 from __future__ import annotations
@@ -42,30 +44,30 @@ from .wire import MAX_BYTES, Address, Wire, WireError, listen_on
 BLOCK = 1 << 20
 """Bytes that are copied, and checked, at once."""
 RESERVE = 256 << 20
-"""Bytes of memory that are left to others beside a replica."""
+"""Bytes of memory that are left to other programs beside a replica."""
 
 NICENESS_OF_COPIES = 19
-"""Each of their threads gets 1.5% of a core that training needs, too; a copy has several."""
+"""The niceness of threads that copy. Each of them gets 1.5% of a core that training needs, too."""
 
-_STREAMS = 4  # of a copy; one carries some 1 GB/s
-_ALLOCATE = 256 << 20  # at once, so that what others allocate meanwhile is seen
+_STREAMS = 4  # connections of a copy; each carries some 1 GB/s
+_ALLOCATE = 256 << 20  # bytes at a time: between two times, look at what other programs have allocated
 _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
-_WAIT_SECONDS = 20.0  # the other end gives up after 60
-_DROP_SECONDS = 10.0  # and twice as long to connect: less than the trainer waits for its keeper
-_ASK_SECONDS = 0.02  # between two questions for a part that is not there yet
+_WAIT_SECONDS = 20.0  # until a `Wait` is sent; the other end gives up after 60
+_DROP_SECONDS = 10.0  # to drop copies. With the 20 s to connect, it is less than the trainer waits for its keeper
+_ASK_SECONDS = 0.02  # the pause between two requests for a part that is not there yet
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
 _Id = Annotated[str, Meta(max_length=64)]
 
 
 class ReplicaOffer(Struct, tag="offer", array_like=True):
-    """Take a replica of this part of a state, and forget the others of that rank and run, but for one."""
+    """Take a replica of this part of a state. Forget the other replicas of that rank and run, except ``keep``."""
 
     head: KeptHead
-    nbytes: _Count  # of the buffer
+    nbytes: _Count  # the size of the buffer
     record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)]
-    keep: _Id  # the newest state that all hosts have confirmed; empty if there is none
+    keep: _Id  # the id of the newest state that all hosts have confirmed; empty if there is none
 
 
 class Join(Struct, tag="join", array_like=True):
@@ -81,7 +83,7 @@ class Drop(Struct, tag="drop", array_like=True):
 
 
 class Block(Struct, tag="block", array_like=True):
-    """A block follows; its XXH3-128."""
+    """The bytes of a block follow; ``digest`` is their XXH3-128."""
 
     number: _Count
     nbytes: Annotated[int, Meta(ge=1, le=BLOCK)]
@@ -93,7 +95,7 @@ class Sent(Struct, tag="sent", array_like=True):
 
 
 class Record(Struct, tag="record", array_like=True):
-    """The record follows: all blocks have been sent."""
+    """The bytes of the record follow; all blocks have been sent."""
 
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
@@ -115,7 +117,7 @@ class ReadRange(Struct, tag="read", array_like=True):
 
 
 class Accepted(Struct, tag="accepted", array_like=True):
-    """The offer is taken: its name."""
+    """The offer is accepted; further connections join the copy by its name."""
 
     copy: _Id
 
@@ -135,11 +137,11 @@ class Ok(Struct, tag="ok", array_like=True):
 
 
 class ReplicaRefused(Struct, tag="refused", array_like=True):
-    """It is not done, and ``why``."""
+    """The request is refused, and ``why``."""
 
     why: str
     is_claimed: bool = False  # a later run of the job has claimed this keeper
-    is_full: bool = False  # there is no memory for it
+    is_full: bool = False  # this host has too little memory
 
 
 class NotCopied(Exception):
@@ -151,7 +153,7 @@ class NotCopied(Exception):
 
 
 def encoded(content: KeptContent) -> bytes:
-    """The record of a part: all of it but its buffer."""
+    """The record of a part: everything except its buffer."""
     return msgspec.msgpack.encode(content)
 
 
@@ -160,7 +162,7 @@ def decoded(record: bytes | memoryview) -> KeptContent:
     try:
         content = msgspec.msgpack.decode(record, type=KeptContent)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(f"a record that makes no sense: {error}") from None
+        raise WireError(f"the record cannot be decoded: {error}") from None
     state = content.state
     ends = (len(state.inline) if extent.is_inline else state.nbytes for extent in state.extents)
     is_inside = all(
@@ -168,7 +170,7 @@ def decoded(record: bytes | memoryview) -> KeptContent:
         for extent, end in zip(state.extents, ends, strict=True)
     )
     if not is_inside or len(content.digests) != len(state.extents) or state.nbytes < 0:
-        raise WireError("a record that describes more than there is")
+        raise WireError("the record describes more bytes than there are")
     return content
 
 
@@ -176,22 +178,22 @@ def decoded(record: bytes | memoryview) -> KeptContent:
 
 
 class HeldParts(Protocol):
-    """The parts of states that a keeper holds: its trainer's own, and replicas."""
+    """The parts of states that a `Keeper` holds: its trainer's own, and replicas."""
 
     def refusal(self) -> str:
-        """Why no copies are taken any more; empty if they are."""
+        """Returns why this keeper takes no more copies; empty if it does."""
 
     def add_replica(self, content: KeptContent, fd: int) -> None:
-        """Adds a replica, which is whole, with its buffer."""
+        """Adds a complete replica with its buffer."""
 
     def drop_replicas(self, head: KeptHead, keep: str) -> list[tuple[int, int]]:
-        """Forgets the replicas of a rank and run but one; returns their buffers and sizes, which are the caller's."""
+        """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
 
     def content(self, state_id: str, rank: int, seconds: float) -> KeptContent | None:
-        """A part; None if it is not there. Raises `TimeoutError` if its digests are not there in time."""
+        """A part; None if it is not kept. Raises `TimeoutError` if there are no digests in time."""
 
     def buffer(self, state_id: str, rank: int) -> int | None:
-        """A descriptor of the buffer of a part, which is the caller's to close; None if it is not there."""
+        """A descriptor of a part's buffer, which the caller closes; None if the part is not kept."""
 
 
 class _Incoming:
@@ -207,7 +209,7 @@ class _Incoming:
         self._writers = 0
 
     def put(self, block: Block, data: memoryview) -> None:
-        """Writes a block; raises `WireError` if it is damaged, or has no place."""
+        """Writes a block; raises `WireError` if it is damaged, or was not offered."""
         start = block.number * BLOCK
         if block.nbytes != min(BLOCK, self.offer.nbytes - start):
             raise WireError("a block of another size than was offered")
@@ -227,7 +229,7 @@ class _Incoming:
                     os.close(self.fd)
 
     def complete(self) -> int:
-        """Ends it; returns the buffer. Raises `WireError` if a block is missing."""
+        """Ends the copy, and returns the buffer; raises `WireError` if a block is missing."""
         with self._lock:
             if self.is_over or self._writers or any(self._missing):
                 raise WireError("blocks are missing")
@@ -235,7 +237,7 @@ class _Incoming:
             return self.fd
 
     def abandon(self) -> None:
-        """Gives its memory back. Idempotent."""
+        """Ends the copy, and frees its memory. Idempotent."""
         with self._lock:
             if not self.is_over:
                 self.is_over = True
@@ -244,9 +246,9 @@ class _Incoming:
 
 
 class ReplicaServer:
-    """Takes replicas of peers' states, and serves parts of states. Only those who know the run's secret are served.
+    """Receives replicas of states of other hosts, and serves parts of states. Clients must know the run's secret.
 
-    ``host`` is the address of this host to listen on, and ``address`` where the server is reached.
+    ``host`` is the address of this host to listen on. ``address`` is that of the server.
     """
 
     def __init__(self, parts: HeldParts, host: str, secret: bytes) -> None:
@@ -254,12 +256,12 @@ class ReplicaServer:
         self._listener = listen_on(host)
         self.address = Address(host, self._listener.getsockname()[1], secret)
         self._copies: dict[str, _Incoming] = {}
-        self._allocating = free_in_child(threading.Lock())  # one after the other: each sees what the others have taken
+        self._allocating = free_in_child(threading.Lock())  # one by one, so that each sees what the others have taken
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Accepts no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -300,7 +302,7 @@ class ReplicaServer:
                         case ReadRange() as wanted:
                             reader.give(wire, wanted)
         except (OSError, ValueError):
-            pass  # the other end is gone, or has sent something invalid: it can begin anew
+            pass  # the other end is gone, or has sent something invalid; it can connect again
         finally:
             for copy in own:
                 self._copies.pop(copy.name, None)
@@ -315,7 +317,7 @@ class ReplicaServer:
             wire.send(ReplicaRefused(why, is_claimed=True))
             return
         for other in list(self._copies.values()):
-            if other.offer.head.rank == offer.head.rank:  # its source has begun anew
+            if other.offer.head.rank == offer.head.rank:  # the source begins again
                 other.abandon()
         with self._allocating:
             fd, why = self._allocated(offer)
@@ -329,7 +331,7 @@ class ReplicaServer:
         _receive_blocks(wire, copy)
 
     def _allocated(self, offer: ReplicaOffer) -> tuple[int | None, str]:
-        """Memory for a replica: that of one which is no longer needed, if it has the same size."""
+        """Returns memory for a replica, or None and why there is none. Memory of an old replica is used again."""
         dropped = self._parts.drop_replicas(offer.head, offer.keep)
         fitting = next((fd for fd, nbytes in dropped if nbytes == offer.nbytes), None)
         for fd, _ in dropped:
@@ -387,7 +389,7 @@ class ReplicaServer:
 
 
 def _receive_blocks(wire: Wire, copy: _Incoming) -> None:
-    lower_priority(NICENESS_OF_COPIES)  # nobody waits for a copy, and its connections bring nothing else
+    lower_priority(NICENESS_OF_COPIES)  # nobody waits for a copy, and its connections carry nothing else
     room = memoryview(bytearray(BLOCK))
     while not isinstance(block := wire.receive(Block | Sent), Sent):
         data = room[: block.nbytes]
@@ -396,10 +398,10 @@ def _receive_blocks(wire: Wire, copy: _Incoming) -> None:
 
 
 class _PartReader:
-    """Reads parts for one connection, whose buffer stays mapped from one range to the next.
+    """Serves ranges of parts to one connection. The buffer of a part stays mapped from one range to the next.
 
-    What is sent is encrypted from the mapping. Reading 0.5 GiB of it as a file first takes 0.1 s of CPU time, mapping
-    and unmapping its pages half of that.
+    Bytes are encrypted straight from the mapping. For 0.5 GiB, reading the buffer as a file would take 0.1 s of CPU
+    time; to map and unmap it takes half of that.
     """
 
     def __init__(self, parts: HeldParts) -> None:
@@ -420,7 +422,7 @@ class _PartReader:
             return
         stop = wanted.offset + wanted.nbytes
         if stop > self._memory.nbytes:
-            wire.send(ReplicaRefused("it has not so many bytes"))
+            wire.send(ReplicaRefused("it has fewer bytes"))
             return
         wire.send(Following(wanted.nbytes))
         wire.send_bytes(self._memory[wanted.offset : stop])
@@ -429,7 +431,7 @@ class _PartReader:
 def allocated(nbytes: int, beside: int = 0) -> int:
     """Makes a file in memory, and allocates all of it.
 
-    Raises `OSError`, which says how much there is, unless enough is left for others, and ``beside`` bytes besides.
+    Raises `OSError`, which says how much is available, unless `RESERVE` and ``beside`` bytes are left.
     """
     fd = anonymous_file("dcp_tensorizer_replica")
     try:
@@ -459,7 +461,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
 
 
 class Throttle:
-    """Lets through ``rate`` bytes a second, of all threads together; 0 for any number."""
+    """Limits all threads together to ``rate`` bytes a second; 0: no limit."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -488,11 +490,11 @@ def copy_part(
     *,
     streams: int | None = None,
 ) -> None:
-    """Copies a part of a state to a keeper on another host, and returns when that has all of it.
+    """Copies a part of a state to a keeper on another host, and returns when that keeper has all of it.
 
-    ``fd`` is that of the part's buffer, which may be written to as soon as ``is_wanted`` returns False. ``keep`` is as
-    in a `ReplicaOffer`; ``streams`` is the number of connections, None for one that suits this machine. Raises
-    `NotCopied` if the copy was refused or is no longer wanted, or the other end is gone.
+    ``fd`` is the descriptor of the part's buffer. Once ``is_wanted`` returns False, the buffer may be overwritten.
+    ``keep`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: as many as suit this machine.
+    Raises `NotCopied` if the copy was refused or is no longer wanted, or the other end is gone.
     """
     nbytes, record = content.state.nbytes, encoded(content)
     count = max(1, min(streams or min(_STREAMS, cores()), -(-nbytes // BLOCK)))
@@ -523,7 +525,7 @@ def copy_part(
 
     try:
         with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
-            if not is_wanted():  # an offer would end the copy of a newer state
+            if not is_wanted():  # the offer would end the copy of a newer state
                 raise NotCopied("its memory was needed")
             offer = ReplicaOffer(content.state.head, nbytes, len(record), keep)
             accepted = _checked(wire.ask(offer, Accepted | ReplicaRefused))
@@ -535,7 +537,7 @@ def copy_part(
                 errors = [error for other in others if (error := other.exception()) is not None]
             if errors:
                 raise errors[0]
-            if not is_wanted():  # if it is, nothing was written to the buffer before all of it was read
+            if not is_wanted():  # the buffer may have been overwritten while it was read
                 raise NotCopied("its memory was needed")
             wire.send(Record(xxhash.xxh3_128_digest(record)))
             wire.send_bytes(memoryview(record))
@@ -545,7 +547,7 @@ def copy_part(
 
 
 def drop_copies(address: Address, head: KeptHead) -> None:
-    """Lets a keeper on another host forget its replicas of a rank and run; raises `OSError`, also if it refuses."""
+    """Lets a keeper on another host forget its replicas of a rank and run. Raises `OSError`, also if it refuses."""
     with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
         if isinstance(answer := wire.ask(Drop(head), Ok | ReplicaRefused), ReplicaRefused):
             raise OSError(answer.why)
@@ -561,7 +563,7 @@ def _checked(answer: Struct) -> Struct:
 
 
 class RemotePart(RangeReader):
-    """The buffer of a part of a state that a keeper on another host holds. Several threads read it."""
+    """The buffer of a part of a state, held by a keeper on another host. Several threads may read it at once."""
 
     def __init__(self, address: Address, state_id: str, rank: int) -> None:
         self._address, self._id, self._rank = address, state_id, rank
@@ -572,7 +574,7 @@ class RemotePart(RangeReader):
         self.nbytes = 0
 
     def record(self, seconds: float = 0.0) -> KeptContent:
-        """The part; raises `ReadError` if it is not there, and does not come within some seconds."""
+        """Reads the record of the part; raises `ReadError` if the part is not there within some seconds."""
         deadline = time.monotonic() + seconds
         try:
             wire = self._taken() or self._address.connect()
@@ -598,7 +600,7 @@ class RemotePart(RangeReader):
         return part
 
     def _record_by(self, wire: Wire) -> Following | ReplicaRefused:
-        """Asks for the record, and returns the answer when there is one."""
+        """Asks for the record, and waits for the answer."""
         wire.send(TakeRecord(self._id, self._rank))
         while isinstance(answer := wire.receive(Following | ReplicaRefused | Wait), Wait):
             pass
@@ -609,9 +611,9 @@ class RemotePart(RangeReader):
         self.once(offset, sum(buffer.nbytes for buffer in buffers)).read_into(buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Asks for a range, whose bytes then arrive while the parts before them are used."""
+        """Asks for a range. Its bytes arrive while the caller uses those before them."""
         wire = self._taken()
-        if wire is not None:  # the other end may have closed it because it was idle
+        if wire is not None:  # the other end may have closed an idle connection
             with suppress(OSError):
                 return self._asked(wire, offset, nbytes)
         return self._asked(self._address.connect(), offset, nbytes)
@@ -651,14 +653,14 @@ class RemotePart(RangeReader):
 
 
 class _Arriving(RangeReader):
-    """A range of a part that is on its way, read from front to back by one thread."""
+    """A range of a part whose bytes are arriving. One thread reads it from front to back."""
 
     def __init__(self, wire: Wire, offset: int, nbytes: int, give_back: Callable[[Wire], None]) -> None:
         self._wire, self._offset, self._left, self._give_back = wire, offset, nbytes, give_back
-        self._rest = memoryview(b"")  # of a frame that has bytes for the next buffer
+        self._rest = memoryview(b"")  # the rest of the last frame, for the next buffer
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        gap = memoryview(bytearray(offset - self._offset))  # what nobody wants between two parts of a range
+        gap = memoryview(bytearray(offset - self._offset))  # bytes that the caller skips
         try:
             for buffer in (gap, *buffers):
                 self._fill(buffer.cast("B"))

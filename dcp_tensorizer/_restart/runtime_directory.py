@@ -13,7 +13,8 @@ import socket
 import stat
 import struct
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .._storage.local import boot_id
@@ -25,12 +26,15 @@ SAVES = "saves"
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
-_ATTEMPTS = 20  # to make a socket while the last keeper removes the directory
+_ATTEMPTS = 20  # a socket is made again if the last keeper has just removed the directory
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def runtime_directory() -> Path:
-    """The directory, below ``XDG_RUNTIME_DIR`` or that of temporary files; raises `OSError` if there is neither."""
+    """The directory of sockets, in ``XDG_RUNTIME_DIR`` or in the directory of temporary files.
+
+    Raises `OSError` if there is neither.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.access(base, os.W_OK):
         return Path(base, "dcp_tensorizer")
@@ -38,19 +42,19 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """The name of a job in the names of its sockets; ``location`` is that of its folder, an absolute path or a URL."""
-    # With the boot's id, because the directory may be on a disk that machines share, and a socket works on one only.
+    """The name of a job in the names of its sockets. ``location`` is its folder: an absolute path or a URL."""
+    # The boot's id is part of it: machines may share the directory's disk, but a socket works on one machine only.
     named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(named, digest_size=8).hexdigest()
 
 
 def location_of(path: str | Path) -> str:
-    """The name under which keepers know a checkpoint, without secrets; ``path`` is a URL, or an absolute local path."""
+    """The name of a checkpoint for keepers, without secrets. ``path`` is a URL, or an absolute local path."""
     return redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Device and inode of a local folder; None if there is none."""
+    """The device and the inode of a local folder; None if it does not exist."""
     with suppress(OSError, ValueError):
         if os.path.isabs(folder):
             status = os.stat(folder)
@@ -79,7 +83,7 @@ def listen(path: Path) -> socket.socket:
         _make(path.parent)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _reached(path.parent) as folder:
+            with _short_name(path.parent) as folder:
                 listener.bind(f"{folder}/.{path.name}")
                 listener.listen(_BACKLOG)
                 os.rename(
@@ -127,7 +131,7 @@ def connect(path: Path) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(_CONNECT_SECONDS)
-        with _reached(path.parent) as folder:
+        with _short_name(path.parent) as folder:
             connection.connect(f"{folder}/{path.name}")
         connection.settimeout(None)
         if is_own_peer(connection):
@@ -152,17 +156,14 @@ def is_own_peer(connection: socket.socket) -> bool:
     return False
 
 
-class _reached:  # noqa: N801 - used as a function
-    """A short name for a directory, because the address of a socket is limited in length."""
-
-    def __init__(self, directory: Path) -> None:
-        self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def __enter__(self) -> str:
-        return f"/proc/self/fd/{self._fd}"
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._fd)
+@contextmanager
+def _short_name(directory: Path) -> Iterator[str]:
+    """Gives a directory a short name, because the address of a socket is limited in length."""
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def _make(directory: Path) -> None:
@@ -170,7 +171,7 @@ def _make(directory: Path) -> None:
     try:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # just removed by the last keeper
+        with suppress(FileNotFoundError):  # the last keeper has just removed it
             _check(directory)
     except OSError as error:
         raise WriteError(f"{directory} cannot be made, where a restarted job looks for its memory: {error}") from error

@@ -25,9 +25,9 @@ import msgspec
 from .._format.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 
 MAX_MESSAGE = 1 << 20
-"""Bytes of a message, at most."""
+"""The largest size of a message, in bytes."""
 MAX_BYTES = 1 << 20
-"""Bytes of a frame of raw bytes, at most. It is read, sealed and sent while it is in the cache of a core."""
+"""The largest frame of raw bytes. Such a frame is read, encrypted and sent while it is in the cache of a core."""
 SECRET_BYTES = 32
 
 _MAGIC = b"DCPTZR2"  # ends with the version
@@ -42,11 +42,11 @@ _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers look a
 
 
 class WireError(OSError):
-    """The other end is not what it should be, or sends something invalid."""
+    """The other end does not know the secret, or sends something invalid."""
 
 
 class Wire:
-    """One end of a connection. One thread uses it at a time.
+    """One end of a connection, for one thread at a time.
 
     ``is_server``: this end has accepted the connection. Raises `WireError` if the other end does not know the secret.
     """
@@ -67,9 +67,9 @@ class Wire:
         _set_timeout(sock, seconds)
 
     def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes, FrameCipherKind]:
-        """Proves that both ends know the secret; returns the keys of this end's frames, and of the other's.
+        """Proves that both ends know the secret. Returns the key of this end's frames, the other's, and the cipher.
 
-        The server chooses the cipher, of those that both have. What is said about ciphers goes into the proofs.
+        The server chooses one of the ciphers that both ends have. The proofs cover the choice.
         """
         nonce, ciphers = os.urandom(_NONCE), frame_ciphers()
         if is_server:
@@ -102,14 +102,14 @@ class Wire:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a message; raises `OSError`, and `WireError` where it is too large."""
+        """Sends a message; raises `OSError`, and `WireError` if it is too large."""
         content = msgspec.msgpack.encode(message)
         if len(content) > MAX_MESSAGE:
             raise WireError(f"a message of {len(content):,} bytes is too large")
         self._send(_MESSAGE, content)
 
     def receive(self, kind: Any) -> Any:
-        """Receives a message of a type, or of several in a union; raises `OSError`, and `WireError` for any other."""
+        """Receives a message of a type, or of a union of types; raises `OSError`, and `WireError` for others."""
         nbytes = self._header(_MESSAGE, MAX_MESSAGE)
         content = memoryview(bytearray(nbytes))
         self._open(_MESSAGE, nbytes, content)
@@ -131,11 +131,11 @@ class Wire:
             self._send(_BYTES, data[start : start + MAX_BYTES])
 
     def receive_bytes(self, target: memoryview) -> None:
-        """Receives bytes that a message has announced into the target, which is undefined after an error."""
+        """Receives announced bytes into ``target``. After an error, its content is undefined."""
         for start in range(0, target.nbytes, MAX_BYTES):
             part = target[start : start + MAX_BYTES]
             if self._header(_BYTES, MAX_BYTES) != part.nbytes:
-                raise WireError("other bytes than were announced")
+                raise WireError("the number of bytes is not the announced one")
             self._open(_BYTES, part.nbytes, part)
 
     # --- frames -----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Wire:
             raise WireError("a frame was changed on its way")
 
     def _room(self, name: str, nbytes: int) -> memoryview:
-        """A buffer of this connection, which is kept: one frame after the other goes through it."""
+        """A buffer of this connection, which all frames share one after the other."""
         if len(buffer := getattr(self, name)) < nbytes:
             buffer = bytearray(nbytes)
             setattr(self, name, buffer)
@@ -186,14 +186,14 @@ class Wire:
     # --- its end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes it, also for a thread that waits for the other end. Idempotent."""
+        """Closes the connection, also if a thread is waiting for the other end. Idempotent."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
 def _set_timeout(sock: socket.socket, seconds: float) -> None:
-    """Lets the kernel end waits. With Python's own timeouts, each call would ask first, and take what there is."""
+    """Lets the kernel end waits. With Python's own timeouts, each call polls first, and then reads what there is."""
     sock.settimeout(None)
     timeout = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -205,20 +205,20 @@ def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """The place where other hosts reach a keeper, and the secret of its run, which only its ranks and keepers know."""
+    """The address of a keeper for other hosts, and the secret of its run, which only its ranks and keepers know."""
 
     host: str
     port: int
     secret: bytes
 
     def __repr__(self) -> str:
-        """The place, without the secret."""
+        """The address without the secret."""
         return f"{self.host}:{self.port}"
 
     def connect(self, *, lower_effort: bool = False, seconds: float = _SECONDS) -> Wire:
-        """Connects to it; raises `OSError` if it is not reached, or does not know the secret.
+        """Connects to the keeper; raises `OSError` if it cannot be reached, or does not know the secret.
 
-        ``lower_effort``: other traffic goes first, where the network knows of that.
+        ``lower_effort``: other traffic goes first, if the network supports that.
         """
         sock = socket.create_connection((self.host, self.port), _HANDSHAKE_SECONDS)
         if lower_effort:
@@ -228,6 +228,6 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 def listen_on(host: str) -> socket.socket:
-    """A socket on an address of this host, on a port that is free; raises `OSError`."""
+    """Listens on an address of this host, at a free port; raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=128)

@@ -28,7 +28,7 @@ from dcp_tensorizer._format.names import block_size
 from dcp_tensorizer._loading.validate import read_head
 from dcp_tensorizer._managing import restart
 from dcp_tensorizer._restart import client, runtime_directory
-from dcp_tensorizer._restart.client import KeeperProcess, Visit, visits
+from dcp_tensorizer._restart.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._restart.protocol import Extent, Keep, KeptContent, KeptHead
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.destination import Destination
@@ -225,9 +225,9 @@ def taken_from(sockets: Path, number: str) -> tuple[KeptContent, dict[Extent, by
     (path,) = sockets.iterdir()
     connection = runtime_directory.connect(path)
     assert connection is not None
-    with closing(Visit(connection)) as visit:
-        visit.look(WAIT)
-        content, buffer = visit.take(number, 0)
+    with closing(KeeperConnection(connection)) as keeper:
+        keeper.look(WAIT)
+        content, buffer = keeper.take(number, 0)
     digests = {}
     for extent in content.state.extents:
         digester = Digester(block_size(extent.nbytes))
@@ -279,8 +279,8 @@ def test_a_keeper_is_left_while_it_is_told_digests(sockets: Path, goes_on: str) 
         for thread in threading.enumerate():
             if thread.name == "digests":
                 thread.join(WAIT)
-        (visit,), silent = visits("job", WAIT)
-        with closing(visit):
-            assert (visit.found.heads, silent) == ((head,), [])
-            visit.end()
+        (connection,), silent = connect_to_keepers("job", WAIT)
+        with closing(connection):
+            assert (connection.found.heads, silent) == ((head,), [])
+            connection.end()
         keeper.wait(WAIT)

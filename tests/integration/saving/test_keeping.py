@@ -300,7 +300,7 @@ def test_keepers_that_are_stopped(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         patch.setattr(find, "_LOOK_SECONDS", 0.1)
         assert [kept.path for kept in tools.list_kept(tmp_path)] == [str(tmp_path / "3")]
-    assert len([m for m in caplog.messages if "it does not answer at" in m]) == 2
+    assert len([m for m in caplog.messages if "does not answer, because it is stopped" in m]) == 2
     for keeper in keepers_below(sockets):
         keeper.send_signal(signal.SIGCONT)
     assert [loaded(tmp_path / str(value)) for value in (1, 2, 3)] == [1, 2, 3]

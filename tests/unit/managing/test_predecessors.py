@@ -14,7 +14,7 @@ from dcp_tensorizer._managing.lineage import RestoreChoice
 from dcp_tensorizer._managing.restart import Problem, _joint, _outdated, load_kept
 from dcp_tensorizer._managing.restore import Selection
 from dcp_tensorizer._managing.step_folder import Step
-from dcp_tensorizer._restart.client import Visit
+from dcp_tensorizer._restart.client import KeeperConnection
 from dcp_tensorizer._restart.find import Predecessors
 from dcp_tensorizer._restart.protocol import Found, Keep, KeptContent, KeptHead
 from dcp_tensorizer._runtime.forks import Descriptor
@@ -77,7 +77,7 @@ def test_another_folder() -> None:
     assert _outdated(kept._replace(folder=None), None, (1, 3)) == ""
 
 
-class _Keeper(Visit):
+class _Keeper(KeeperConnection):
     """A keeper of a rank, which has a state or has just ended."""
 
     def __init__(self, rank: int, has_ended: bool) -> None:
@@ -95,11 +95,11 @@ class _Keeper(Visit):
 
 def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:
     """The descriptors that the others gave are closed, and storage is asked."""
-    visits = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
+    keepers = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
     before = open_descriptors()
     with quietly():
         problem = load_kept(
-            Predecessors(visits), LocalStorage(tmp_path), Agreement(None), {}, Selection(), {}, RestoreChoice([], [])
+            Predecessors(keepers), LocalStorage(tmp_path), Agreement(None), {}, Selection(), {}, RestoreChoice([], [])
         )
     assert isinstance(problem, Problem)
     assert (problem.is_damage, problem.has_touched) == (True, False)
