@@ -1,4 +1,4 @@
-"""Messages and descriptors between two processes over a Unix socket, and the answers that are common to all of them.
+"""Messages and descriptors between two processes over a Unix socket, and the answers that all protocols share.
 
 Both ends are the same installation on the same machine, so messages are plain pickles.
 """
@@ -46,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request failed, and left nothing behind. ``details`` is the traceback, as text."""
+    """The request failed, and had no effect. ``details`` is the traceback, as text."""
 
     message: str
     details: str = ""
@@ -55,7 +55,7 @@ class Failed:
 class Channel:
     """Whole messages, with descriptors, over a connected Unix stream socket.
 
-    In a forked child its copy is closed. All methods raise `EOFError` if either end is closed.
+    A forked child closes its copy. All methods raise `EOFError` if either end is closed.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -67,7 +67,7 @@ class Channel:
 
     @property
     def is_ours(self) -> bool:
-        """Returns whether this end is open, and its number still stands for the socket: see `Descriptor`."""
+        """Returns whether this end is open, and its descriptor still belongs to the socket; see `Descriptor`."""
         if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
             self._sock.detach()  # otherwise it would close a foreign file in the end
         return self._sock.fileno() >= 0
@@ -92,8 +92,8 @@ class Channel:
         Args:
             request: A message, or its pickle: see `send`.
             fds: Descriptors to send along.
-            timeout: Seconds without progress of the other end.
-            check: Called about once a second. An exception of it ends the wait.
+            timeout: The seconds that the other end may be without progress.
+            check: Called about once a second. If it raises an exception, the wait ends.
             progress: Called with the bytes of each `Progress` of the other end.
 
         Raises:
@@ -151,7 +151,7 @@ class Channel:
                 return
 
     def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Sends a message, or bytes, which are one that `pickled` has made.
+        """Sends a message, or the bytes that `pickled` has made of one.
 
         Raises:
             TimeoutError: the other end does not read it in time.
@@ -181,8 +181,8 @@ class Channel:
         """Waits until there is something to receive.
 
         Args:
-            patience: For how long.
-            check: Called now and then. What it raises ends the wait.
+            patience: Limits the wait.
+            check: Called now and then. If it raises an exception, the wait ends.
 
         Raises:
             TimeoutError: there is nothing for too long.
@@ -200,7 +200,7 @@ class Channel:
         """Receives a message.
 
         Args:
-            wait: Called before each read from the socket: the other end may stop in the middle of a message.
+            wait: Called before each read from the socket, because the other end may stop within a message.
         """
         self.fileno()
         try:
@@ -238,11 +238,11 @@ class Channel:
         """Shuts the socket down for both ends, and for a thread that waits in `receive`."""
         if self.is_ours:
             with suppress(OSError):
-                # Closing alone would not tell the other end, while a forked child holds a copy of the descriptor.
+                # Closing is not enough: while a forked child has a copy of the socket, the other end notices nothing.
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self, timeout: float) -> None:
-        """Sends no more, and waits until the other end has read all and closed, or the time is over."""
+        """Ends sending, and waits until the other end has read all messages and closed, or the time is over."""
         if self.is_ours:
             with suppress(OSError, EOFError):  # another thread may close it meanwhile
                 self._sock.shutdown(socket.SHUT_WR)
@@ -261,7 +261,7 @@ class Channel:
 
 
 def pickled(message: object) -> bytes:
-    """A message as it travels. Raises whatever its objects raise."""
+    """Returns a message as the bytes to send. Raises the errors of its objects."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 

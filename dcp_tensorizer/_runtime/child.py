@@ -1,7 +1,7 @@
 """A process of this package beside the trainer: `ChildProcess` is the trainer's side, `begin` the process's own.
 
-The writer process and the keeper are started so. They are not forked, and not started by `multiprocessing`, which
-imports the user's ``__main__`` again and is forbidden in daemonic processes.
+The writer process and the keeper are such processes. They are not forked. `multiprocessing` would not do: it imports
+the user's ``__main__`` again, and is forbidden in daemonic processes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class ChildProcess:
     """A process that is started at once, and answers one request after the other.
 
     Args:
-        name: For messages, as "the writer process".
-        module: Its ``main`` runs in the process, and calls `begin` with its arguments.
-        arguments: Of the process's own, after those for `begin`.
-        devices: It sees the trainer's GPUs.
-        own_session: Signals to the trainer's process group do not reach it.
+        name: The name of the process in messages, such as "the writer process".
+        module: The module whose ``main`` runs in the process, and calls `begin` with its arguments.
+        arguments: The arguments of ``main`` after those for `begin`.
+        devices: The process sees the trainer's GPUs.
+        own_session: The process has a session of its own: signals to the trainer's process group do not reach it.
 
     Attributes:
-        is_ours: This process may send requests: the other one was not ended, killed, left to others, or started by the
-            parent that this process was forked from.
+        is_ours: Requests may be sent. False once the process was ended, killed, or left to others, and in forked
+            children of its parent.
 
     Raises:
         OSError: memory, processes or descriptors are short; says what to do.
@@ -84,7 +84,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Returns whether a request can be sent: not to a process that was killed and hangs in the kernel."""
+        """Returns whether a request can be sent. It cannot to a process that was killed, but hangs in the kernel."""
         return self.is_ours and self._channel.is_ours and self._popen.poll() is None
 
     def _disown(self) -> None:
@@ -99,8 +99,8 @@ class ChildProcess:
     ) -> Any:
         """Sends a request, and returns its answer. The caller holds the lock.
 
-        If there is no answer, or an exception interrupts the wait, the process is killed: the next request would get
-        this one's answer.
+        If there is no answer, or an exception interrupts the wait, the process is killed. Otherwise the next request
+        would get this one's answer.
 
         Raises:
             TimeoutError: the process made no progress for ``timeout`` seconds.
@@ -121,12 +121,12 @@ class ChildProcess:
         return answer
 
     def _check_alive(self) -> None:
-        """Raises `EOFError` if the process has died: a child of its own may hold its end of the socket open."""
+        """Raises `EOFError` if the process has died. Its own children may still hold its end of the socket open."""
         if self._popen.poll() is not None:
             raise EOFError
 
     def _kill(self) -> int | None:
-        """Kills the process, and returns its exit code; 0 if it is not this process's, None if it has not ended yet."""
+        """Kills the process, and returns its exit code; 0 if it is not ours, None if it has not ended yet."""
         self._disown()
         return kill(self._popen)
 
@@ -150,7 +150,7 @@ class ChildProcess:
         return f"{process} {how}{self._said()}"
 
     def _said(self) -> str:
-        """The end of the process's output, to be appended to a message; empty if there is none."""
+        """The end of the process's output, to append to a message; empty if there is none."""
         content = b""
         with suppress(OSError):
             nbytes = os.fstat(self._output.number).st_size
@@ -160,9 +160,9 @@ class ChildProcess:
 
 
 def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
-    """Begins a process that `ChildProcess` has started, at a lower priority.
+    """Begins a process that `ChildProcess` has started, with a lower priority.
 
-    Returns the channel to the trainer, a pidfd of the trainer for `at_end_of`, and the process's own arguments.
+    Returns the channel to the trainer, a pidfd of the trainer for `at_end_of`, and the remaining arguments.
     """
     _ignore_job_signals()
     with suppress(OSError):
@@ -177,10 +177,10 @@ def lower_priority(niceness: int) -> None:
 
 
 def set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
-    """Sets the priority of this process's session, to 0 or lower, where the kernel schedules sessions; in background.
+    """Sets the priority of this process's session, to 0 or lower, in the background.
 
-    There, each session gets as much of the processor as any other, and the niceness of a process counts only beside
-    others of its own session. Nothing is set once ``is_wanted`` returns False.
+    It has an effect where the kernel schedules sessions. There each session gets an equal share of the processor, and
+    the niceness of a process counts only within its session. Nothing is set once ``is_wanted`` returns False.
     """
 
     def work() -> None:
@@ -196,10 +196,11 @@ def set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
 
 
 def at_end_of(trainer: int, do: Callable[[], object]) -> None:
-    """Calls a function on a thread of its own as soon as the trainer has ended.
+    """Calls a function, on a thread of its own, as soon as the trainer has ended.
 
-    It watches a pidfd, which is -1 where there are none. The end of the socket is not enough: a forked DataLoader
-    worker can hold it open after the trainer's death. PR_SET_PDEATHSIG follows the thread that started the process.
+    It watches ``trainer``, a pidfd, which is -1 on systems without them. The end of the socket is not enough: a forked
+    DataLoader worker can hold it open after the trainer's death. PR_SET_PDEATHSIG would not do either: it follows the
+    thread that started the process.
     """
 
     def watch() -> None:
@@ -248,7 +249,7 @@ def _leave_to_parent(popen: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _job_signals_blocked() -> Iterator[None]:
-    """Blocks them in a process that is started meanwhile, until that ignores them."""
+    """Blocks the job's signals in a process that is started within the block, until that process ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
     try:
         yield
@@ -266,7 +267,7 @@ def _ignore_job_signals() -> None:
 def kill(popen: subprocess.Popen[bytes]) -> int | None:
     """Kills a process, and returns its exit code; None if it hangs in the kernel and ends later.
 
-    Without a timeout, `wait` would also wait for a lock, whose holder a signal handler may have interrupted.
+    It waits with a timeout: without one, `wait` takes a lock, whose holder a signal handler may have interrupted.
     """
     with suppress(PermissionError):  # the trainer is another user since; the process ends with its socket
         popen.kill()
@@ -282,9 +283,9 @@ def kill(popen: subprocess.Popen[bytes]) -> int | None:
 
 # --- starting the interpreter, with the trainer's modules -------------------------------------------------------------
 #
-# It finds the modules that the trainer finds, because its messages are pickles, and a storage may need a plugin. But a
-# ``queue.py`` among the trainer's scripts must not replace the standard library's. So nothing of the trainer's
-# ``sys.path`` comes before the standard library, whatever is in PYTHONPATH or the working directory.
+# The process must find the modules that the trainer finds, because its messages are pickles, and a storage may need a
+# plugin. But a ``queue.py`` among the trainer's scripts must not replace that of the standard library. So the standard
+# library comes before all of the trainer's ``sys.path``, and PYTHONPATH and the working directory do not count.
 
 _PATH = "DCP_TENSORIZER_PATH"
 _GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no context, no GPU memory
@@ -316,7 +317,7 @@ _NEEDED = (__name__.partition(".")[0], "fsspec", "isal", "numpy", "torch", "xxha
 
 
 def interpreter() -> list[str]:
-    """The beginning of a command. A module, whose ``main`` is called, and its arguments follow."""
+    """The beginning of a command line, which goes on with a module, whose ``main`` is called, and its arguments."""
     flags = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
     as_here = [flag for flag, is_set in flags.items() if is_set]
     names_of_files = f"utf8={int(sys.flags.utf8_mode)}"
@@ -324,15 +325,15 @@ def interpreter() -> list[str]:
 
 
 def environment(devices: bool) -> dict[str, str]:
-    """The trainer's environment, less its GPUs unless they are to be used, and the way to its modules."""
+    """The trainer's environment, with the path of its modules. Without ``devices``, its GPUs are hidden."""
     given = {name: value for name, value in process_context.environment().items() if name != "PYTHONPATH"}
     return given | ({} if devices else _GPUS) | _THREADS | {_PATH: os.pathsep.join(_module_path())}
 
 
 def _module_path() -> list[str]:
-    """The trainer's ``sys.path``, in its order, but first of all where the modules that are needed were found.
+    """The trainer's ``sys.path``, in its order, after the entries in which the needed modules were found.
 
-    Otherwise an entry that the trainer has put in front since it imported them could replace them.
+    Otherwise an entry that the trainer has put in front since could replace these modules.
     """
     entries = [entry for entry in sys.path if isinstance(entry, str)]
     try:
@@ -344,5 +345,5 @@ def _module_path() -> list[str]:
 
 
 def _home(package: str) -> str:
-    """The entry of ``sys.path`` that a package was found in."""
+    """The entry of ``sys.path`` in which a package was found."""
     return os.path.dirname(os.path.dirname(os.path.abspath(str(sys.modules[package].__file__))))

@@ -11,11 +11,11 @@ _HUGE_PAGE = 2 << 20
 
 
 def direct_memory(nbytes: int) -> memoryview:
-    """Fresh memory that begins on a page; in huge pages, if it is large enough for one and the system has them.
+    """Makes memory that begins on a page: huge pages, if it is large enough for one and the system has them.
 
     A request to a disk has few segments (254 for virtio), each a run of physical memory. With small pages it carries 1
-    MiB, with huge pages more. Measured alternately, 8 MiB at once: 2.1-3.3 GB/s written with small pages and 3.5-4.2
-    with huge ones; 1.2-1.6 GB/s read and 2.2-3.0. The kernel's part of the CPU time falls to a third.
+    MiB, with huge pages more. Measured in turns, 8 MiB at a time: writes of 2.1-3.3 GB/s with small pages, 3.5-4.2 with
+    huge ones; reads of 1.2-1.6 GB/s and 2.2-3.0. The kernel's part of the CPU time falls to a third.
     """
     if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(_private(nbytes))

@@ -1,12 +1,12 @@
 """Keeps a forked child from using what belongs to its parent.
 
-A child has copies of its parent's objects, but not the threads, processes and memory behind them. If it ended one of
-those, it would end it for the parent. Locks stay as they were at the fork, held by threads that the child does not
-have. So each object of that kind registers, when it is made, what becomes of it in a child:
+A child has copies of its parent's objects, but the threads, processes and memory behind them are the parent's. If the
+child ended one, it would end it for the parent. Locks stay as they were at the fork, held by threads that the child
+does not have. So each such object registers, when it is made, what happens to it in a child:
 
-- a lock is free there (`free_in_child`),
-- what an object ends at its own end is not ended there (`Finalizer`),
-- anything else has a function of its own (`in_child`): a descriptor is closed, a writer starts again,
+- a lock becomes free (`free_in_child`);
+- a finalizer does nothing (`Finalizer`);
+- anything else has a function of its own (`in_child`), which closes a descriptor, for example;
 - and an object may ask whether it is still in the process that made it (`Home`).
 """
 
@@ -61,7 +61,7 @@ def _free(lock: Any) -> None:
 
 
 class Finalizer(weakref.finalize):  # type: ignore[type-arg]
-    """A `weakref.finalize` that does nothing in forked children, so that they end nothing of their parent's."""
+    """A `weakref.finalize` that does nothing in forked children: the resources are their parent's."""
 
     __slots__ = ("__weakref__", "_pid")
 
@@ -83,7 +83,7 @@ class Finalizer(weakref.finalize):  # type: ignore[type-arg]
 
 
 class Home:
-    """The process that an object belongs to. A copy of the object in a forked child is not at home there."""
+    """The process to which an object belongs. Its copy in a forked child is not at home there."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -91,7 +91,7 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Returns whether this is the process that made it."""
+        """Returns whether this process has made the object."""
         return self._pid == os.getpid()
 
     def _leave(self) -> None:
@@ -130,7 +130,7 @@ def identity(fd: int) -> tuple[int, int] | None:
 
 
 class Descriptor:
-    """Takes over an open descriptor. It is closed with this object, by `close`, and in forked children."""
+    """Owns an open descriptor, which is closed with this object, by `close`, and in forked children."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -140,12 +140,12 @@ class Descriptor:
 
     @property
     def is_ours(self) -> bool:
-        """Returns whether the number still stands for the file."""
+        """Returns whether the number still belongs to the file."""
         return self._close.alive and identity(self._fd) == self._file
 
     @property
     def number(self) -> int:
-        """The number; raises `OSError` if it no longer stands for the file."""
+        """The number; raises `OSError` if it no longer belongs to the file."""
         if not self.is_ours:
             raise OSError(errno.EBADF, f"{os.strerror(errno.EBADF)}: this process has closed it (os.closerange?)")
         return self._fd
@@ -156,7 +156,7 @@ class Descriptor:
 
 
 def anonymous_file(name: str) -> int:
-    """A new file in memory, without a name; a temporary file on systems other than Linux.
+    """Makes a file in memory, without a name; on systems other than Linux a temporary file.
 
     Raises `OSError`, with advice, if it is refused or no descriptor is free.
     """
@@ -203,10 +203,10 @@ def too_many(error: OSError) -> str | None:
 
 
 def above_standard_streams(fd: int) -> int:
-    """Moves an open file to a descriptor above 2, if it has one of 0 to 2; returns its number.
+    """Moves an open file away from the descriptors 0 to 2; returns its number.
 
-    Those are the standard streams, which a daemon closes. Otherwise prints would go to the file, and a child process
-    would get it as a stream.
+    These are the standard streams, which a daemon closes. A file there would get what is printed, and a child process
+    would inherit it as a stream.
     """
     if fd > _LAST_STANDARD_STREAM:
         return fd

@@ -1,10 +1,10 @@
 """Pauses Python's garbage collector while objects are made that all stay alive.
 
-Without the pause, a save of 20,000 small tensors makes 4 full collections, and 3 with `SavePlanner`. One of them
-happens while training waits. With the pause and `SavePlanner` there are none.
+Without the pause, a save of 20,000 small tensors causes 4 full collections, or 3 with `SavePlanner`. Training waits for
+one of them. With the pause and `SavePlanner` there are none.
 
-The collector belongs to the whole process, and so to the trainer. Its switch (``gc.disable``), its thresholds and its
-frozen objects stay as the trainer has set them, even if it changes them meanwhile.
+The collector belongs to the trainer. Its switch (``gc.disable``), its thresholds and its frozen objects stay as the
+trainer has set them, even if the trainer changes them meanwhile.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _Collector(Borrowed[tuple[int, int, int]]):
     def pause(self, user: object) -> None:
         """Pauses the collector for a user."""
         if self.use(user):
-            gc.collect(1)  # or else the trainer's garbage would count as old, and may hold memory of a GPU
+            gc.collect(1)  # otherwise the trainer's garbage, which may hold memory of a GPU, would count as old
 
     def resume(self, user: object, *, ages: bool) -> None:
-        """Ends the pause with its last user. With ``ages``, objects that live then count as old."""
+        """Removes a user; the last one ends the pause. With ``ages``, all objects then count as old."""
         self.leave(user, lambda: self._age() if ages and gc.isenabled() else None)
 
     def _age(self) -> None:
@@ -73,15 +73,15 @@ _collector = _Collector()
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the collector, and makes new objects count as old afterwards: a with statement, or a decorator.
+    """Pauses the collector for a with statement, or as a decorator. Afterwards all objects count as old.
 
-    When thousands of objects are made that all stay alive, the collector visits them and all of torch's objects in
-    vain. That is a third of the time of loading 5,000 small tensors, and a sixth of a second in which a save keeps the
-    interpreter from training. If it were only switched off, it would visit them afterwards, in DCP's planning. Not for
-    long operations, because garbage of other threads stays meanwhile, too.
+    While thousands of objects are made that all stay alive, the collector visits them and all of torch's objects in
+    vain. That is a third of the time of loading 5,000 small tensors. In a save, training waits a sixth of a second for
+    it. A mere pause would only put it off to DCP's planning. So the objects count as old afterwards. It is not for long
+    operations, because garbage of other threads stays, too.
 
-    After an exception nothing counts as old: the failed objects are in a cycle with the exception, and would keep their
-    memory until a full collection.
+    After an exception nothing counts as old. The failed objects are in a cycle with the exception, and as old objects
+    they would keep their memory until a full collection.
 
     The pause sets the collector's first threshold to 0. If the trainer has switched the collector off, nothing changes.
     If the trainer sets that threshold to 0 during a pause, the end of the pause undoes that.
@@ -97,6 +97,6 @@ def collector_paused() -> Iterator[None]:
 
 
 def age_objects() -> None:
-    """Makes all objects count as old, as `collector_paused` does for new ones: for those that DCP has made."""
+    """Makes all objects count as old, as after `collector_paused`: for objects that DCP has made."""
     with collector_paused():
         pass

@@ -8,9 +8,9 @@ from ..errors import StagingError
 
 
 def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
-    """Raises `StagingError` if memory is short. Beyond a cgroup's limit the kernel would kill the process.
+    """Raises `StagingError` if memory is short, because beyond a cgroup's limit the kernel kills the process.
 
-    ``allocated`` of the ``nbytes`` bytes are allocated already.
+    Of the ``nbytes`` bytes ``allocated`` are allocated already.
     """
     available = available_memory()
     if available is not None and nbytes - allocated > available:
@@ -22,7 +22,7 @@ def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that can still be allocated on this machine and in this cgroup, page cache included; None if unknown."""
+    """The bytes that can still be allocated on this machine and in this cgroup; None if unknown. Page cache is free."""
     bounds = [bound for bound in (_machine_headroom(), cgroup_headroom()) if bound is not None]
     return min(bounds, default=None)
 
@@ -38,7 +38,7 @@ def _machine_headroom() -> int | None:
 
 
 def cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Room below the tightest memory limit of this process's cgroups and their ancestors; page cache counts as room."""
+    """The bytes below the tightest memory limit of this process's cgroups and their ancestors. Page cache is free."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -65,7 +65,7 @@ _V2 = ("memory.max", "memory.current", "")
 
 
 def _room(group: Path, limit: str, used: str, prefix: str) -> int | None:
-    """Room below a cgroup's own limit; None if it has none."""
+    """The bytes below a cgroup's own limit; None if it has none."""
     try:
         allowed = int((group / limit).read_text())  # without a limit, version 2 says "max", version 1 nearly 2**63
         taken = int((group / used).read_text())

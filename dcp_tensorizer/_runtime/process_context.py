@@ -1,7 +1,7 @@
-"""The process context of a save, which is sent to the process that writes it.
+"""The process context of a save: the environment, the working directory, the umask and the groups of the trainer.
 
-The writing process keeps nothing of the context that it started in: keys in environment variables are rotated, and a
-job may set its umask or its group after the first save.
+It is sent to the process that writes the save, which forgets the context that it was started with: keys in environment
+variables are rotated, and a job may set its umask or its group after the first save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Identity = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, repr=False)  # the environment holds secrets
 class ProcessContext:
-    """The properties of a process that affect its saves. None: unknown, or the working directory was removed."""
+    """The properties of a process that affect its saves. One is None if it is unknown, or the directory is gone."""
 
     pid: int
     environment: Mapping[str, str]
@@ -52,7 +52,7 @@ class ProcessContext:
         if self.umask is not None:
             os.umask(self.umask)
         if self.directory is not None and self.directory == _directory():
-            return  # changing to it could hang with its server
+            return  # it is there already: changing to it could hang with its server
         try:
             os.chdir(self.directory or "/")
         except OSError:  # removed since, or hidden from this process

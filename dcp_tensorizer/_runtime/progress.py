@@ -14,9 +14,10 @@ _SECONDS = 1.0
 
 
 class TransferProgress:
-    """Tells a callback how far a load or a save has come, and every ``log_seconds`` the log.
+    """Tells a callback how far a load or a save has come, and the log every ``log_seconds``.
 
-    ``doing`` is what it does to ``path``. An error of the callback is logged once, and it is not called again.
+    ``doing`` is the work on ``path``, for the log. If the callback raises an error, it is logged, and the callback is
+    not called again.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class TransferProgress:
         self._began = self._logged_at = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
-        """Takes the bytes done and the bytes in all; called by one thread at a time."""
+        """Notes the bytes done and the bytes in total. One thread at a time calls it."""
         if self._callback is not None:
             try:
                 self._callback(done, total)
@@ -44,7 +45,7 @@ class TransferProgress:
 
 @contextmanager
 def each_second(do: Callable[[], object]) -> Iterator[None]:
-    """Calls a function about once a second while a block runs, on a thread of its own, if one can be started."""
+    """Calls a function about once a second while a block runs, on a thread of its own if one can be started."""
     is_over = threading.Event()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A bounded memory of results by the digests of what they were made from, so that a repeated save makes them once."""
+"""A bounded cache of results by the digests of their inputs, so that repeated saves make them once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _one(result: object) -> int:
 
 
 class Recent(Generic[_T]):
-    """The results of the last keys. A key stands for contents, so a result may be lost, but is never wrong.
+    """A cache of the last results. A key is a digest of contents, so a result may be lost, but is never wrong.
 
-    Several threads may use it. It keeps as many results as ``most``, or as many as have that ``size`` together. A copy,
+    It keeps ``most`` results, or results whose sizes (``size``) add up to ``most``. Several threads may use it. A copy,
     also one in another process, is empty.
     """
 
@@ -34,11 +34,11 @@ class Recent(Generic[_T]):
         return Recent, (self._most, self._size)
 
     def find(self, key: object) -> _T | None:
-        """The result for a key; None if it is not known."""
+        """The result for a key; None if there is none."""
         return self._results.get(key)
 
     def keep(self, key: object, result: _T) -> None:
-        """Remembers a result as the newest, in place of the oldest ones."""
+        """Adds a result, and drops the oldest ones if there are too many."""
         with self._changing:
             if key in self._results:
                 self._room += self._size(self._results.pop(key))

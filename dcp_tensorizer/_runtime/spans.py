@@ -1,4 +1,4 @@
-"""Spans of time: the record of what a save or a load did, and when, in all of its threads and processes."""
+"""Spans: what a save or a load did, and when, in all of its threads and processes."""
 
 from __future__ import annotations
 

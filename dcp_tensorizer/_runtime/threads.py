@@ -1,4 +1,4 @@
-"""Threads for requests that wait for a server at the same time, and for background work; waits with an end."""
+"""Threads that wait for servers in parallel, threads for background work, and time limits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LOOK_SECONDS = 0.001
 
 
 class Deadline:
-    """One common end for several waits, ``timeout`` seconds from now; None: never."""
+    """The common end of several waits, ``timeout`` seconds from now; None: never."""
 
     def __init__(self, timeout: float | None) -> None:
         self._end = None if timeout is None else time.monotonic() + timeout
 
     @property
     def left(self) -> float | None:
-        """The seconds that are left, at least 0; None for no limit."""
+        """The seconds that are left, at least 0; None if there is no limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def within(self, seconds: float) -> float:
@@ -44,8 +44,8 @@ NEVER = Deadline(None)
 class Patience:
     """Limits the time without progress, for a caller that checks now and then.
 
-    At most ``between_looks`` seconds, and a third of ``timeout``, count between two checks. So a job that was suspended
-    does not time out: neither it nor the other side had time to make progress.
+    Between two checks at most ``between_looks`` seconds count, and at most a third of ``timeout``. So a job that was
+    suspended does not time out: while it was, neither side could make progress.
     """
 
     def __init__(self, timeout: float, between_looks: float) -> None:
@@ -61,23 +61,21 @@ class Patience:
         return min(seconds, max(0.0, self._timeout - self._waited))
 
     def is_over(self) -> bool:
-        """Checks the time; returns whether it has been too long."""
+        """Checks the time; returns whether there has been no progress for too long."""
         now = time.monotonic()
         self._waited, self._last = self._waited + min(now - self._last, self._between_looks), now
         return self._waited >= self._timeout
 
 
 class Hung(Exception):
-    """An operation has taken too long, and is left alone."""
+    """An operation has taken too long. Its thread is left behind."""
 
 
 class Workers(ThreadPoolExecutor):
-    """A pool of threads whose `shutdown` always waits for the work, because the work uses what the caller frees
-    afterwards.
+    """A pool of threads whose `shutdown` always waits for the work, because the caller then frees what the work uses.
 
-    An exception that a signal handler raises meanwhile, such as KeyboardInterrupt, is raised when the work is done.
-    When the main thread has ended, Python starts no more threads, also not for ``atexit`` and threads that go on. Then
-    the calling thread does the work.
+    If a signal handler raises an exception meanwhile, such as KeyboardInterrupt, it is raised when the work is done.
+    Once the main thread has ended, Python starts no more threads. Then the calling thread does the work.
     """
 
     def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
@@ -131,14 +129,14 @@ class _Work(Generic[_T]):
             return operation()
 
     def drop(self) -> None:
-        """Keeps it from beginning; if it is running, waits for it."""
+        """Keeps the operation from beginning; if it is running, waits for it."""
         self._operation = None
         _surely(self._doing.acquire)
         self._doing.release()
 
 
 def _surely(wait: Callable[[], object]) -> None:
-    """Waits, even if signal handlers raise exceptions meanwhile; the last one is raised in the end."""
+    """Waits to the end. If signal handlers raise exceptions meanwhile, the last one is raised then."""
     interrupted: BaseException | None = None
     while True:
         try:
@@ -156,15 +154,15 @@ def _surely(wait: Callable[[], object]) -> None:
 def is_running(thread: threading.Thread) -> bool:
     """Returns whether a thread has been started and has not ended.
 
-    Before Python 3.13 ``is_alive`` cannot be trusted: if a signal handler raises an exception in ``join``, such as
-    KeyboardInterrupt, it is False from then on. A thread that ends removes itself from ``threading.enumerate``, except
-    for the main thread.
+    Before Python 3.13 ``is_alive`` cannot be trusted: after an exception of a signal handler in ``join``, such as
+    KeyboardInterrupt, it is False. A thread that ends removes itself from ``threading.enumerate``; only the main thread
+    does not.
     """
     return thread in threading.enumerate() and (thread is not threading.main_thread() or thread.is_alive())
 
 
 def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]) -> list[_T]:
-    """Calls ``operation`` for several subjects at once, because each call waits for a server.
+    """Calls ``operation`` for each subject, in parallel, because each call waits for a server.
 
     Returns the results in the order of ``subjects``. Raises what a call raises.
     """
@@ -175,9 +173,9 @@ def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]
 
 
 def in_background(operation: Callable[[], _T], *, name: str = "request", daemon: bool = False) -> Future[_T]:
-    """Starts ``operation`` in a thread of its own, for a result that is needed later.
+    """Starts ``operation`` in a thread of its own; returns a future of its result.
 
-    If no thread can be started, the calling thread does it. The interpreter does not wait for a ``daemon`` at its exit.
+    If no thread can be started, the calling thread runs it. The interpreter does not wait for a ``daemon`` at its exit.
     """
     future: Future[_T] = Future()
     try:
@@ -193,8 +191,8 @@ def in_background(operation: Callable[[], _T], *, name: str = "request", daemon:
 def in_time(operation: Callable[[], _T], timeout: float) -> _T:
     """Runs an operation that may hang in the kernel; raises `Hung` after ``timeout`` seconds.
 
-    Then its thread is left alone, and the interpreter's exit does not wait for it. An exception of a signal handler is
-    raised when the operation is over or given up.
+    Then its thread is left behind, and the interpreter's exit does not wait for it. An exception of a signal handler is
+    raised once the operation is over or given up.
     """
     doing, end = in_background(operation, name="in-time", daemon=True), Deadline(timeout)
     _surely(lambda: wait_for([doing], end.left))
@@ -204,17 +202,17 @@ def in_time(operation: Callable[[], _T], timeout: float) -> _T:
 
 
 def cores() -> int:
-    """The number of cores that this process may use: a bound for threads that compute.
+    """The number of cores that this process may use, as a limit for threads that compute.
 
-    The ranks of a node share its cores, and ``torchrun`` says how many ranks there are. A rank that is bound to cores
-    has those.
+    The ranks of a node share its cores; ``torchrun`` says how many ranks there are. A rank that is bound to cores uses
+    these alone.
     """
     share = max(1, (os.cpu_count() or 1) // (ranks_of_node() or 1))
     return min(share, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else share
 
 
 def ranks_of_node() -> int | None:
-    """The number of ranks on this node, as ``torchrun`` and other launchers say it; None if unknown."""
+    """The number of ranks on this node, according to ``torchrun`` or another launcher; None if unknown."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(ranks) if ranks.isdecimal() and int(ranks) else None
 
@@ -230,8 +228,9 @@ def _run(future: Future[_T], operation: Callable[[], _T]) -> None:
 # --- the switch interval during a save --------------------------------------------------------------------------------
 #
 # A thread that needs the interpreter waits until its holder releases it, or until the switch interval is over: 5 ms by
-# default. A save needs it some hundred times, after each system call and many of torch's operations, and each time
-# waits 5 ms for a training loop that holds it. While the save plans, training waits 5 ms after each of its operations.
+# default. A save needs it some hundred times: after each system call, and after many of torch's operations. If a
+# training loop holds it, the save waits 5 ms each time. And while the save plans, training waits 5 ms after each of its
+# own operations.
 #
 # With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, at the same
 # speed of the loop. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms.
@@ -247,7 +246,7 @@ _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
 class Borrowed(abc.ABC, Generic[_T]):
-    """A setting of the whole process that is changed while it has users, and then set back."""
+    """A setting of the whole process that is changed while it has users, and then restored."""
 
     def __init__(self) -> None:
         # Reentrant, because a signal handler or the collector may interrupt its holder.
@@ -258,11 +257,11 @@ class Borrowed(abc.ABC, Generic[_T]):
 
     @abc.abstractmethod
     def _change(self) -> _T | None:
-        """Changes the setting; returns the program's own, or None if that stays."""
+        """Changes the setting; returns the program's value, or None if that stays."""
 
     @abc.abstractmethod
     def _restore(self, before: _T) -> None:
-        """Sets the program's own again, unless the program has set a new one meanwhile."""
+        """Restores the program's value, unless the program has set another one meanwhile."""
 
     def use(self, user: object) -> bool:
         """Adds a user; returns whether that has changed the setting."""
@@ -291,7 +290,7 @@ class Borrowed(abc.ABC, Generic[_T]):
 
 
 class _Interval(Borrowed[float]):
-    """The interpreter's switch interval, which is short while any thread uses the short one."""
+    """The interpreter's switch interval, which is short while it has users."""
 
     def _change(self) -> float | None:
         before = sys.getswitchinterval()
@@ -309,10 +308,10 @@ _interval = _Interval()
 
 
 class QuickTurns:
-    """Lets the process's threads take turns more often, until `end` or until it is dropped.
+    """Lets the process's threads take turns more often, until `end` or until this object is freed.
 
-    Threads that wait already wait for the old interval. So the calling thread first gives them a turn: one may be
-    training, which has just started this thread.
+    Threads that are waiting wait for the old interval. So the calling thread first gives them a turn. One of them may
+    be training, which has just started this thread.
     """
 
     def __init__(self) -> None:
@@ -321,5 +320,5 @@ class QuickTurns:
         time.sleep(_FIRST_TURN)
 
     def end(self) -> None:
-        """Ends it. Idempotent."""
+        """Restores the switch interval, unless others still need it. Idempotent."""
         self._end()

@@ -1,4 +1,4 @@
-"""torch's private names, each with the reason why no public one serves. Only this module uses them.
+"""torch's private names, each with the reason why no public one will do. Only this module uses them.
 
 Names that are rarely needed are imported on first use: those for conversion take half a second.
 """
@@ -226,7 +226,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def real_tensors() -> AbstractContextManager[object]:
-    """Makes tensors with elements, also under ``FakeTensorMode``."""
+    """Makes tensors have elements in a block, also under ``FakeTensorMode``."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return nullcontext() if fakes is None else fakes.unset_fake_temporarily()
 
@@ -250,15 +250,15 @@ def rebuild_sharded_tensor(like: ShardedTensor, shards: list[Shard], metadata: S
 
 
 def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of another local tensor of the same shape and dtype, four times as fast as ``__tensor_unflatten__``.
+    """Makes a DTensor like another one, of a local tensor of the same shape and dtype.
 
-    That function computes the layout again, which does not change.
+    It takes a quarter of the time of ``__tensor_unflatten__``, which computes the layout again.
     """
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
 
 
 def plain_local(value: object) -> torch.Tensor | None:
-    """The local tensor of a DTensor, if ``to_local`` would return just that; otherwise, or for other values, None.
+    """The local tensor of a DTensor, if ``to_local`` would return that very tensor; None otherwise.
 
     ``to_local`` records an operation for autograd, which takes ten times as long as everything else here.
     """
@@ -269,9 +269,9 @@ def plain_local(value: object) -> torch.Tensor | None:
 
 
 def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torch.Tensor | None:
-    """The tensor of a state dict to which an index refers: the local one of a DTensor, or a whole plain one.
+    """The tensor of a state dict to which an index refers: a plain tensor, or the local one of a DTensor.
 
-    None for everything else: torch's planners find that, and take longer.
+    None for everything else: torch's planners find it, and take longer.
     """
     value = state_dict.get(index.fqn)
     if type(value) is torch.Tensor:
@@ -280,9 +280,9 @@ def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torc
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
-    """A value that says which part of a DTensor is here, equal for equal layouts.
+    """A value that tells which part of a DTensor is on this rank; equal layouts have equal values.
 
-    None if the local tensor says that, and for values that are not DTensors.
+    None if the local tensor tells that, and for values that are not DTensors.
     """
     if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):
         return None
@@ -299,9 +299,9 @@ def local_elements(target: Any) -> int:
 
 
 def group_devices(group: ProcessGroup) -> Set[str]:
-    """The kinds of devices whose memory a group's collectives use directly.
+    """The types of devices whose memory a group's collectives use directly.
 
-    gloo claims to support GPUs, but copies their tensors to the host and back.
+    gloo says that it supports GPUs, but copies their tensors to the host and back.
     """
     kinds = group._device_types
     return {kind.type for kind in kinds if kind.type == "cpu" or group._get_backend(kind).name() != "gloo"}
@@ -310,8 +310,8 @@ def group_devices(group: ProcessGroup) -> Set[str]:
 def group_of_save() -> ProcessGroup | None:
     """The process group of the save on this thread; None if unknown.
 
-    DCP passes its group to no hook of a storage or a stager. So it is read from the argument ``process_group`` of
-    ``dcp.save`` or ``dcp.async_save``, on the stack of the hook.
+    DCP passes its group to no hook of a storage or a stager. So the group is found on the stack, as the argument
+    ``process_group`` of ``dcp.save`` or ``dcp.async_save``.
     """
     frame = _frame_of_save()
     if frame is None or "process_group" not in frame.f_code.co_varnames:
@@ -323,7 +323,7 @@ def group_of_save() -> ProcessGroup | None:
 def state_of_save() -> Any:
     """The state dict of the save on this thread, as DCP has it; None if unknown.
 
-    DCP shows it to a planner, and to no hook of a storage.
+    DCP passes it to planners, but to no hook of a storage.
     """
     frame = _frame_of_save()
     return None if frame is None else frame.f_locals.get("state_dict")
@@ -340,7 +340,7 @@ def _frame_of_save() -> FrameType | None:
 
 
 def group_store(group: ProcessGroup) -> Store:
-    """The store through which the ranks of a group have found each other. Its keys belong to the group alone."""
+    """The store by which the ranks of a group have found each other. Its keys are the group's own."""
     return _get_process_group_store(group)
 
 
@@ -363,7 +363,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Sets how long a group's collectives wait, from the next one on."""
+    """Sets how long a group's next collectives wait."""
     _set_pg_timeout(timeout, group)
 
 

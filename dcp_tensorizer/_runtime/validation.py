@@ -1,6 +1,6 @@
-"""Checks of users' arguments: each error names the argument, the value and what is allowed.
+"""Checks of users' arguments. Each error names the argument, its value and what is allowed.
 
-A value that may be or contain a secret is not shown, only its type.
+Of a value that may contain a secret, only the type is shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_path(value: object) -> None:
 def check_timeout(value: object, *, least: float | None = None, name: str = "timeout") -> None:
     """Raises `TypeError` or `ValueError` unless the value is a number of seconds that the system can wait.
 
-    At least ``least``; by default anything above 0.
+    It must be at least ``least``; by default more than 0.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of seconds, and is {_type(value)}")
@@ -73,7 +73,7 @@ def check_type(name: str, value: object, kind: type) -> None:
 
 
 def did_you_mean(names: Iterable[str], choices: Iterable[str]) -> str:
-    """Returns the end of a message about names that are none of the choices: the closest, where some are close."""
+    """Returns the end of a message about unknown names: the choices that are close to them, if there are any."""
     choices = list(choices)
     close = [match for name in names for match in difflib.get_close_matches(name, choices, n=1, cutoff=0.5)]
     return f": did you mean {' and '.join(map(repr, close))}?" if close else ""

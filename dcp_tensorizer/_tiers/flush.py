@@ -1,6 +1,6 @@
-"""Flushes a local folder to the remote: first the files, in the order of the saves, then their metadata.
+"""Flushes a local folder to the remote: in the order of the saves, first the files, then the metadata.
 
-All state is in the records, so that after a death another process can continue.
+All state is in the records. So if the process dies, another one can continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .queue import LOST, OPEN, REMOTE, SENT, TOLD, UNFLUSHED, WRITING, Commit, F
 from .target import FlushTarget, below
 
 _FIRST_WAIT = 0.2
-_LONGEST_WAIT = 10.0  # between two checks of what others must do, or two attempts
+_LONGEST_WAIT = 10.0  # between two attempts, or two looks for the files of other nodes
 _PROGRESS_SECONDS = 5.0
 
 
@@ -39,17 +39,17 @@ class Flusher:
         self._gate = gate
         self._queue = Queue(target.folder())
         self._missing: dict[str, set[str]] = {}  # for each commit, the files that have not been seen on the remote
-        self._waits: dict[str, Patience] = {}  # for them
-        self._failing: dict[str, Patience] = {}  # with files that cannot be read here
+        self._waits: dict[str, Patience] = {}  # for each commit, the time that it waits for missing files
+        self._failing: dict[str, Patience] = {}  # for each record, the time that its local files have been unreadable
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
-        self._environment: dict[str, str] = {}  # in which the remote was opened
+        self._environment: dict[str, str] = {}  # the environment in which the remote was opened
         self._is_clean = False
 
     def step(self) -> float | None:
-        """Does everything that can be done now.
+        """Does all work that can be done now.
 
-        Returns the seconds until the next attempt; None if everything is on the remote.
+        Returns the seconds until the next attempt; None if all saves are on the remote.
         """
         if not self._is_clean:
             clean_up(self._queue)
@@ -74,7 +74,7 @@ class Flusher:
         return self._queue.records(OPEN, self.target.name)
 
     def _lose_unreadable(self) -> bool:
-        """Gives up saves whose records the disk no longer reads; returns whether to try again."""
+        """Gives up saves whose records have been unreadable for too long; returns whether to try others again."""
         is_damaged = False
         for entry in self._queue.entries():
             if entry.state in OPEN and self._queue.record(entry) is None and (damage := self._queue.damage(entry)):
@@ -86,9 +86,9 @@ class Flusher:
         return is_damaged
 
     def _is_turn_of(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether a part may be sent: only after earlier saves are on the remote.
+        """Returns whether a part may be sent: all earlier saves are on the remote, or will never be.
 
-        Otherwise it could take the space that these need, and neither could ever be committed.
+        If it were sent earlier, it could take the space that earlier saves need. Then none could ever be committed.
         """
         before = [(e, r) for e, r in self._open() if e.number < entry.number]
         return not any(
@@ -97,15 +97,13 @@ class Flusher:
         )
 
     def _is_awaited(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether a part that is not on the remote belongs to a checkpoint that will get there, as far as is
-        known here.
-        """
+        """Returns whether the checkpoint of a part is expected on the remote, as far as this node knows."""
         if record.commit is not None:
             return True
         committed = self._committed_here(record)
         if committed is not None:
             return committed[0].state in OPEN
-        # Its coordinator is on another node, and would not report here if it gave it up.
+        # The coordinator is on another node, and does not report here if it gives the save up.
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _try(self, operation: Callable[..., object], entry: FlushEntry, *details: object) -> None:
@@ -134,7 +132,7 @@ class Flusher:
         self._queue.set_trouble(entry, "")
         if is_first and self._queue.is_writable:
             missing = set(files)
-        else:  # tried before, or the folder has no record of it
+        else:  # there was an attempt before, or its record could not be written
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
@@ -158,15 +156,12 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: FlushEntry) -> bool:
-        """Returns whether local files have been unreadable for so long that they are given up.
-
-        If the disk does not take changes either, they are given up at once.
-        """
+        """Returns whether to give up unreadable local files: after some time, or at once if the disk is read-only."""
         is_over = self._failing.setdefault(entry.stem, self.target.patience()).is_over()
         return is_over or not self._queue.is_writable
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
-        """The gate, which also notes progress."""
+        """Returns the gate, which also notes progress."""
         last = time.monotonic()
 
         def gate() -> None:
@@ -181,7 +176,7 @@ class Flusher:
     # --- checkpoints -------------------------------------------------------------------------------------------
 
     def _commit_sent(self) -> None:
-        """Commits complete saves, in order, and checks what others have committed."""
+        """Commits complete saves, in order, and checks what other nodes have committed."""
         is_next = True
         for entry, record in self._open():
             commit = record.commit
@@ -195,14 +190,14 @@ class Flusher:
     def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
         """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
-        # after a failed check the time begins anew
+        # If the check fails, the time begins anew with the next one.
         patience = self._waits.pop(entry.stem, None) or self.target.patience()
         before = self._missing.get(entry.stem, set(commit.files))
         missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
             patience.renew()
             self._queue.progress(entry)
-        if not missing and len(before) < len(commit.files):  # some were seen long ago, and may be gone
+        if not missing and len(before) < len(commit.files):  # files that were seen long ago may be gone
             missing = missing_files(remote, commit.files, commit.files)
         self._missing[entry.stem] = missing
         if missing:
@@ -226,18 +221,18 @@ class Flusher:
         except Superseded as error:
             self._give_up(entry, record, str(error))
             return
-        if replaced is None:  # committed before by a process that died here
+        if replaced is None:  # a process that died at this point has committed it
             replaced = self._replaced_before(entry, record.place, commit.name) - set(commit.files)
-        with suppress(OSError):  # files that stay only take space
+        with suppress(OSError):  # files that stay take space, and do no harm
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
         arrive(self._queue, entry, record, set(commit.files))
 
     def _check_owner(self) -> None:
-        """Checks that the remote folder belongs to a run that saves to this local folder, if it is claimed at all.
+        """Checks that no other run has claimed the remote folder.
 
-        Otherwise another run goes on there from something else. Raises `Superseded` then, and `ReadError` if the claim
-        cannot be read.
+        Raises `Superseded` if the claim is of a run that does not save to this local folder, and `ReadError` if the
+        claim cannot be read.
         """
         for name, runs in self._queue.runs().items():
             claim = read_claim(self._remote(""), name)
@@ -248,7 +243,7 @@ class Flusher:
                 )
 
     def _index(self, entry: FlushEntry) -> bytes | None:
-        """The metadata of a checkpoint; None if it no longer exists. Raises `ReadError` if it may be readable later."""
+        """The metadata of a checkpoint; None if it is gone for good. Raises `ReadError` if a later try may read it."""
         try:
             index = self._queue.index(entry)
             read_head(index, f"{entry.stem}.index")
@@ -264,7 +259,7 @@ class Flusher:
         return {other.id for other in self._queue.entries() if other.number < entry.number}
 
     def _replaced_before(self, entry: FlushEntry, place: str, name: str) -> set[str]:
-        """The files of earlier flushed saves under the name of a metadata file: each replaces only its own."""
+        """The files of earlier saves from this folder whose metadata had the same place and name."""
         before = [r for e, r in self._queue.records() if e.number < entry.number and r.place == place]
         commits = [r.commit for r in before if r.commit is not None and r.commit.name == name]
         return {name for commit in commits for name in commit.files}
@@ -273,13 +268,12 @@ class Flusher:
         """Checks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
         if committed is None:  # on another node
-            # before the metadata is read: after a later save it cannot name the files
+            # Look for later saves before reading the metadata: metadata of a later save does not name these files.
             later = self._passed_over_by(entry)
             named = named_files(self._remote(record.place), metadata_file_name())
             if not named & set(record.files):
                 if later:
-                    # The order of another writer's saves is unknown here, and its files on the remote may still be
-                    # needed.
+                    # Only among saves of one writer the order is known. Files of another's may still be needed.
                     if record.writer and any(other.writer == record.writer for other in later):
                         discard(self._remote(record.place), *record.files)
                     drop(self._queue, entry, record)
@@ -308,9 +302,9 @@ class Flusher:
         return None
 
     def _passed_over_by(self, entry: FlushEntry) -> list[FlushRecord]:
-        """The later saves from this folder that the remote has, unless the save is very recent.
+        """The later saves from this folder that are on the remote; none while this save is very recent.
 
-        Of any rank, because a job may go on with fewer ranks.
+        They may be of any rank, because a job may go on with fewer ranks.
         """
         if time.time() - entry.changed <= self.target.timeout / 10:
             return []
@@ -332,7 +326,7 @@ class Flusher:
         return below(self._root, place)
 
 
-# --- copying a file to the remote, where it appears whole -------------------------------------------------------------
+# --- copying a file to the remote, where it appears complete ----------------------------------------------------------
 
 _AT_ONCE = 4  # parts on their way; more would take memory from training, and nobody waits for the flush
 
@@ -344,12 +338,12 @@ class Unreadable(WriteError):
 def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
     """Copies a file of ``nbytes`` bytes, and makes it durable.
 
-    On a file system it has a temporary name until it is whole, because its space is reserved first and its size proves
-    nothing. Elsewhere a file appears when it is complete. ``gate`` is called before each part, and returns when it may
-    be sent.
+    On a file system its space is reserved first, so its size proves nothing. There it has a temporary name until it is
+    complete. Other storages show a file only when it is complete. ``gate`` is called before each part, and returns when
+    the part may be sent.
 
     Raises `Unreadable` if the local file cannot be read, perhaps for good, and `CheckpointError` or `OSError` if it
-    cannot be copied; then nothing of it is left.
+    cannot be copied. Then nothing of it is left.
     """
     begun = _begun_name(name) if isinstance(target, LocalStorage) else name
     try:
@@ -423,10 +417,10 @@ _FORGET_SECONDS = 60.0  # how long a record stays for processes that wait for it
 
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
-    """Removes local copies when a checkpoint is on the remote: all that are there, except those of the newest.
+    """Notes that a checkpoint is on the remote. First removes the local copies of all such checkpoints but the newest.
 
-    The record shows the arrival only afterwards, so that a process that has waited for it finds nothing half removed.
-    ``named`` are the data files of the checkpoint on the remote.
+    A process that waits for the record to change then finds no copy half removed. ``named`` are the data files of the
+    checkpoint on the remote.
     """
     done = queue.records({REMOTE})
     _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
@@ -442,7 +436,7 @@ def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]
 
 
 def _metadata_of(record: FlushRecord) -> tuple[str, str]:
-    """The place and the name of a save's metadata. A save replaces another only if both are equal."""
+    """The place and the name of a save's metadata. A save replaces another one if both are equal."""
     return record.place, metadata_file_name() if record.commit is None else record.commit.name
 
 
@@ -451,7 +445,7 @@ def _is_old(entry: FlushEntry) -> bool:
 
 
 def free(queue: Queue) -> bool:
-    """Removes every local copy of saves that are on the remote, to make room; returns whether there was any."""
+    """Removes all local copies of saves that are on the remote, to free space; returns whether there were any."""
     dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if _is_here(queue, r)]
     return any(dropped)
 
@@ -476,7 +470,7 @@ def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool =
     except (CheckpointError, OSError):
         return False
     with suppress(OSError):
-        while folder != queue.root:  # remove empty folders as well
+        while folder != queue.root:
             folder.rmdir()
             folder = folder.parent
     if forget:
@@ -485,7 +479,7 @@ def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool =
 
 
 def clean_up(queue: Queue) -> None:
-    """Removes the files of saves whose process died while it wrote, and the records of saves that were given up."""
+    """Removes the files of saves whose process died while it wrote, and of saves that were given up and reported."""
     queue.sweep()
     entries = queue.entries()
     for entry in entries:
@@ -504,15 +498,15 @@ def clean_up(queue: Queue) -> None:
 def undo(writing: Writing) -> None:
     """Removes the local files and the record of a save that fails. Idempotent.
 
-    If the save was handed over to the flush, nothing is removed.
+    A save that was handed over to the flush keeps them.
     """
     if writing.is_unfinished:
         _remove_written(writing.queue, writing.record)
-        writing.abort()  # last, so that after a death the next process knows where to look
+        writing.abort()  # last: if this process dies before, the record tells the next one where to look
 
 
 def _remove_written(queue: Queue, record: FlushRecord) -> None:
-    """Removes the files of an unfinished save, and their folder if it is empty and no other save is there."""
+    """Removes the files of an unfinished save, and their folder if it is empty and no other save uses it."""
     local = LocalStorage(queue.root / record.place)
     with suppress(CheckpointError, OSError):
         names = [file.name for file in local.listing()[0]]
@@ -521,17 +515,17 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
 
 
 def remove_unused(storage: Storage) -> None:
-    """Removes a directory if it is empty and no save is under way there, as far as that can be seen."""
+    """Removes a directory if it is empty and no save is seen to be under way there."""
     with storage.lock_directory() as lock:
         if lock.is_exclusive or not storage.locks_are_visible:
             storage.remove_directory()
 
 
-# --- the commit on the remote, after every file of every rank is there ------------------------------------------------
+# --- the commit on the remote, once the files of all ranks are there --------------------------------------------------
 
 
 class Superseded(WriteError):
-    """A checkpoint will never be on the remote, because another one was saved there since."""
+    """A checkpoint will never be on the remote, because a later one has taken its place."""
 
 
 def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
@@ -542,8 +536,9 @@ def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int
 
 
 def named_files(remote: Storage, name: str) -> set[str]:
-    """The data files that a metadata file names; empty if there is none, or if it is not this package's. Raises
-    `ReadError`.
+    """The data files that a metadata file names; empty if there is none, or it is of another package.
+
+    Raises `ReadError`.
     """
     head = _committed(remote, name)
     return set() if head is None else set(data_files(head))
@@ -564,16 +559,16 @@ def publish(
         remote: The checkpoint's directory.
         index: The metadata.
         commit: The save to commit.
-        earlier: Ids of saves that are known to be earlier, whatever the clock said.
-        check: Called just before the metadata is put; raises if that must no longer be done. If another run puts
-            metadata there after that check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
+        earlier: Ids of saves that are known to be earlier, even if clocks say otherwise.
+        check: Called just before the metadata is put; raises if it must not be put. If another run puts metadata there
+            after that check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
 
     Returns:
         The files of the replaced checkpoint; None if the save was committed already.
 
     Raises:
         Superseded: there is a checkpoint that was saved later, or that must not be replaced.
-        CheckpointError: it could not be put now (such as on a full disk), or the outcome is unknown.
+        CheckpointError: it cannot be put now (on a full disk, for example), or the outcome is unknown.
     """
     own = read_head(index, commit.name)
     before = remote.read(commit.name)
@@ -600,9 +595,9 @@ def publish(
 
 
 def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
-    """Returns whether the remote holds a checkpoint under a metadata file's name that was saved later than this one.
+    """Returns whether the remote has metadata of this name that was saved later than ``index``.
 
-    Raises `MetadataError` if this one is damaged, and `ReadError` if the remote cannot be read.
+    Raises `MetadataError` if ``index`` is damaged, and `ReadError` if the remote cannot be read.
     """
     there = _committed(remote, name)
     return there is not None and _is_later(there, read_head(index, name), ())
@@ -614,42 +609,45 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
 
 
 def _has_left(own: Head, there: Head) -> bool:
-    """Returns whether the job has left a checkpoint's branch before it saved its own, whatever the clocks said."""
+    """Returns whether the job has left the branch of the other checkpoint before it saved its own.
+
+    This tells their order even if clocks say otherwise.
+    """
     if own.record is None or there.record is None or not there.record.branch:
         return False
     return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}
 
 
 def _head(data: bytes | None, name: str) -> Head | None:
-    """The head of metadata; None if there is none, or if it is not this package's."""
+    """The head of metadata; None if there is none, or it is of another package, which any save replaces."""
     try:
         return None if data is None else read_head(data, name)
-    except MetadataError:  # a checkpoint of torch's, say, which any save replaces
+    except MetadataError:
         return None
 
 
 def _committed(remote: Storage, name: str) -> Head | None:
-    """The head of a metadata file; None if there is none, or if it is not this package's. Raises `ReadError`."""
+    """The head of a metadata file; None as for `_head`. Raises `ReadError`."""
     try:
         file = find_index(remote, name)
-    except MetadataError:  # a checkpoint of torch's, say, which any save replaces
+    except MetadataError:
         return None
     return None if file is None else file.head
 
 
 # --- the thread that flushes, while no save needs the writer process --------------------------------------------------
 #
-# It has the process's priority. With a lower one it would flush nothing on busy cores, and a new save would wait for
-# the interpreter while the thread waits for a core.
+# It has the priority of its process. With a lower one it would never get a busy core. And it would hold the interpreter
+# while it waits for the core, so that a new save would wait, too.
 
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0
 
 
 class FlushThread:
-    """Flushes local folders, one after the other, as long as there is something to flush.
+    """Flushes local folders, one after the other, until all saves are on the remote.
 
-    ``is_busy`` returns whether a save is under way, which has priority.
+    ``is_busy`` returns whether a save is under way. Saves go first.
     """
 
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
@@ -660,7 +658,7 @@ class FlushThread:
         self._thread: threading.Thread | None = None
 
     def add(self, target: FlushTarget) -> None:
-        """Adds a folder to flush, with the newest options: everything that is there until the flush is done."""
+        """Adds a folder to flush, or gives a known one new options."""
         with self._changed:
             self._requests += 1
             flusher = self._flushers.get((target.local, target.name))
@@ -677,7 +675,7 @@ class FlushThread:
                 requests, flushers = self._requests, dict(self._flushers)
             waits = {key: _step(flusher) for key, flusher in flushers.items()}
             with self._changed:
-                if self._requests == requests:  # otherwise there may be new work
+                if self._requests == requests:  # otherwise a folder was added meanwhile
                     self._flushers = {key: flusher for key, flusher in flushers.items() if waits[key] is not None}
                     self._changed.wait(min((wait for wait in waits.values() if wait is not None), default=None))
 

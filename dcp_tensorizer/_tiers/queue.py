@@ -1,11 +1,11 @@
-"""The records of saves to a local folder, and how far each has come on its way to the remote.
+"""The queue of saves that are on their way from a local folder to the remote: a record of each.
 
 Every rank of a node has a record of each of its saves, in one folder beside the checkpoints. The contents of a record
-never change. Its state is part of the file's name, and changes by renaming. So each step is atomic, and after a death
-the next process sees the last one.
+never change. Its state is part of the file's name, and changes by renaming. So each step is atomic, and if a process
+dies, the next one sees the last state.
 
-A disk may refuse changes while its checkpoints can still be read. Then new states are written to a folder in the memory
-of this machine, which all of its processes see.
+A disk may refuse changes while its checkpoints can still be read. Then new states are written to another folder
+("aside"), in the memory of this machine, which all of its processes see.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ OPEN = frozenset({UNFLUSHED, SENT})
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
-# the id of a run that saves to the local folder, and the name of its claim
-_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")
-_TEMPORARY_SECONDS = 3600.0  # age of abandoned temporary files: writing a record takes milliseconds
+_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its claim's file
+_TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a record takes milliseconds
 _ALIVE = ".writer"
 _TRIES = 100  # attempts to list records while others rename them
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MEMORY = ("/dev/shm",)  # not the folder of temporary files, which may be on the same disk
+_MEMORY = ("/dev/shm",)  # the folder of temporary files may be on the same disk
 
 
 class _Moved(Exception):
@@ -52,36 +51,36 @@ class _Moved(Exception):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """The knowledge of the rank that commits about the whole checkpoint."""
+    """A whole checkpoint, as the rank that commits it knows it."""
 
-    name: str  # of the metadata file
-    files: dict[str, int]  # of all ranks, with their sizes
-    overwrite: bool  # replace a checkpoint on the remote
+    name: str  # the name of the metadata file
+    files: dict[str, int]  # the files of all ranks, with their sizes
+    overwrite: bool  # a checkpoint on the remote may be replaced
 
 
 class FlushRecord(msgspec.Struct, frozen=True):
     """One rank's part of one save."""
 
     remote: str  # the remote folder, without credentials
-    place: str  # of the checkpoint, relative to both folders
+    place: str  # the path of the checkpoint, relative to both folders
     rank: int
-    id: str  # of the rank's save, part of its file names
+    id: str  # the id of the rank's save, which is part of its file names
     writer: str = ""  # the id of the writer, whose saves are committed in order
-    files: dict[str, int] = {}  # in the local folder, with their sizes
+    files: dict[str, int] = {}  # the files in the local folder, with their sizes
     commit: Commit | None = None  # on the rank that commits, after the local commit
-    reason: str = ""  # why it was given up
+    reason: str = ""  # why the save was given up
 
 
 class FlushEntry(NamedTuple):
     """A record, as listed in the folder."""
 
     number: int
-    """Grows from save to save."""
+    """The order of the saves: later ones have larger numbers."""
     rank: int
     id: str
     state: str
     changed: float
-    """When it last made progress; if it is on the remote, when it arrived (``time.time()``)."""
+    """When its flush last made progress, or when it arrived on the remote (``time.time()``)."""
 
     @property
     def stem(self) -> str:
@@ -95,7 +94,7 @@ class FlushEntry(NamedTuple):
 class Queue:
     """The records of a local folder. Several processes may use it at once.
 
-    ``is_writable`` says whether the last change of a record could be written to the folder; a full disk does not count.
+    ``is_writable``: the disk has taken the last change of a record. A full disk still counts as writable.
     """
 
     def __init__(self, root: Path) -> None:
@@ -106,7 +105,7 @@ class Queue:
         self._records: dict[str, FlushRecord] = {}
 
     def entries(self) -> list[FlushEntry]:
-        """All records, in the order of their saves. If a state was just being changed, the later one counts."""
+        """All records, in the order of their saves. While a record changes its state, the later state counts."""
         for _ in range(_TRIES):
             with suppress(_Moved):
                 return self._listed()
@@ -125,14 +124,14 @@ class Queue:
                 entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], _changed(path))
                 other = latest.get(entry.stem)
                 if other is None and path.parent != self.folder:
-                    continue  # its record is gone
+                    continue  # the record itself is gone
                 if other is None or _progress(other) < _progress(entry):
                     latest[entry.stem] = entry
         return sorted(latest.values())
 
     def state(self, entry: FlushEntry) -> str | None:
         """The current state of a record; None if it no longer exists."""
-        # In the order in which a record takes the states, so that one that is being renamed is not missed.
+        # Looks in the order of the states, so that a record that is being renamed is not missed.
         state = None
         for other in _ORDER:
             if any((folder / f"{entry.stem}.{other}").exists() for folder in self._folders()):
@@ -149,7 +148,7 @@ class Queue:
         for path in [folder / name for name in names for folder in self._folders()] if known is None else ():
             with suppress(msgspec.MsgspecError, OSError):
                 known = msgspec.json.decode(path.read_bytes(), type=FlushRecord)
-                if len(self._records) > 1000:  # in a job with very many saves
+                if len(self._records) > 1000:  # the job has very many saves
                     self._records.clear()
                 self._records[entry.name] = known
                 break
@@ -163,7 +162,7 @@ class Queue:
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
-        """Why the disk cannot read a record; empty if it can, or if the record no longer exists."""
+        """Says why the disk cannot read a record; empty if it can, or the record no longer exists."""
         try:
             (self.folder / entry.name).read_bytes()
         except FileNotFoundError:
@@ -180,15 +179,15 @@ class Queue:
         return data
 
     def begin(self, record: FlushRecord) -> Writing:
-        """Begins a record before the first byte of a save is written, so that leftovers are recognised.
+        """Begins the record of a save. Call it before the first byte is written, so that leftovers are recognised.
 
-        Raises `CheckpointError` or `OSError` if it cannot be written.
+        Raises `CheckpointError` or `OSError` if the record cannot be written.
         """
         self._storage.make_directory()
         number = max((entry.number for entry in self.entries() if entry.id != record.id), default=0) + 1
         writing = FlushEntry(number, record.rank, record.id, WRITING, time.time())
-        while True:  # again if a clean-up has removed it as a dead save's before it was locked
-            # Not synced: if the machine fails, only files that nothing names are left.
+        while True:  # again, if a clean-up takes the record for a dead save's, and removes it before it is locked
+            # Not synced: after a failure of the machine, it matters little that files without a record are left.
             self._put(writing, record, sync=False)
             with suppress(FileNotFoundError):
                 descriptor = os.open(self.folder / writing.name, os.O_RDONLY | os.O_CLOEXEC)
@@ -198,17 +197,19 @@ class Queue:
                 os.close(descriptor)
 
     def admit(self, name: str, run: str) -> None:
-        """Notes that a run saves to this local folder; ``name`` is that of its claim's file in the remote folder.
-        Idempotent.
+        """Notes that a run saves to this local folder. Idempotent.
+
+        ``name`` is the name of the file with the run's claim in the remote folder.
         """
         if run not in self.runs().get(name, ()):
-            with suppress(CheckpointError):  # then nothing can be saved there either
+            with suppress(CheckpointError):  # then a save reports the error
                 self._storage.make_directory()
             self._note(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
-        """The ids of the runs that have saved to this local folder, by the names of their claims' files. Raises
-        `ReadError`.
+        """The ids of the runs that have saved to this local folder, by the names of their claims' files.
+
+        Raises `ReadError`.
         """
         try:
             names = os.listdir(self.folder)
@@ -248,9 +249,9 @@ class Queue:
                 self._put_aside(entry.name, self._content(entry), error)
 
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
-        """Notes that a save will not be on the remote. Its files can be removed then.
+        """Notes that a save will not be on the remote. Then its files can be removed.
 
-        ``state`` is `TOLD` if that has been reported already.
+        ``state`` is `TOLD` if the loss has been reported already.
         """
         lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
         try:
@@ -265,10 +266,10 @@ class Queue:
         self._unlink(entry.name)
 
     def remove(self, entry: FlushEntry) -> None:
-        """Removes a record and what belongs to it; its data must be removed before."""
+        """Removes a record and the files that belong to it. Remove its data first."""
         own = [f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)]
         self._unlink(*own)
-        if not any((self.folder / name).exists() for name in own):  # otherwise it would be in an earlier state again
+        if not any((self.folder / name).exists() for name in own):  # otherwise the record would be in an earlier state
             for name in own if self._has_aside() else ():
                 with suppress(OSError):
                     (self._aside / name).unlink(missing_ok=True)
@@ -276,15 +277,15 @@ class Queue:
                 self._aside.rmdir()
 
     def confirm(self, entry: FlushEntry) -> None:
-        """Notes, on a rank that does not commit, that the save was committed: if it is lost, that is an error."""
+        """Notes, on a rank that does not commit, that the save is committed. Then its loss is an error."""
         self._note(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
-        """Returns whether it is known here that another rank has committed a save."""
+        """Returns whether `confirm` was called for a record."""
         return any((folder / f"{entry.stem}.committed").exists() for folder in self._folders())
 
     def trouble(self, entry: FlushEntry) -> str | None:
-        """The problem in flushing a record; empty while it is flushed, None before and after that."""
+        """The problem in flushing a record; empty while it is flushed without one, None before and after that."""
         for folder in self._folders():
             with suppress(OSError):
                 return (folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
@@ -302,8 +303,8 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Locks a record until the block ends, and returns whether that succeeded."""
-        # The record in the folder is locked, even if a later state is aside, because it is the same file for all.
+        """Locks a record for the block. Yields whether that succeeded, and the record is still in the given state."""
+        # Even if a later state is aside, the record in the folder is locked, because all processes see that file.
         names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
         name = next((name for name in reversed(names) if (self.folder / name).exists()), entry.name)
         try:
@@ -313,7 +314,7 @@ class Queue:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # not moved before it was locked
+            # Before it was locked, another process may have moved it.
             is_there = (self.folder / name).exists() and self.state(entry) == entry.state
         except OSError:
             is_there = False
@@ -325,7 +326,7 @@ class Queue:
             os.close(descriptor)
 
     def is_alive(self, writer: str) -> bool:
-        """Returns whether a writer that has saved something here is alive; then its job goes on."""
+        """Returns whether a writer that has saved here is alive, which means that its job goes on."""
         try:
             descriptor = os.open(self.folder / f"{writer}{_ALIVE}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -339,9 +340,9 @@ class Queue:
         return False
 
     def sweep(self) -> None:
-        """Removes records that were being written when their process died.
+        """Removes temporary files and marks of dead processes.
 
-        States that were written aside return to the folder, if it can be written again.
+        If the folder can be written again, states that were written aside return to it.
         """
         with suppress(NotCommitted, OSError):
             for file in self._storage.listing()[0]:
@@ -384,7 +385,7 @@ class Queue:
 
     @property
     def _aside(self) -> Path:
-        """The folder for changes that the disk refuses; raises `OSError` if it cannot be made."""
+        """The folder for changes that the disk refuses; raises `OSError` if the records' folder cannot be examined."""
         status = os.stat(self.folder)
         named = f"{os.path.realpath(self.folder)} {status.st_dev} {status.st_ino}".encode("utf-8", "surrogatepass")
         base = next((base for base in _MEMORY if os.access(base, os.W_OK)), tempfile.gettempdir())
@@ -412,7 +413,7 @@ class Queue:
         return self._has_aside() and (self._aside / name).exists()
 
     def _note(self, name: str, content: bytes) -> None:
-        """Writes something that is useful for others, but not needed."""
+        """Writes a note that helps other processes, and that they can do without."""
         with suppress(OSError):
             try:
                 (self.folder / name).write_bytes(content)
@@ -427,7 +428,7 @@ class Queue:
         return msgspec.json.encode(record)
 
     def _put_aside(self, name: str, content: bytes, error: OSError) -> None:
-        """Writes aside what the disk refuses; raises the disk's ``error`` if that fails, too."""
+        """Writes a file aside, because the disk has refused it with ``error``. Raises that error if it fails again."""
         self.is_writable = error.errno in _FULL
         try:
             with suppress(FileExistsError):
@@ -444,7 +445,7 @@ class Queue:
 def _changed(path: Path) -> float:
     try:
         return os.stat(path).st_mtime
-    except FileNotFoundError as error:  # renamed meanwhile
+    except FileNotFoundError as error:  # it was renamed meanwhile
         raise _Moved from error
     except OSError as error:
         raise ReadError(f"cannot read {path}: {error}") from error
@@ -457,13 +458,13 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
 class AliveMark:
     """Marks a writer as alive in a folder of records, until `end` is called or this object is freed.
 
-    Raises `CheckpointError` or `OSError` if it cannot be written there.
+    Raises `CheckpointError` or `OSError` if the mark cannot be written.
     """
 
     def __init__(self, queue: Queue, writer: str) -> None:
         queue._storage.make_directory()
         path = queue.folder / f"{writer}{_ALIVE}"
-        while True:  # again if another process has removed it as a dead writer's before it was locked
+        while True:  # again, if another process takes it for a dead writer's, and removes it before it is locked
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
@@ -479,9 +480,7 @@ class AliveMark:
 
 
 class Writing:
-    """A record of a save under way, made by `Queue.begin`. It is locked until the save is over, or this process
-    ends.
-    """
+    """The record of a save under way, made by `Queue.begin`. It is locked until the save or this process ends."""
 
     def __init__(self, queue: Queue, entry: FlushEntry, record: FlushRecord, descriptor: int) -> None:
         self.entry = entry
@@ -494,17 +493,15 @@ class Writing:
 
     @property
     def is_unfinished(self) -> bool:
-        """Returns whether the written files are of no use if the save ends now. False in forked children, which cannot
-        end it.
-        """
+        """Returns whether the files are to be removed if the save ends now. False in forked children, to be safe."""
         return not self._is_handed_over and self._home.is_here
 
     def written(
         self, files: Mapping[str, int], *, sync: bool, commit: Commit | None = None, index: bytes = b""
     ) -> None:
-        """Hands over durable files to the flush; with ``commit``, commits the save locally.
+        """Hands durable files over to the flush. With ``commit``, also commits the save locally.
 
-        Raises `CheckpointError` or `OSError` if that could not be recorded: then neither has happened.
+        Raises `CheckpointError` or `OSError` if the record cannot be written. Then neither has happened.
         """
         if self._is_aborted:
             raise WriteError(f"{self.queue.root}/{self.record.place}: the save was interrupted")
@@ -512,7 +509,7 @@ class Writing:
         entry = self.entry._replace(state=UNFLUSHED)
         if commit is not None:
             self.queue._put_index(entry, index, sync=sync)
-        self._is_handed_over = True  # set first, so that an interruption does not remove the files
+        self._is_handed_over = True  # before the record is written, so that an interruption does not remove the files
         try:
             self.queue._put(entry, record, sync=sync)
         except Exception:
@@ -530,6 +527,6 @@ class Writing:
             self._unlock()
 
     def _unlock(self) -> None:
-        with suppress(OSError):  # a forked child may have a copy of the descriptor, which would keep the lock
+        with suppress(OSError):  # closing is not enough: a forked child's copy of the descriptor would keep the lock
             fcntl.flock(self._descriptor.number, fcntl.LOCK_UN)
         self._descriptor.close()

@@ -1,4 +1,4 @@
-"""The local folder that is flushed to a remote one: LOCAL/x on a node is the copy of PATH/x on the remote."""
+"""The pair of a local folder and the remote one to which it is flushed: LOCAL/x on a node is a copy of PATH/x."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ the time between two tries.
 
 @dataclass(frozen=True, slots=True, repr=False)  # it contains secrets
 class FlushTarget:
-    """A local folder, and the remote one that it is flushed to: a path or URL, which `open_storage` opens with
-    ``options``.
+    """A local folder, and the remote one to which it is flushed.
 
-    After ``timeout`` seconds a wait for the remote is given up.
+    The remote is a path or URL, which `open_storage` opens with ``options``. A wait for it ends after ``timeout``
+    seconds.
     """
 
     local: str
@@ -41,7 +41,7 @@ class FlushTarget:
 
     @property
     def is_in_process(self) -> bool:
-        """Returns whether the remote is the memory of one process, which no other can reach."""
+        """Returns whether the remote is the memory of one process, which no other process can reach."""
         return is_in_process(self.remote)
 
     def patience(self) -> Patience:
@@ -72,7 +72,7 @@ def below(root: Storage, place: str) -> Storage:
 
 
 def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
-    """The path relative to a root, with slashes; empty for the root itself, None if it is not below it."""
+    """A path relative to a root, with slashes. Empty for the root itself; None for a path elsewhere."""
     above, below = (os.fspath(end).rstrip("/") for end in (root, path))
     if above == below:
         return ""

@@ -1,8 +1,7 @@
-"""A checkpoint that is read from the nearest copy: each file from the local folder if it is whole there.
+"""A checkpoint that is read from the nearest copy: each file from the local folder if it is complete there.
 
-A save that is committed locally, but not on the remote yet, appears as a checkpoint if all of its files are in this
-node's local folder. If nodes have local folders of their own, it appears on none of them, so that all ranks see the
-same.
+A save may be committed locally, and not on the remote yet. It appears as a checkpoint if this node's local folder has
+the files of all ranks. So if each node has a folder of its own, it appears on none, and all ranks see the same.
 """
 
 from __future__ import annotations
@@ -26,20 +25,19 @@ _WHOLE = OPEN | {REMOTE}
 
 
 class _Copies(NamedTuple):
-    """The useful copies in a local folder."""
+    """The complete copies in a local folder."""
 
-    sizes: Mapping[str, int]  # of the whole files
-    # metadata files of the newest checkpoint that is not on the remote, if it is whole here
-    indexes: Mapping[str, bytes]
+    sizes: Mapping[str, int]  # the complete files
+    indexes: Mapping[str, bytes]  # the metadata files of checkpoints that are complete here, and not on the remote yet
 
 
 class NearestStorage(Storage):
-    """A checkpoint's directory on the remote, of which this node may have a copy. What is written goes to the remote.
+    """A checkpoint's directory on the remote, of which this node may have a copy. Writes go to the remote.
 
     Args:
         target: The local folder and the remote one.
-        remote: The storage on the remote.
-        place: Of the checkpoint below them.
+        remote: The checkpoint's directory on the remote.
+        place: The path of the checkpoint, relative to both folders.
     """
 
     def __init__(self, target: FlushTarget, remote: Storage, place: str) -> None:
@@ -72,15 +70,14 @@ class NearestStorage(Storage):
         whole = {name: entry for name, (entry, commit) in commits.items() if commit.files.items() <= sizes.items()}
         indexes = dict[str, bytes]()
         for name, entry in whole.items():
-            # missing: the flush gives the save up, and it is not a checkpoint here either
-            with suppress(MetadataError):
+            with suppress(MetadataError):  # without its metadata the flush gives the save up, too
                 index = queue.index(entry)
                 if os.access(queue.folder, os.W_OK) or not self._is_superseded(index, name):
                     indexes[name] = index
         return _Copies(sizes, indexes)
 
     def _is_superseded(self, index: bytes, name: str) -> bool:
-        """Returns whether the remote has something later, which a folder that takes no changes may not know of."""
+        """Returns whether the remote has a later checkpoint. A folder that cannot be written may not know of it."""
         with suppress(ReadError):
             return is_superseded(self.remote, index, name)
         return False
@@ -88,14 +85,14 @@ class NearestStorage(Storage):
     def _size(self, name: str) -> int | None:
         try:
             return self._local.head(name)
-        except ReadError:  # a damaged disk
+        except ReadError:  # the disk is damaged
             return None
 
     def child(self, name: str) -> Storage:
         return NearestStorage(self._target, self.remote.child(name), f"{self._place}/{name}".lstrip("/"))
 
     def linked_directories(self) -> list[str]:
-        with suppress(NotCommitted):  # as in `listing`: a directory may be only in the local folder
+        with suppress(NotCommitted):  # the directory may be in the local folder alone
             return self.remote.linked_directories()
         return []
 
@@ -113,7 +110,7 @@ class NearestStorage(Storage):
         return files, sorted({*folders, *self._below()})
 
     def _below(self) -> set[str]:
-        """The names of the folders below this one in which something lies that is not on the remote."""
+        """The names of the folders below this one that contain saves which are not on the remote yet."""
         queue = Queue(self._target.folder())
         places = {record.place for _, record in queue.records(OPEN, self._target.name)}
         prefix = f"{self._place}/" if self._place else ""
@@ -140,7 +137,7 @@ class NearestStorage(Storage):
         if name in self._copies.sizes:
             try:
                 return self._local.open(name)
-            except OSError:  # just removed, because there is a newer one
+            except OSError:  # the copy has just been removed, because there is a newer checkpoint
                 return self.remote.open(name)
         return self.remote.open(name)
 
@@ -174,11 +171,10 @@ def nearest(
 ) -> Callable[[str | os.PathLike[str]], Storage]:
     """Returns a function that opens the storage of a checkpoint by its path.
 
-    The function raises `WriteError` if it cannot be opened, and `ReadError` if it is not below the ``path`` that the
-    local folder mirrors.
+    The function raises `WriteError` if the storage cannot be opened, and `ReadError` if it is not below ``path``.
 
     Args:
-        path: That the local folder mirrors.
+        path: The folder of which the local folder has copies.
         options, timeout: As for `open_storage`.
         local: The local folder; None if there is none.
 
