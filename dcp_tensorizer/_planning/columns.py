@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import operator
 import pickle
 import zlib
@@ -24,7 +25,7 @@ from .._runtime.torch_compat import layout_of, plain_local
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
 """The kinds that `Table.kinds` numbers."""
 
-_TENSOR, SHARD, _BYTE_IO = range(3)
+_BYTE_IO = KINDS.index(WriteItemType.BYTE_IO)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _FIELDS = {
@@ -102,15 +103,24 @@ class Columns:
         return Columns(chosen, self.dims[rows], self.starts[rows], self.sizes[rows])
 
 
-class Row(NamedTuple):
-    """A write item."""
+class Part(NamedTuple):
+    """What a write item says of its value. Those of most tensors of one shape and sharding are equal."""
 
-    key: str
     kind: int  # see `KINDS`
     spec: Spec | None  # None for an object
     start: tuple[int, ...]  # of the chunk
     size: tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """A write item."""
+
+    key: str
+    part: Part
     hint: int  # ``MetadataIndex.index``; -1: none
+
+
+_OBJECT = Part(_BYTE_IO, None, (), ())
 
 
 def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, Integers]:
@@ -121,31 +131,23 @@ def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, 
 def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
     """`columns_of` for rows, each of which may be dropped at once."""
     keys: dict[str, int] = {}
+    parts: dict[Part, int] = {}
+    numbers: list[tuple[int, int, int]] = []
+    for key, part, hint in items:
+        numbers.append((keys.setdefault(key, len(keys)), parts.setdefault(part, len(parts)), hint))
+    key_numbers, part_numbers, hints = np.array(numbers, dtype=np.int64).reshape(-1, 3).T.copy()
     specs: dict[Spec, int] = {}
-    rows: list[tuple[int, int, int, int, int]] = []
-    places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for key, kind, spec, start, size, hint in items:
-        number = -1 if spec is None else specs.setdefault(spec, len(specs))
-        rows.append((keys.setdefault(key, len(keys)), kind, number, -1 if spec is None else len(size), hint))
-        places.append((start, size))
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
-    width = max((len(size) for _, size in places), default=0)
-    starts, sizes = (
-        np.array([place[at] + (0,) * (width - len(place[at])) for place in places], dtype=np.int64).reshape(
-            len(places), width
-        )
-        for at in (0, 1)
-    )
-    table = Table(list(keys), columns[0], columns[1], columns[2], list(specs), planner_data)
-    return Columns(table, columns[3], starts, sizes), columns[4]
-
-
-def row_of_tensor(key: str, tensor: torch.Tensor) -> Row | None:
-    """The row of a plain tensor, without the seven objects that torch makes of it; None for other values."""
-    if type(tensor) not in _PLAIN or type(key) is not str or not _UNDERSTOOD:
-        return None
-    size = tuple(tensor.shape)
-    return Row(key, _TENSOR, spec_of(size, TensorProperties.create_from_tensor(tensor)), (0,) * len(size), size, -1)
+    of_parts: list[list[int]] = []
+    width = max((len(part.size) for part in parts), default=0)
+    for kind, spec, start, size in parts:
+        number, dims = (-1, -1) if spec is None else (specs.setdefault(spec, len(specs)), len(size))
+        unused = (0,) * (width - len(size))
+        of_parts.append([kind, number, dims, *start, *unused, *size, *unused])
+    columns = np.array(of_parts, dtype=np.int64).reshape(-1, 3 + 2 * width)[part_numbers]
+    kinds, spec_numbers, dims_of_items = columns[:, :3].T.copy()
+    table = Table(list(keys), key_numbers, kinds, spec_numbers, list(specs), planner_data)
+    starts, sizes = columns[:, 3 : 3 + width].copy(), columns[:, 3 + width :].copy()
+    return Columns(table, dims_of_items, starts, sizes), hints
 
 
 def row_of(item: WriteItem) -> Row:
@@ -164,14 +166,15 @@ def row_of(item: WriteItem) -> Row:
     if item.type == WriteItemType.BYTE_IO:
         if data is not None or index.offset is not None or index.index is not None:
             raise Unsupported
-        return Row(index.fqn, _BYTE_IO, None, (), (), -1)
+        return Row(index.fqn, _OBJECT, -1)
     if type(data) is not TensorWriteData or type(data.chunk) is not ChunkStorageMetadata:
         raise Unsupported
     start, size = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     if index.offset is None or tuple(index.offset) != start or len(start) != len(size):
         raise Unsupported
     hint = -1 if index.index is None else index.index
-    return Row(index.fqn, _KIND_NUMBERS[item.type], spec_of(data.size, data.properties), start, size, hint)
+    part = Part(_KIND_NUMBERS[item.type], spec_of(data.size, data.properties), start, size)
+    return Row(index.fqn, part, hint)
 
 
 def write_items(columns: Columns, hints: Integers) -> Iterator[WriteItem]:
@@ -220,7 +223,7 @@ def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
 
     Equal paths give equal bytes. Pickles would not, because they show whether two strings are one object.
     """
-    if type(planner_data) is dict and all(map(_is_path, planner_data.items())):
+    if type(planner_data) is dict and _are_paths(planner_data):
         try:
             paths = [_encode(path) for path in planner_data.values()]
         except UnicodeEncodeError:  # a lone surrogate
@@ -260,47 +263,47 @@ def merge_paths(packed: Iterable[PackedPaths | Pickled]) -> dict[str, Any]:
     return {key: _decode(value) if type(value) is bytes else value[0] for key, value in merged.items()}
 
 
-def _is_path(entry: tuple[Any, Any]) -> bool:
-    key, path = entry
-    return (
-        type(key) is str
-        and type(path) is tuple
-        and all(type(part) is str or (type(part) is int and -(2**63) <= part < 2**63) for part in path)
-    )
+def _are_paths(planner_data: dict[Any, Any]) -> bool:
+    """Returns whether all keys are strings, and all values tuples of strings and of numbers of 64 bits."""
+    if set(map(type, planner_data)) - {str} or set(map(type, planner_data.values())) - {tuple}:
+        return False
+    parts = itertools.chain.from_iterable(planner_data.values())
+    others = [part for part in parts if type(part) is not str]  # few are numbers: positions in lists
+    return all(type(part) is int and -(2**63) <= part < 2**63 for part in others)
 
 
 # --- write items of a state dict as rows ------------------------------------------------------------------------------
 #
 # The same items as those of torch's planner, with few of its objects.
 
-_Part = tuple[tuple[int, ...], tuple[int, ...]]
-
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
     """The rows of a state dict; each may be dropped before the next one is made. Raises `Unsupported`.
 
-    torch computes for each DTensor which part a rank has, which takes as long as everything else. Here it is computed
-    once per layout.
+    torch makes a dozen objects of each tensor, and computes which part of a DTensor a rank has. Here it does so once
+    for all tensors that are alike.
     """
-    parts: dict[Any, _Part] = {}
+    parts: dict[Any, Part] = {}
     for key, value in state_dict.items():
-        row = row_of_tensor(key, value) or _row_of_dtensor(key, value, parts)
-        if row is not None:
-            yield row
+        likeness = _likeness(value)
+        part = None if likeness is None else parts.get(likeness)
+        if part is not None and type(key) is str:
+            yield Row(key, part, -1)
             continue
         rows = list(map(row_of, create_default_local_save_plan({key: value}, is_coordinator).items))
-        layout = layout_of(value)
-        if layout is not None and [(row.kind, row.hint) for row in rows] == [(SHARD, -1)]:
-            parts[layout] = rows[0].start, rows[0].size
+        if likeness is not None and len(rows) == 1 and rows[0].hint == -1:
+            parts[likeness] = rows[0].part
         yield from rows
 
 
-def _row_of_dtensor(key: str, value: Any, parts: Mapping[Any, _Part]) -> Row | None:
-    """The row of a DTensor whose layout is known; None for other values."""
-    local, part = plain_local(value), parts.get(layout_of(value))
-    if local is None or part is None or type(key) is not str:
+def _likeness(value: Any) -> Any:
+    """A value that is equal for tensors of which torch makes equal items, but for their keys; None for other values."""
+    if type(value) in _PLAIN:
+        return value.shape, _properties(TensorProperties.create_from_tensor(value))
+    local, layout = plain_local(value), layout_of(value)
+    if local is None or layout is None:
         return None
-    return Row(key, SHARD, spec_of(value.shape, TensorProperties.create_from_tensor(local)), *part, -1)
+    return layout, _properties(TensorProperties.create_from_tensor(local))
 
 
 # --- columns as bytes, which DCP carries from rank to rank ------------------------------------------------------------

@@ -12,7 +12,18 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
 from dcp_tensorizer import SavePlanner
-from dcp_tensorizer._planning.columns import row_of, rows_of
+from dcp_tensorizer._planning.columns import (
+    PackedPaths,
+    Pickled,
+    Unsupported,
+    columns_of_rows,
+    pack_paths,
+    row_of,
+    rows_of,
+    unpack_paths,
+    with_keys,
+    write_items,
+)
 
 from .sharded_states import Shardless, dtensor, state_of
 
@@ -24,6 +35,50 @@ def test_rows_are_torchs(mesh: DeviceMesh) -> None:
         theirs = [row_of(item) for item in create_default_local_save_plan(state, is_coordinator).items]
         assert list(rows_of(state, is_coordinator=is_coordinator)) == theirs
     assert len(theirs) == 3 * 10
+
+
+def test_tensors_that_are_not_quite_alike_have_rows_of_their_own() -> None:
+    """Each differs in one thing from a tensor before it: shape, dtype, flag, class or kind."""
+    like = torch.rand(2, 3)
+    values = [like, like.clone(), like.half(), like.clone().requires_grad_(), torch.nn.Parameter(like), like.T, like[0]]
+    values += [torch.rand(3, 2), torch.rand(2, 0), torch.tensor(1.0), torch.tensor(1.0), "object", 1, like.view(6)]
+    values += [like.to_sparse(), torch.rand(2, 3, device="meta"), like.conj(), like[:, :2]]
+    state = dict(zip("abcdefghijklmnopqrstuvwxyz", values, strict=False))
+    theirs = create_default_local_save_plan(state, True).items
+    assert list(rows_of(state, is_coordinator=True)) == list(map(row_of, theirs))
+    columns, hints = columns_of_rows(rows_of(state, is_coordinator=True), None)
+    assert list(write_items(columns, hints)) == theirs
+
+
+def test_a_key_that_is_no_string_is_left_to_torch() -> None:
+    """Also for a tensor that is like one before."""
+    with pytest.raises(Unsupported):
+        list(rows_of({"a": torch.ones(2), 1: torch.ones(2)}, is_coordinator=True))  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_path"),
+    [
+        (("a", "b"), True),
+        (("a", 0, "b"), True),
+        ((), True),
+        (("a", 2**63 - 1, -(2**63)), True),
+        (("a", 2**63), False),
+        (("a", True), False),
+        (("a", 1.0), False),
+        (("a", ["b"]), False),
+        (["a"], False),
+        (("\ud800",), False),
+    ],
+)
+def test_paths_come_back_as_they_were(path: Any, is_path: bool) -> None:
+    """Those that MessagePack would change are pickled."""
+    data = {"x": ("x",), "y": path}
+    for keys in (["x", "y"], ["y"]):
+        packed = with_keys(pack_paths(data, keys), keys)
+        assert isinstance(packed, PackedPaths) is is_path
+        assert repr(unpack_paths(packed)) == repr(data)
+    assert isinstance(pack_paths({1: path}, []), Pickled)
 
 
 def test_a_sum_that_is_not_made_yet_is_refused_each_time(mesh: DeviceMesh) -> None:
