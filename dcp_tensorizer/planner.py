@@ -16,20 +16,22 @@ state dict --create_local_plan()--> read items          one made for each layout
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
-from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_rows, rows_of
+from ._format.tensor_bytes import is_ordinary
+from ._index.schema import ItemKey
+from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_rows, item_of, rows_of
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.plan import Answer, CompactPlan, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
 from ._runtime.gc_pause import collector_paused
-from ._runtime.torch_compat import ShardedTensor, plain_tensor_at
+from ._runtime.torch_compat import ShardedTensor, plain_local, plain_tensor_at
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 
@@ -143,6 +145,25 @@ class SavePlanner(DefaultSavePlanner):
         """Returns the state dict's value for an item."""
         tensor = plain_tensor_at(index, self.state_dict)
         return super().lookup_object(index) if tensor is None else tensor
+
+    def resolve_plan(self, plan: SavePlan) -> Iterator[tuple[ItemKey, torch.Tensor, bool] | WriteItem]:
+        """The items of a plan, for a storage writer that would call `resolve_data` for each.
+
+        Instead of the item of an ordinary tensor there is its key, what `resolve_data` would return, and whether it is
+        the whole tensor: DCP's seven objects for it are not made.
+        """
+        rows = plan.items.rows() if isinstance(plan.items, Items) else None
+        if rows is None:
+            yield from plan.items
+            return
+        for row in rows:
+            _, spec, start, size = row.part
+            value = self.state_dict.get(row.key)
+            tensor = plain_local(value) if type(value) is not torch.Tensor or any(start) else value
+            if spec is not None and is_ordinary(tensor) and tensor.shape == size:
+                yield (row.key, start), tensor, size == spec.shape
+            else:
+                yield item_of(row)
 
     def _may_refer(self) -> bool:
         """Returns whether a rank may send a digest instead of its plan: not to a subclass, which gets whole plans."""

@@ -25,7 +25,7 @@ from dcp_tensorizer._format.names import StoredItem, data_file_rank
 from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._index.chunks import Region
 from dcp_tensorizer._index.locations import RankPlaces
-from dcp_tensorizer._index.schema import ItemKey
+from dcp_tensorizer._index.schema import ItemKey, item_key
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.write_plan import Item, plan_files, stored_names, write_results
 from dcp_tensorizer._storage.open import open_storage
@@ -106,7 +106,9 @@ def make_checkpoint(
     parts = []
     for rank, own in values.items():
         names = stored_names([index.fqn for index, _, _ in own])
-        items = [Item(index, name, kind, tensor) for (index, tensor, kind), name in zip(own, names, strict=True)]
+        items = [
+            Item(item_key(index), name, kind, tensor) for (index, tensor, kind), name in zip(own, names, strict=True)
+        ]
         contents = {item.name: item.tensor for item in items}
         files = plan_files((item.source() for item in items if item.has_bytes), rank, save_id)
         bytes_of = functools.partial(_bytes_of, contents)

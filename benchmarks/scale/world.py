@@ -37,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._format.names import StoredItem, block_size
+from dcp_tensorizer._index.schema import item_key
 from dcp_tensorizer._planning.columns import columns_of
 from dcp_tensorizer._planning.plan import CompactPlan, History, Items
 from dcp_tensorizer._saving.write_plan import Item, plan_files, write_results
@@ -286,7 +287,7 @@ class _Ours:
         writer.write_data(plan, DefaultSavePlanner()).wait()
 
     def written(self, rank: int, own: list[Piece]) -> tuple[list[Item], WriteDone, int]:
-        items = [Item(_index(p), p.key, p.kind, _tensor(p), is_whole=not p.offsets) for p in own]
+        items = [Item(item_key(_index(p)), p.key, p.kind, _tensor(p), is_whole=not p.offsets) for p in own]
         requests = plan_files((item.source() for item in items if item.has_bytes), rank, self._save_id)
         files = tuple(map(_file, requests))
         for file in files:

@@ -58,6 +58,26 @@ def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
     return Spec(tuple(size), _properties(properties))
 
 
+class Part(NamedTuple):
+    """What a write item says of its value. Those of most tensors of one shape and sharding are equal."""
+
+    kind: int  # see `KINDS`
+    spec: Spec | None  # None for an object
+    start: tuple[int, ...]  # of the chunk
+    size: tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """A write item."""
+
+    key: str
+    part: Part
+    hint: int  # ``MetadataIndex.index``; -1: none
+
+
+_OBJECT = Part(_BYTE_IO, None, (), ())
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
     """The part of a plan that is usually the same on all ranks."""
@@ -87,6 +107,19 @@ class Columns:
     def __len__(self) -> int:
         return len(self.dims)
 
+    def rows(self, hints: Integers) -> Iterator[Row]:
+        """The rows that `columns_of_rows` takes."""
+        table, width = self.table, self.starts.shape[1]
+        numbers = np.column_stack([table.kinds, table.spec_numbers, self.dims, self.starts, self.sizes]).tolist()
+        parts: dict[tuple[int, ...], Part] = {}
+        for key, of_part, hint in zip(table.key_numbers.tolist(), map(tuple, numbers), hints.tolist(), strict=True):
+            part = parts.get(of_part)
+            if part is None:
+                kind, spec, dims, *places = of_part
+                start, size = tuple(places[:dims]), tuple(places[width : width + dims])
+                part = parts[of_part] = _OBJECT if kind == _BYTE_IO else Part(kind, table.specs[spec], start, size)
+            yield Row(table.keys[key], part, hint)
+
     def with_data(self, planner_data: Any) -> Columns:
         """The same items with other planner's data."""
         return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
@@ -101,26 +134,6 @@ class Columns:
             spec_numbers=table.spec_numbers[rows],
         )
         return Columns(chosen, self.dims[rows], self.starts[rows], self.sizes[rows])
-
-
-class Part(NamedTuple):
-    """What a write item says of its value. Those of most tensors of one shape and sharding are equal."""
-
-    kind: int  # see `KINDS`
-    spec: Spec | None  # None for an object
-    start: tuple[int, ...]  # of the chunk
-    size: tuple[int, ...]
-
-
-class Row(NamedTuple):
-    """A write item."""
-
-    key: str
-    part: Part
-    hint: int  # ``MetadataIndex.index``; -1: none
-
-
-_OBJECT = Part(_BYTE_IO, None, (), ())
 
 
 def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, Integers]:
@@ -177,26 +190,14 @@ def row_of(item: WriteItem) -> Row:
     return Row(index.fqn, part, hint)
 
 
-def write_items(columns: Columns, hints: Integers) -> Iterator[WriteItem]:
-    """Makes DCP's items one by one, on demand; a hint of -1 is none."""
-    table, width = columns.table, columns.starts.shape[1]
-    starts, sizes = (
-        columns.starts.ravel().tolist(),
-        columns.sizes.ravel().tolist(),
-    )  # instead of a list per item
-    per_item = (table.key_numbers, table.kinds, table.spec_numbers, columns.dims, hints)
-    for row, (key, kind, number, dims, hint) in enumerate(zip(*[c.tolist() for c in per_item], strict=True)):
-        if kind == _BYTE_IO:
-            yield WriteItem(MetadataIndex(table.keys[key]), WriteItemType.BYTE_IO)
-            continue
-        spec = table.specs[number]
-        begin, end = row * width, row * width + dims
-        chunk = ChunkStorageMetadata(torch.Size(starts[begin:end]), torch.Size(sizes[begin:end]))
-        yield WriteItem(
-            MetadataIndex(table.keys[key], chunk.offsets, None if hint < 0 else hint),
-            KINDS[kind],
-            tensor_data=TensorWriteData(chunk, TensorProperties(*spec.properties), torch.Size(spec.shape)),
-        )
+def item_of(row: Row) -> WriteItem:
+    """The item of a row."""
+    (kind, spec, start, size), hint = row.part, row.hint
+    if spec is None:
+        return WriteItem(MetadataIndex(row.key), KINDS[kind])
+    chunk = ChunkStorageMetadata(torch.Size(start), torch.Size(size))
+    data = TensorWriteData(chunk, TensorProperties(*spec.properties), torch.Size(spec.shape))
+    return WriteItem(MetadataIndex(row.key, chunk.offsets, None if hint < 0 else hint), KINDS[kind], tensor_data=data)
 
 
 # --- paths of keys in nested state dicts (planner_data) ---------------------------------------------------------------

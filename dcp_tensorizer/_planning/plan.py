@@ -26,15 +26,16 @@ from ..errors import WriteError
 from .columns import (
     Columns,
     EncodedColumns,
+    Row,
     Table,
     Unsupported,
     columns_of,
     encode,
+    item_of,
     pack,
     pack_integers,
     unpack,
     unpack_integers,
-    write_items,
 )
 
 
@@ -127,8 +128,16 @@ class Items(MutableSequence[WriteItem]):
         tensors = set(table.key_numbers[table.spec_numbers >= 0].tolist())
         return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[kept].tolist()))
 
+    def rows(self) -> Iterator[Row] | None:
+        """The items as rows; None if they were changed."""
+        if self.is_changed:
+            return None
+        columns, hints = self.chosen
+        return columns.rows(hints)
+
     def __iter__(self) -> Iterator[WriteItem]:
-        return iter(self._changed) if self._changed is not None else write_items(*self.chosen)
+        rows = self.rows()
+        return iter(self._changed or ()) if rows is None else map(item_of, rows)
 
     def __len__(self) -> int:
         if self._changed is not None:
@@ -140,7 +149,7 @@ class Items(MutableSequence[WriteItem]):
             return list(self)[at]
         columns, hints = self.chosen
         row = np.array([range(len(hints))[at]])
-        return next(write_items(columns.select(row), hints[row]))
+        return item_of(next(columns.select(row).rows(hints[row])))
 
     def __setitem__(self, at: Any, item: Any) -> None:
         self._change()[at] = item

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.chunks import Region
+from .._index.schema import item_key
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict
@@ -135,19 +136,19 @@ class ModelSession(SaveSession):
         omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
         items = resolve(plan, planner, self._is_staged, omitted)
         try:
-            rows = layout.find([item.index.fqn for item in items])
+            rows = layout.find([item.fqn for item in items])
         except KeyError as error:
             raise WriteError(f"{self.path}: {error.args[0]!r} was not planned") from None
         is_written = [bool(layout.file[of_item[0]] >= 0) for of_item in rows]
         for item, is_there in zip(items, is_written, strict=True):
             if item.kind != "tensor":
                 raise WriteError(
-                    f"{item.index.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
+                    f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
                     f"it is made of, or leave it out"
                 )
-            if not is_there and item.has_bytes and item.index.fqn not in self._ties:
+            if not is_there and item.has_bytes and item.fqn not in self._ties:
                 raise WriteError(
-                    f"{item.index.fqn!r} is tied to another tensor on some rank, and not on this one: tie it on all "
+                    f"{item.fqn!r} is tied to another tensor on some rank, and not on this one: tie it on all "
                     f"ranks, or on none"
                 )
         return [item for item, is_there in zip(items, is_written, strict=True) if is_there and item.has_bytes]
@@ -283,11 +284,11 @@ class _RankJob:
         layout = self._layout
         self.items = self._session.items_of(plan, planner, layout)
         self._sources = list(self.items)
-        shapes = {item.index: item for item in plan.items}
-        rows = layout.find([item.index.fqn for item in self.items])
+        shapes = {item_key(item.index): item for item in plan.items}
+        rows = layout.find([item.fqn for item in self.items])
         parts: list[TensorPart] = []
         for source, (item, of_item) in enumerate(zip(self.items, rows, strict=True)):
-            data = shapes[item.index].tensor_data
+            data = shapes[item.key].tensor_data
             assert data is not None
             self._dtypes.append(layout.dtypes[int(layout.dtype[of_item[0]])])
             chunk = Region(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
@@ -300,7 +301,7 @@ class _RankJob:
 
     def _add(self, name: str, content: torch.Tensor) -> None:
         """Adds a source that is not a tensor of the state dict."""
-        self._sources.append(Item(MetadataIndex(name), f"\0{name}", "tensor", content, True))
+        self._sources.append(Item((name, None), f"\0{name}", "tensor", content, True))
         self._dtypes.append(torch.uint8)
 
     def _write(self, pieces: Pieces) -> None:

@@ -42,18 +42,23 @@ class Item:
     """One write item.
 
     Attributes:
-        index: DCP's name for it.
+        key: Its key, and the offset of its chunk.
         name: Its name in a tensorizer file.
         kind: See `StoredItem.kind`.
         tensor: Its elements, or the bytes of what ``torch.save`` made of it.
         is_whole: It is not one of several chunks.
     """
 
-    index: MetadataIndex
+    key: ItemKey
     name: str
     kind: str
     tensor: torch.Tensor
     is_whole: bool = False
+
+    @property
+    def fqn(self) -> Any:
+        """Its key in the state dict."""
+        return self.key[0]
 
     @property
     def dtype(self) -> str:
@@ -85,17 +90,22 @@ def resolve(
     before, so its tensors are copied, unless ``is_staged`` is true for them. ``omitted`` are keys that were not staged,
     because other ranks were to write them.
     """
-    wanted = list(plan.items)  # once, because some plans make their items on each access
-    if unstaged := next((item.index.fqn for item in wanted if item.index.fqn in omitted), None):
+    makes_items = _makes_items(planner)
+    resolve_plan = None if makes_items else getattr(planner, "resolve_plan", None)  # that of `planner.SavePlanner`
+    # Once, because some plans make their items on each access.
+    wanted = list(plan.items if resolve_plan is None else resolve_plan(plan))
+    fqns = [item[0][0] if type(item) is tuple else item.index.fqn for item in wanted]
+    if unstaged := next((fqn for fqn in fqns if fqn in omitted), None):
         raise WriteError(
             f"{unstaged!r} is to be written by this rank, which has not staged it: in the save before, another rank "
             f"wrote it. This save fails, and the next one stages everything"
         )
-    names = stored_names([item.index.fqn for item in wanted])
-    lasts = is_staged if _makes_items(planner) else _always
+    lasts = is_staged if makes_items else _always
     return [
-        Item(item.index, name, *_resolve(item, planner, lasts), _is_whole(item))
-        for item, name in zip(wanted, names, strict=True)
+        Item(item[0], name, "tensor", detached(item[1]), item[2])
+        if type(item) is tuple
+        else Item(item_key(item.index), name, *_resolve(item, planner, lasts), _is_whole(item))
+        for item, name in zip(wanted, stored_names(fqns), strict=True)
     ]
 
 
@@ -138,7 +148,7 @@ def write_results(
     places: dict[ItemKey, StoredItem] = {}
     for item in items:
         stored, _ = written.get(item.name) or (StoredItem.empty(item.dtype, item.kind), 0)
-        places[item_key(item.index)] = stored
+        places[item.key] = stored
     part = RankPlaces.of(
         rank,
         places,
@@ -160,7 +170,8 @@ def _plans_as_torch(planner: SavePlanner) -> bool:
 def _is_as_known(planner: SavePlanner, methods: Iterable[str]) -> bool:
     """Returns whether a planner has these methods of torch's own planner, or of this package's."""
     known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
-    return all(getattr(type(planner), name, None) is getattr(known, name) for name in methods)
+    own = getattr(planner, "__dict__", {})
+    return all(getattr(type(planner), name, None) is getattr(known, name) and name not in own for name in methods)
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
@@ -179,7 +190,7 @@ def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
 
 
 def _small(item: Item, cipher: Cipher | None) -> InlineItem:
-    key, offset = item_key(item.index)
+    key, offset = item.key
     content, seal = bytes(host_bytes(item.tensor)), b""
     if cipher is not None:
         nonce, encrypted = cipher.new_nonce(), memoryview(bytearray(len(content)))
@@ -196,7 +207,7 @@ def warn_of_refused(items: Sequence[Item], known: set[str]) -> None:
     ``known`` has the keys whose objects have been looked at; the others are added.
     """
     for item in items:
-        key = item.index.fqn
+        key = item.fqn
         if item.kind != "object" or key in known or item.tensor.nbytes > _MAX_BYTES:
             continue
         known.add(key)

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -43,7 +42,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
     save_id = uuid.uuid4().hex
     described = {key: _describe(value) for key, value in view.values.items()}
     items = _items(view)
-    keys = {item.name: item.index.fqn for item in items}
+    keys = {item.name: item.fqn for item in items}
 
     def bytes_of(source: TensorSource) -> memoryview:
         key = keys[source.name]
@@ -65,11 +64,11 @@ def _items(view: CheckpointView) -> list[Item]:
     names = stored_names([*view.tensors, *view.objects])
     values = [(key, tensor.shape, tensor.dtype) for key, tensor in view.tensors.items()]
     items = [
-        Item(MetadataIndex(key, [0] * len(shape)), name, "tensor", torch.empty(shape, dtype=dtype, device="meta"))
+        Item((key, (0,) * len(shape)), name, "tensor", torch.empty(shape, dtype=dtype, device="meta"))
         for (key, shape, dtype), name in zip(values, names, strict=False)
     ]
     return items + [
-        Item(MetadataIndex(key), name, "object", torch.empty(stored.nbytes, dtype=torch.uint8, device="meta"))
+        Item((key, None), name, "object", torch.empty(stored.nbytes, dtype=torch.uint8, device="meta"))
         for (key, stored), name in zip(view.objects.items(), names[len(items) :], strict=True)
     ]
 

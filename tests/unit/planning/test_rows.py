@@ -17,12 +17,12 @@ from dcp_tensorizer._planning.columns import (
     Pickled,
     Unsupported,
     columns_of_rows,
+    item_of,
     pack_paths,
     row_of,
     rows_of,
     unpack_paths,
     with_keys,
-    write_items,
 )
 
 from .sharded_states import Shardless, dtensor, state_of
@@ -47,7 +47,7 @@ def test_tensors_that_are_not_quite_alike_have_rows_of_their_own() -> None:
     theirs = create_default_local_save_plan(state, True).items
     assert list(rows_of(state, is_coordinator=True)) == list(map(row_of, theirs))
     columns, hints = columns_of_rows(rows_of(state, is_coordinator=True), None)
-    assert list(write_items(columns, hints)) == theirs
+    assert list(map(item_of, columns.rows(hints))) == theirs
 
 
 def test_a_key_that_is_no_string_is_left_to_torch() -> None:

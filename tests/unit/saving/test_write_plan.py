@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -44,14 +43,14 @@ def test_tensors_are_taken_as_they_are_and_objects_as_what_torch_saves() -> None
     parameter = torch.nn.Parameter(torch.arange(6, dtype=torch.bfloat16).view(2, 3))
     state = {"w": parameter, "step": 7, "nested": {"t": torch.tensor(1.5)}, "text": "x"}
     plan, planner = planned(state)
-    items = {item.index.fqn: item for item in resolve(plan, planner)}
+    items = {item.fqn: item for item in resolve(plan, planner)}
     assert {key: (item.kind, item.name, item.dtype) for key, item in items.items()} == {
         "w": ("tensor", "w", "bfloat16"),
         "step": ("object", "step", "uint8"),
         "nested.t": ("tensor", "nested.t", "float32"),
         "text": ("object", "text", "uint8"),
     }
-    assert [item.index for item in resolve(plan, planner)] == [item.index for item in plan.items]
+    assert [item.key for item in resolve(plan, planner)] == [item_key(item.index) for item in plan.items]
     assert items["w"].tensor.data_ptr() == parameter.data_ptr()
     assert not items["w"].tensor.requires_grad
     assert (unpacked(items["step"].tensor), unpacked(items["text"].tensor)) == (7, "x")
@@ -61,7 +60,7 @@ def test_a_tensor_without_history_is_taken_itself() -> None:
     """A view of each would let the interpreter go each time: the save waits for training then, item by item."""
     plain, trained = torch.arange(6.0), torch.nn.Parameter(torch.arange(6.0))
     plan, planner = planned({"plain": plain, "trained": trained})
-    items = {item.index.fqn: item.tensor for item in resolve(plan, planner)}
+    items = {item.fqn: item.tensor for item in resolve(plan, planner)}
     assert items["plain"] is plain
     assert (type(items["trained"]), items["trained"].data_ptr()) == (torch.Tensor, trained.data_ptr())
 
@@ -124,9 +123,9 @@ def test_names_that_tensorizer_cannot_hold_are_replaced() -> None:
     keys = ["", "k" * 2000, "plain"]
     plan, planner = planned({key: torch.ones(1) for key in keys}, flatten_state_dict=False)
     items = resolve(plan, planner)
-    assert {item.index.fqn: item.name for item in items} == {
-        "": f"__item_{[i.index.fqn for i in items].index('')}__",
-        "k" * 2000: f"__item_{[i.index.fqn for i in items].index('k' * 2000)}__",
+    assert {item.fqn: item.name for item in items} == {
+        "": f"__item_{[i.fqn for i in items].index('')}__",
+        "k" * 2000: f"__item_{[i.fqn for i in items].index('k' * 2000)}__",
         "plain": "plain",
     }
 
@@ -168,7 +167,7 @@ def test_results_of_several_files_find_their_items() -> None:
         FileResult("f0", 1000, tuple(stored[name] for name in reversed(names[:3]))),
     )
     (result,) = write_results(items, WriteDone(files, 0.0, 0.0, 0.0), 0)
-    found = items_in(result.storage_data, [item_key(item.index) for item in items])
+    found = items_in(result.storage_data, [item.key for item in items])
     assert [(item.file, item.offset) for item in found if item] == [("f0", 0), ("f0", 1), ("f0", 2), ("f1", 3)]
     assert dict(result.storage_data.files) == {"f0": 1000, "f1": 2000}
 
@@ -178,7 +177,7 @@ def test_the_coordinator_is_told_of_small_values_with_their_bytes() -> None:
     state = {"step": torch.tensor(5.0), "object": 3, "large": torch.ones(2000)}
     plan, planner = planned(state)
     items = resolve(plan, planner)
-    chunk = dataclasses.replace(items[0], index=MetadataIndex("chunk", torch.Size([2])), is_whole=False)
+    chunk = dataclasses.replace(items[0], key=("chunk", (2,)), is_whole=False)
     (result,) = write_results([*items, chunk], WriteDone((), 0.0, 0.0, 0.0), 0)
     small = {inline.hash: inline for inline in result.storage_data.inline}
     assert set(small) == {hash_of("step", ()), hash_of("object", None)}
@@ -232,7 +231,7 @@ class PlansItself(SavePlanner):
 def test_keys_are_told_where_the_state_dict_may_not_name_them(planner: DefaultSavePlanner, named: bool) -> None:
     """A planner with a way of its own may plan what it does not describe."""
     plan, _ = planned({"w": torch.ones(2)})
-    items = [Item(item.index, "w", "tensor", torch.ones(2)) for item in plan.items]
+    items = [Item(item_key(item.index), "w", "tensor", torch.ones(2)) for item in plan.items]
     (result,) = write_results(items, WriteDone((), 0.0, 0.0, 0.0), 0, planner)
     rows = decode_places(result.storage_data.places)
     assert [key for key, _ in rows.keys.values()] == (["w"] if named else [])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tensorizer import TensorDeserializer
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_tensorizer import WriteError, WriterProcessDied
 from dcp_tensorizer._format.names import data_file_name
@@ -134,7 +133,7 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
     process = Refusing([WriteError("seen enough")])
     client = client_of(lambda **options: process)
     client.ensure_process()
-    items = [Item(MetadataIndex(name), name, "tensor", t) for name, t in {"staged": staged, "made": made}.items()]
+    items = [Item((name, None), name, "tensor", t) for name, t in {"staged": staged, "made": made}.items()]
     with pytest.raises(WriteError, match="seen enough"):
         client.write(files_in(tmp_path), items, result.staged_save)
     assert [type(process.sources[name].memory) for name in ("staged", "made")] == [MappedFile, int]
@@ -168,7 +167,7 @@ def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_
     weights = device.declare(torch.zeros(1000))
     device.queue(lambda: weights.fill_(7.0))
     client = WriterClient(device=device)
-    items = [Item(MetadataIndex("w"), "w", "tensor", weights)]
+    items = [Item(("w", None), "w", "tensor", weights)]
     client.write(files_in(tmp_path), items, None)
     with TensorDeserializer(tmp_path / data_file_name(0, 0, "save"), device="cpu") as stored:
         assert set(stored["w"].tolist()) == {7.0}
