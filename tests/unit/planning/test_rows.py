@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
 from dcp_tensorizer import SavePlanner
+from dcp_tensorizer._index.schema import item_key
 from dcp_tensorizer._planning.columns import (
     PackedPaths,
     Pickled,
@@ -24,6 +27,7 @@ from dcp_tensorizer._planning.columns import (
     unpack_paths,
     with_keys,
 )
+from dcp_tensorizer._planning.plan import CompactPlan, Items
 
 from .sharded_states import Shardless, dtensor, state_of
 
@@ -105,6 +109,47 @@ def test_what_is_written_of_an_item_is_torchs(mesh: DeviceMesh) -> None:
             assert found is expected
     with pytest.raises(ValueError, match="FQN"):
         ours.lookup_object(MetadataIndex("not there"))
+
+
+def test_the_values_of_a_plan_are_those_of_its_items(mesh: DeviceMesh) -> None:
+    """Ordinary tensors come without their items; all others, and a changed plan, as items."""
+    planner = SavePlanner()
+    like = torch.rand(2, 3)
+    more = {"half": like.half(), "tied": like, "same": like, "scalar": torch.tensor(1), "none": torch.rand(0, 3)}
+    others = {"parameter": torch.nn.Parameter(like), "sparse": like.to_sparse(), "meta": like.to("meta"), "text": "x"}
+    planner.set_up_planner(state_of(mesh) | more | others, is_coordinator=True)
+    plan = planner.create_local_plan()
+    values, items = list(planner.resolve_plan(plan)), list(plan.items)
+    left = set()
+    for value, item in zip(values, items, strict=True):
+        if not isinstance(value, tuple):
+            assert value == item
+            left.add(item.index.fqn)
+            continue
+        key, tensor, is_whole = value
+        data, expected = item.tensor_data, planner.resolve_data(item)
+        assert key == item_key(item.index)
+        assert is_whole is (data.chunk.sizes == data.size)
+        assert (tensor.shape, tensor.dtype, tensor.requires_grad) == (data.chunk.sizes, expected.dtype, False)
+        assert (tensor.data_ptr(), tensor.stride()) == (expected.data_ptr(), expected.stride())
+    assert left == {f"{layer}.{name}" for layer in range(3) for name in ("object", "gradient")} | others.keys()
+    del plan.items[0]
+    assert list(planner.resolve_plan(plan)) == items[1:]
+    assert list(planner.resolve_plan(SavePlan(items))) == items
+
+
+def test_a_value_that_is_not_as_planned_comes_as_its_item() -> None:
+    """A writer then asks the planner, and finds the fault."""
+    planner = SavePlanner()
+    planner.set_up_planner({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    planner.set_up_planner({"a": torch.ones(3), "c": torch.ones(2)}, is_coordinator=True)
+    first, second, third = planner.resolve_plan(plan)
+    assert [first, second] == plan.items[:2]
+    assert third[0] == ("c", (0,))
+    columns, _ = plan.items.chosen
+    moved = CompactPlan.of(Items(dataclasses.replace(columns, starts=columns.starts + 1)), None)
+    assert list(planner.resolve_plan(moved)) == list(moved.items)
 
 
 @pytest.mark.parametrize("takes_apart", [True, False])

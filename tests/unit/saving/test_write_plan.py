@@ -26,9 +26,11 @@ from dcp_tensorizer._writer_process.protocol import FileResult, TensorSource, Wr
 from ...support import same
 
 
-def planned(state: dict[str, Any], **options: Any) -> tuple[SavePlan, DefaultSavePlanner]:
-    """What DCP's own planner makes of a state dict in a single process."""
-    planner = DefaultSavePlanner(**options)
+def planned(
+    state: dict[str, Any], cls: type[DefaultSavePlanner] = DefaultSavePlanner, **options: Any
+) -> tuple[SavePlan, DefaultSavePlanner]:
+    """What a planner, if none is named DCP's own, makes of a state dict in a single process."""
+    planner = cls(**options)
     planner.set_up_planner(state, is_coordinator=True)
     plan, _ = planner.create_global_plan([planner.create_local_plan()])
     return planner.finish_plan(plan[0]), planner
@@ -65,6 +67,74 @@ def test_a_tensor_without_history_is_taken_itself() -> None:
     assert (type(items["trained"]), items["trained"].data_ptr()) == (torch.Tensor, trained.data_ptr())
 
 
+def test_an_item_is_the_same_with_either_planner() -> None:
+    """SavePlanner's makes no DCP items for ordinary tensors: kind, name, contents and wholeness are those of others."""
+    like, empty = torch.arange(6.0).view(2, 3), torch.ones(0, 2)
+    state = {"a": like, "tied": like, "": like.T, "k" * 2000: like.half(), "empty": empty, "step": 7, "l": [like, 3]}
+    state |= {
+        "weight": torch.nn.Parameter(like),
+        "two": TwoTensor(like, like),
+        "b": like[0].conj(),
+        "d": torch.tensor(1),
+    }
+    found = []
+    for cls in (SavePlanner, DefaultSavePlanner):
+        items = resolve(*planned(state, cls))
+        found.append([(item.key, item.name, item.kind, item.dtype, item.is_whole) for item in items])
+        tensors = {item.fqn: item.tensor for item in items}
+        assert all(tensors[key] is state[key] for key in ("a", "tied", "", "k" * 2000, "empty", "b", "d"))
+        assert (tensors["l.0"] is like, tensors["weight"].data_ptr(), len(tensors)) == (True, like.data_ptr(), 12)
+        assert (unpacked(tensors["step"]), unpacked(tensors["l.1"])) == (7, 3)
+    assert found[0] == found[1]
+
+
+class _Asked(SavePlanner):
+    """Notes what it is asked for, in one of the ways of a user's planner."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.way = way
+
+    def note(self, way: str, fqn: str, value: Any) -> Any:
+        self.asked += [fqn] * (way == self.way)
+        return value
+
+
+class _Resolves(_Asked):
+    def resolve_data(self, write_item: Any) -> Any:
+        return self.note("resolve", write_item.index.fqn, super().resolve_data(write_item))
+
+
+class _LooksUp(_Asked):
+    def lookup_object(self, index: Any) -> Any:
+        return self.note("look up", index.fqn, super().lookup_object(index))
+
+
+class _Transforms(_Asked):
+    def transform_object(self, write_item: Any, value: Any) -> Any:
+        return self.note("transform", write_item.index.fqn, super().transform_object(write_item, value))
+
+
+@pytest.mark.parametrize(("cls", "way"), [(_Resolves, "resolve"), (_LooksUp, "look up"), (_Transforms, "transform")])
+def test_a_planner_with_a_way_of_its_own_is_asked_for_each_item(cls: type[_Asked], way: str) -> None:
+    """And what it gives is copied, because it may make one value in the memory of the one before."""
+    state = {"a": torch.ones(2), "b": torch.zeros(2), "c": "text"}
+    plan, planner = planned(state, cls, way=way)
+    items = resolve(plan, planner)
+    assert planner.asked == ["a", "b", "c"]
+    for item in items[:2]:
+        assert same(item.tensor, state[item.fqn])
+        assert item.tensor.data_ptr() != state[item.fqn].data_ptr()
+
+
+def test_a_planner_whose_object_has_a_method_of_its_own_is_asked_for_each_item() -> None:
+    """As one whose class has it."""
+    plan, planner = planned({"a": torch.ones(2), "b": torch.zeros(2)}, SavePlanner)
+    planner.lookup_object = lambda index: torch.full((2,), 7.0)
+    assert [item.tensor.tolist() for item in resolve(plan, planner)] == [[7.0, 7.0]] * 2
+
+
 class Flattening(DefaultSavePlanner):
     """Gives its tensors as vectors."""
 
@@ -81,9 +151,23 @@ def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> Non
         resolve(plan, planner)
 
 
-def test_what_was_not_staged_is_never_written() -> None:
+@pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
+def test_a_state_that_is_not_the_planned_one_is_an_error(cls: type[DefaultSavePlanner]) -> None:
+    """A value of another shape, or none at all; the error names the key."""
+    for state, problem in (
+        ({"w": torch.ones(3)}, r"'w'.* of shape \(2,\).*of \(3,\)"),
+        ({}, "'w' cannot be saved: .*FQN"),
+    ):
+        plan, planner = planned({"w": torch.ones(2)}, cls)
+        planner.set_up_planner(state)
+        with pytest.raises(WriteError, match=problem):
+            resolve(plan, planner)
+
+
+@pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
+def test_what_was_not_staged_is_never_written(cls: type[DefaultSavePlanner]) -> None:
     """An item that this rank is to write, though another was to, is an error with its key."""
-    plan, planner = planned({"mine": torch.ones(2), "theirs": torch.ones(3)})
+    plan, planner = planned({"mine": torch.ones(2), "theirs": torch.ones(3)}, cls)
     with pytest.raises(WriteError, match="'theirs' is to be written by this rank, which has not staged it"):
         resolve(plan, planner, omitted={"theirs"})
     assert len(resolve(plan, planner, omitted={"others"})) == 2
@@ -111,9 +195,12 @@ def test_a_tensor_of_tensors_is_what_torch_saves_of_it() -> None:
     ],
     ids=["lambda", "lock", "meta", "sparse"],
 )
-def test_what_cannot_be_saved_is_an_error_that_names_it(value: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
+def test_what_cannot_be_saved_is_an_error_that_names_it(
+    cls: type[DefaultSavePlanner], value: Any, error: type[Exception]
+) -> None:
     """Also in a synchronous save, which stages nothing."""
-    plan, planner = planned({"model": {"bad": value}, "good": torch.ones(2)})
+    plan, planner = planned({"model": {"bad": value}, "good": torch.ones(2)}, cls)
     with pytest.raises(error, match=r"'model\.bad'"):
         resolve(plan, planner)
 
