@@ -157,7 +157,7 @@ class SavePlanner(DefaultSavePlanner):
             yield from plan.items
             return
         for row in rows:
-            _, spec, start, size = row.part
+            _, spec, start, size = row.chunk
             value = self.state_dict.get(row.key)
             tensor = plain_local(value) if type(value) is not torch.Tensor or any(start) else value
             if spec is not None and is_ordinary(tensor) and tensor.shape == size:

@@ -58,7 +58,7 @@ def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
     return Spec(tuple(size), _properties(properties))
 
 
-class Part(NamedTuple):
+class PlannedChunk(NamedTuple):
     """What a write item says of its value. Those of most tensors of one shape and sharding are equal."""
 
     kind: int  # see `KINDS`
@@ -71,11 +71,11 @@ class Row(NamedTuple):
     """A write item."""
 
     key: str
-    part: Part
+    chunk: PlannedChunk
     hint: int  # ``MetadataIndex.index``; -1: none
 
 
-_OBJECT = Part(_BYTE_IO, None, (), ())
+_OBJECT = PlannedChunk(_BYTE_IO, None, (), ())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,14 +111,16 @@ class Columns:
         """The rows that `columns_of_rows` takes."""
         table, width = self.table, self.starts.shape[1]
         numbers = np.column_stack([table.kinds, table.spec_numbers, self.dims, self.starts, self.sizes]).tolist()
-        parts: dict[tuple[int, ...], Part] = {}
-        for key, of_part, hint in zip(table.key_numbers.tolist(), map(tuple, numbers), hints.tolist(), strict=True):
-            part = parts.get(of_part)
-            if part is None:
-                kind, spec, dims, *places = of_part
+        chunks: dict[tuple[int, ...], PlannedChunk] = {}
+        for key, of_chunk, hint in zip(table.key_numbers.tolist(), map(tuple, numbers), hints.tolist(), strict=True):
+            chunk = chunks.get(of_chunk)
+            if chunk is None:
+                kind, spec, dims, *places = of_chunk
                 start, size = tuple(places[:dims]), tuple(places[width : width + dims])
-                part = parts[of_part] = _OBJECT if kind == _BYTE_IO else Part(kind, table.specs[spec], start, size)
-            yield Row(table.keys[key], part, hint)
+                chunk = chunks[of_chunk] = (
+                    _OBJECT if kind == _BYTE_IO else PlannedChunk(kind, table.specs[spec], start, size)
+                )
+            yield Row(table.keys[key], chunk, hint)
 
     def with_data(self, planner_data: Any) -> Columns:
         """The same items with other planner's data."""
@@ -144,19 +146,19 @@ def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, 
 def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
     """`columns_of` for rows, each of which may be dropped at once."""
     keys: dict[str, int] = {}
-    parts: dict[Part, int] = {}
+    chunks: dict[PlannedChunk, int] = {}
     numbers: list[tuple[int, int, int]] = []
-    for key, part, hint in items:
-        numbers.append((keys.setdefault(key, len(keys)), parts.setdefault(part, len(parts)), hint))
-    key_numbers, part_numbers, hints = np.array(numbers, dtype=np.int64).reshape(-1, 3).T.copy()
+    for key, chunk, hint in items:
+        numbers.append((keys.setdefault(key, len(keys)), chunks.setdefault(chunk, len(chunks)), hint))
+    key_numbers, chunk_numbers, hints = np.array(numbers, dtype=np.int64).reshape(-1, 3).T.copy()
     specs: dict[Spec, int] = {}
-    of_parts: list[list[int]] = []
-    width = max((len(part.size) for part in parts), default=0)
-    for kind, spec, start, size in parts:
+    of_chunks: list[list[int]] = []
+    width = max((len(chunk.size) for chunk in chunks), default=0)
+    for kind, spec, start, size in chunks:
         number, dims = (-1, -1) if spec is None else (specs.setdefault(spec, len(specs)), len(size))
         unused = (0,) * (width - len(size))
-        of_parts.append([kind, number, dims, *start, *unused, *size, *unused])
-    columns = np.array(of_parts, dtype=np.int64).reshape(-1, 3 + 2 * width)[part_numbers]
+        of_chunks.append([kind, number, dims, *start, *unused, *size, *unused])
+    columns = np.array(of_chunks, dtype=np.int64).reshape(-1, 3 + 2 * width)[chunk_numbers]
     kinds, spec_numbers, dims_of_items = columns[:, :3].T.copy()
     table = Table(list(keys), key_numbers, kinds, spec_numbers, list(specs), planner_data)
     starts, sizes = columns[:, 3 : 3 + width].copy(), columns[:, 3 + width :].copy()
@@ -186,13 +188,13 @@ def row_of(item: WriteItem) -> Row:
     if index.offset is None or tuple(index.offset) != start or len(start) != len(size):
         raise Unsupported
     hint = -1 if index.index is None else index.index
-    part = Part(_KIND_NUMBERS[item.type], spec_of(data.size, data.properties), start, size)
-    return Row(index.fqn, part, hint)
+    chunk = PlannedChunk(_KIND_NUMBERS[item.type], spec_of(data.size, data.properties), start, size)
+    return Row(index.fqn, chunk, hint)
 
 
 def item_of(row: Row) -> WriteItem:
     """The item of a row."""
-    (kind, spec, start, size), hint = row.part, row.hint
+    (kind, spec, start, size), hint = row.chunk, row.hint
     if spec is None:
         return WriteItem(MetadataIndex(row.key), KINDS[kind])
     chunk = ChunkStorageMetadata(torch.Size(start), torch.Size(size))
@@ -284,16 +286,16 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
     torch makes a dozen objects of each tensor, and computes which part of a DTensor a rank has. Here it does so once
     for all tensors that are alike.
     """
-    parts: dict[Any, Part] = {}
+    chunks: dict[Any, PlannedChunk] = {}
     for key, value in state_dict.items():
         likeness = _likeness(value)
-        part = None if likeness is None else parts.get(likeness)
-        if part is not None and type(key) is str:
-            yield Row(key, part, -1)
+        chunk = None if likeness is None else chunks.get(likeness)
+        if chunk is not None and type(key) is str:
+            yield Row(key, chunk, -1)
             continue
         rows = list(map(row_of, create_default_local_save_plan({key: value}, is_coordinator).items))
         if likeness is not None and len(rows) == 1 and rows[0].hint == -1:
-            parts[likeness] = rows[0].part
+            chunks[likeness] = rows[0].chunk
         yield from rows
 
 
