@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,8 @@ class ModelSession(SaveSession):
         if ranks.size != layout.ranks:
             raise WriteError(f"{self.path}: {layout.ranks} ranks have planned the save, and its group has {ranks.size}")
         job = _RankJob(self, layout)
-        own = job.prepare(plan, planner)
-        with self._context.callbacks.progress(self.path, lambda: int(own.nbytes.sum())) as progress:
-            others_failed = job.run(own, ranks, progress)
+        with ExitStack() as shown:
+            others_failed = job.run(plan, planner, ranks, lambda own: shown.enter_context(self._progress(own)))
             if (job.error is not None or others_failed) and self._destination.commits:
                 self._destination.drop_files()
             if job.error is not None:
@@ -130,6 +129,9 @@ class ModelSession(SaveSession):
         written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, attempts=done.attempts)
         result = WriteResult(MetadataIndex(f"rank {self._destination.rank}"), done.nbytes, done.parts)
         return job.items, written, [result]
+
+    def _progress(self, own: Pieces) -> AbstractContextManager[Callable[[int], object]]:
+        return self._context.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """The items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
@@ -252,21 +254,22 @@ class _RankJob:
         self.touched: set[int] = set()
         self._progress: Callable[[int], object] = lambda nbytes: None
 
-    def prepare(self, plan: SavePlan, planner: SavePlanner) -> Pieces:
-        """Resolves the items; returns the pieces that this rank has. If it fails, it returns none, and `run` tells the
-        other ranks.
-        """
-        try:
-            return self._pieces(plan, planner)
-        except BaseException as error:
-            self.error = error
-            return Pieces.joined([])
+    def run(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        ranks: RankGroup,
+        begin: Callable[[Pieces], Callable[[int], object]],
+    ) -> bool:
+        """Resolves the items, and writes everything; returns whether another rank has failed.
 
-    def run(self, pieces: Pieces, ranks: RankGroup, progress: Callable[[int], object]) -> bool:
-        """Writes everything; returns whether another rank has failed. ``progress`` takes the bytes written so far."""
-        self._progress = progress
+        ``begin`` takes the pieces that this rank has, and returns a function for the bytes written so far. Both call
+        the user.
+        """
         exchange: PieceExchange | None = None
         try:
+            pieces = self._pieces(plan, planner)
+            self._progress = begin(pieces)
             own, shared = split(pieces, self._layout)
             self._write(own)
             if self._layout.has_granules:

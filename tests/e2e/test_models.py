@@ -197,6 +197,36 @@ def test_a_rank_that_fails_keeps_nobody_waiting(tmp_path):
     assert_is_whole(tmp_path / "model")
 
 
+def interrupt_one(rank, folder):
+    """One rank is interrupted when it has not written anything; then a save goes well."""
+    warnings.simplefilter("ignore")
+    state, _ = make_state(2)
+    LocalStorage.granule_of = lambda self, nbytes: 4096
+    seen = []
+
+    def on_progress(done, total):
+        seen.append(done)
+        if rank.index == 1 and len(seen) == 1:
+            raise KeyboardInterrupt("Ctrl-C")
+
+    with SafetensorsStorageWriter(folder, max_shard_bytes=150_000, on_progress=on_progress) as writer:
+
+        def save():
+            dcp.save(state, storage_writer=writer, process_group=rank.saves)
+
+        failure = attempt(save)
+        save()
+    return failure
+
+
+def test_a_rank_that_is_interrupted_keeps_nobody_waiting(tmp_path):
+    """All ranks have the cause within seconds, also if it comes from the user's on_progress."""
+    for failure in run_ranks(2, interrupt_one, tmp_path / "model"):
+        assert [(rank, repr(error)) for rank, error in failure.causes.items()] == [(1, "KeyboardInterrupt('Ctrl-C')")]
+        assert failure.seconds < 30
+    assert_is_whole(tmp_path / "model")
+
+
 def assert_is_whole(path):
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index.values()) == {file.name for file in path.glob("*.safetensors")}
