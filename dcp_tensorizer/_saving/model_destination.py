@@ -20,7 +20,8 @@ from .commit import files_of_models, put_records, remove, remove_records
 from .context import SaveContext
 from .destination import Destination
 from .model_layout import ModelOptions, ModelPlan
-from .uploads import abort_uploads, marks_of_uploads, put_uploads, recorded_uploads, remove_uploads
+from .uploads import abort_uploads, marks_of_uploads, put_replaced, put_uploads, recorded_uploads, remove_uploads
+from .versions import VersionsOfWriter
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """The suffixes of files that hold weights or list them."""
@@ -38,11 +39,17 @@ class ModelDestination(Destination):
     """
 
     def __init__(
-        self, context: SaveContext, storage: Storage, staged_save: StagedSave | None, model: ModelOptions
+        self,
+        context: SaveContext,
+        storage: Storage,
+        staged_save: StagedSave | None,
+        model: ModelOptions,
+        versions: VersionsOfWriter | None = None,
     ) -> None:
         super().__init__(context, storage, staged_save)
         self.model = model
         self.index: bytes | None = None
+        self._versions = versions
         self._index: bytes | None = None
         self._is_adapter = model.is_adapter
         self._single = ADAPTER if self._is_adapter else SINGLE
@@ -65,7 +72,9 @@ class ModelDestination(Destination):
         self._index = None if self._is_adapter else storage.read(INDEX)
         self._has_single = storage.head(self._single) is not None
         names = _names_in(storage)
-        uploads = recorded_uploads(storage, names)  # elsewhere `begin` has removed what dead saves have left
+        recorded = recorded_uploads(storage, names)  # elsewhere `begin` has removed what dead saves have left
+        needed = set() if self._versions is None else self._versions.files_needed(storage.location)
+        uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
         self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
         has_model = self._index is not None or self._has_single
         weights = set() if has_model else {name for name in names if name.endswith(".safetensors")}
@@ -181,6 +190,7 @@ class ModelDestination(Destination):
         if not is_lone:
             replaced |= _named_files(self._index) - names
             storage.mark(self._save_id, *replaced)
+            self._dead += put_replaced(storage, replaced - self._left)
             self.index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
                 self._check_commit()

@@ -230,7 +230,7 @@ class ModelSaver(Saver):
 
     def _destination(self, where: str | Path, staged_save: StagedSave | None) -> ModelDestination:
         storage = open_storage(where, self.options.write.storage_options, self.options.limits.timeout)
-        return ModelDestination(self, storage, staged_save, self.model)
+        return ModelDestination(self, storage, staged_save, self.model, self.versions)
 
     def _session(self, destination: Destination, staged_save: StagedSave | None, kept: KeptSave | None) -> ModelSession:
         assert isinstance(destination, ModelDestination)

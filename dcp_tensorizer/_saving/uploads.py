@@ -1,17 +1,20 @@
 """Uploads of a model's files, where no lock tells whether a save is under way.
 
 A record of a save there has the uploads that it has begun. The next save to the same place aborts them. A save that is
-still alive then fails. Completed files carry the id of their save.
+still alive then fails. Completed files carry the id of their save. Before another save replaces them, it writes a
+record of that save again.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import msgspec
 
 from .._format.names import is_record_file_name, record_file_name, save_id_in
+from .._runtime.threads import in_threads
 from .._storage.base import SharedFile, Storage, temporary_file_name
 from ..errors import CheckpointError
 
@@ -23,6 +26,24 @@ def put_uploads(storage: Storage, save_id: str, files: Iterable[SharedFile]) -> 
     if storage.uploads_are_hidden:
         content = msgspec.json.encode({file.name: file.token for file in files})
         storage.put(record_file_name(save_id), content, sync=True, replace=False)
+
+
+def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
+    """Leaves records of the saves that have written files, before another one removes them; returns their ids.
+
+    They prove whose the files are that it leaves if it dies. Files that carry no id are in none.
+    """
+    if not storage.uploads_are_hidden:
+        return []
+    names = sorted(names)
+    replaced: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, save_id in zip(names, in_threads(storage.owner, names), strict=True):
+        if save_id is not None:
+            replaced[save_id][name] = ""  # there is nothing to abort
+    for save_id, files in replaced.items():
+        with suppress(CheckpointError):
+            storage.put(record_file_name(save_id), msgspec.json.encode(files), sync=True)
+    return list(replaced)
 
 
 def remove_uploads(storage: Storage, *save_ids: str) -> None:
@@ -50,6 +71,7 @@ def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -
     with suppress(OSError):
         for save_id, uploads in recorded.items():
             for name, token in uploads.items():
-                storage.abort_shared(SharedFile(name, token, 0, save_id))
+                if token:
+                    storage.abort_shared(SharedFile(name, token, 0, save_id))
         return True
     return False

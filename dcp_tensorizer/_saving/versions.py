@@ -41,6 +41,11 @@ class SavedModel:
     release: Callable[[], None]
     before: SavedModel | None = None
 
+    @property
+    def files(self) -> set[str]:
+        """The names of its files."""
+        return {SINGLE} if self.index is None else files_named(self.index)
+
 
 class VersionsOfWriter:
     """Publishes the models of one writer, one after the other. Of the models that wait meanwhile, only the newest is
@@ -84,6 +89,11 @@ class VersionsOfWriter:
         self._release()
         if error is not None:
             raise error
+
+    def files_needed(self, location: str) -> set[str]:
+        """The files in a directory that are still needed here, although another model may have replaced them."""
+        with self._changed:
+            return {name for model in self._needed() if model.storage.location == location for name in model.files}
 
     def wait(self, deadline: Deadline) -> PublishedVersion | None:
         """Waits until nothing is being published; returns the last version.
@@ -159,19 +169,21 @@ class VersionsOfWriter:
 
     def _is_there(self, model: SavedModel) -> bool:
         """Returns whether the files of a model can be read; raises `WriteError` if its storage hangs."""
-        names = {SINGLE} if model.index is None else files_named(model.index)
         storage, timeout = model.storage, self._write.limits.timeout
         try:
-            return in_time(lambda: any(storage.head(name) is not None for name in sorted(names)[:1]), timeout)
+            return in_time(lambda: any(storage.head(name) is not None for name in sorted(model.files)[:1]), timeout)
         except Hung:
             raise WriteError(
                 f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs"
             ) from None
 
+    def _needed(self) -> list[SavedModel]:
+        return [model for model in (self._waiting, self._running, self._published) if model is not None]
+
     def _release(self) -> None:
         """Releases the files that are no longer needed."""
         with self._changed:
-            needed = {id(model) for model in (self._waiting, self._running, self._published) if model is not None}
+            needed = set(map(id, self._needed()))
             released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]
             self._unreleased = [model for model in self._unreleased if model not in released]
             self._newest = {place: model for place, model in self._newest.items() if id(model) in needed}

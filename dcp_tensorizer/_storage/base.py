@@ -359,10 +359,14 @@ class Storage(abc.ABC):
     def is_marked(self, name: str, temporary: str) -> bool:
         """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file.
 
-        On storages without hard links, a file carries the id of its save. There: whether ``temporary`` belongs to the
-        same save.
+        On storages without hard links: whether it belongs to the file's `owner`.
         """
-        return False
+        owner = self.owner(name)
+        return owner is not None and temporary == temporary_file_name(name, owner)
+
+    def owner(self, name: str) -> str | None:
+        """The id of the save that has written a shared file, where files carry it; otherwise None."""
+        return None
 
     def unmark(self, save_id: str, *names: str) -> None:  # noqa: B027
         """Removes the temporary names of files; raises `OSError`. Idempotent."""

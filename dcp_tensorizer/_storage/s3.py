@@ -39,7 +39,6 @@ from .base import (
     Sink,
     Storage,
     rest_of,
-    temporary_file_name,
 )
 from .remote import RemoteStorage, is_transient, patience_of
 
@@ -263,6 +262,8 @@ def translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSErro
         return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")
     if code in _MISSING:
         return NoSuchObject("it does not exist")
+    if code == "NoSuchUpload":
+        return FileNotFoundError(said)
     if code in ("InvalidRange", "416"):
         return PastEnd("the file ends before that")
     return PermissionError(said) if code in _DENIED and tries == 1 else _answered(error, said)
@@ -370,9 +371,10 @@ class S3Storage(RemoteStorage):
             raise FileExistsError(TAKEN)
         self.complete_upload(file.name, file.token, parts, file.save_id)
 
-    def is_marked(self, name: str, temporary: str) -> bool:
-        owner = self._owner(name)
-        return owner is not None and temporary == temporary_file_name(name, owner)
+    def owner(self, name: str) -> str | None:
+        with suppress(OSError, KeyError):
+            return str(self.call("head_object", name)["Metadata"][_SAVE])
+        return None
 
     def abort_shared(self, file: SharedFile) -> None:
         with suppress(FileNotFoundError):
@@ -392,14 +394,8 @@ class S3Storage(RemoteStorage):
         except OSError:
             # If an answer was lost, the request is repeated. Then the upload is gone: the first request completed it.
             # It is gone, too, if another job has aborted it, and then the object may be that job's.
-            if self._owner(name) != owner:
+            if self.owner(name) != owner:
                 raise
-
-    def _owner(self, name: str) -> str | None:
-        """Who has uploaded an object (see `_SAVE`); None if nobody knows."""
-        with suppress(OSError, KeyError):
-            return str(self.call("head_object", name)["Metadata"][_SAVE])
-        return None
 
     def identity(self, name: str) -> FileIdentity | None:
         with suppress(OSError, KeyError):

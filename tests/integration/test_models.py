@@ -8,7 +8,6 @@ import math
 import re
 import signal
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -41,6 +40,7 @@ from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer._writer_process.client import WriterProcess
 from dcp_tensorizer.tools import collect
 
+from .. import warm
 from ..models import INDEX, weight_files
 from ..servers import S3Server
 from ..simulated import SimulatedDevice
@@ -391,7 +391,7 @@ from dcp_tensorizer import SafetensorsStorageWriter
 from dcp_tensorizer._storage.s3 import S3Storage
 original = getattr(S3Storage, sys.argv[3])
 def killed(self, *arguments, **options):
-    if sys.argv[3] == "open_shared" or arguments[0] == "model.safetensors.index.json":
+    if any("model" in str(argument) for argument in arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(self, *arguments, **options)
 setattr(S3Storage, sys.argv[3], killed)
@@ -405,7 +405,7 @@ def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server) -> None:
     """Its record names them: the next save to the place aborts them, and so does gc, when they are old enough."""
     prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
-    command = [sys.executable, "-c", _KILLED, url, repr(options), "open_shared"]
+    command = [warm.python(), "-c", _KILLED, url, repr(options), "open_shared"]
     for end in ("save", "gc"):
         assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
         assert len(s3.uploads(prefix)) == 2
@@ -427,7 +427,7 @@ def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     files = [f"model/model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     for end in ("save", "gc", "another's file"):
-        command = [sys.executable, "-c", _KILLED, url, repr(options), "put_if"]
+        command = [warm.python(), "-c", _KILLED, url, repr(options), "put_if"]
         assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
         record, *found = s3.objects(prefix)
         assert (found, s3.uploads(prefix)) == (files, [])
@@ -457,12 +457,12 @@ def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, has_index: b
     shards = {"max_shard_bytes": 1_000_000} if has_index else {}
     save(url, state, storage_options=options, **shards)
     before = s3.objects(prefix)
-    kill = [sys.executable, "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
+    kill = [warm.python(), "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
     if not has_index:  # readers prefer the one file, so a save of several refuses: these are of a save before it
         s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{before[0]}")
     assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
     left = set(s3.objects(prefix)) - set(before)
-    assert len(left) == 3, "two files and a record"
+    assert len(left) == 3 + has_index, "two files, its record, and one of the save that it was to replace"
     if not has_index:
         s3.client().put_object(Bucket=s3.bucket, Key=f"{prefix}/{before[0]}", Body=b"a model")
     assert "holds a model already" in refused(url, state, storage_options=options, **shards)
@@ -474,6 +474,31 @@ def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, has_index: b
         s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
 
 
+@pytest.mark.parametrize("moment", ["unmark", "remove"], ids=["after the index", "before the first file"])
+@pytest.mark.parametrize("end", ["save", "gc"])
+def test_files_that_a_killed_coordinator_was_to_remove(s3: S3Server, moment: str, end: str) -> None:
+    """The next save removes the replaced model, and so does gc; not what another has put under its names meanwhile."""
+    prefix = uuid.uuid4().hex
+    url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
+    shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
+    save(url, state := {"a": torch.ones(250_000), "b": torch.ones(250_000)}, **shards)
+    replaced, others, _ = s3.objects(prefix)
+    kill = [warm.python(), "-c", _KILLED, url, repr(options), moment, "overwrite"]
+    assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+    assert {replaced, others} < set(s3.objects(prefix))
+    s3.client().put_object(Bucket=s3.bucket, Key=f"{prefix}/{others}", Body=b"another's")
+    if end == "save":
+        save(url, state, **shards)
+    else:
+        (removal,) = collect(url, older_than=0.0, storage_options=options)
+        assert removal.kept is None
+    index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
+    named = {f"model/{name}" for name in json.loads(index)["weight_map"].values()}
+    assert set(s3.objects(prefix)) == {*named, f"model/{INDEX}", others}
+    for key in s3.objects(prefix):
+        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
+
+
 def test_a_save_whose_files_another_has_removed_is_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops before its index, and another save takes its files for a dead one's: the model is the other's, whole."""
     prefix = uuid.uuid4().hex
@@ -481,7 +506,7 @@ def test_a_save_whose_files_another_has_removed_is_refused(s3: S3Server, monkeyp
     shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
     state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
     save(url, state, **shards)
-    other = [sys.executable, "-c", _KILLED, url, repr(options), "adopt", "overwrite"]
+    other = [warm.python(), "-c", _KILLED, url, repr(options), "adopt", "overwrite"]
     original, puts = S3Storage.put_if, []
 
     def late(self: S3Storage, *arguments: Any, **given: Any) -> bool:
@@ -520,7 +545,7 @@ def test_files_that_are_being_published_are_not_those_of_a_dead_save(
         dcp.save(state, storage_writer=writer)
         assert writer.wait_published() is not None
         goes_on.clear()
-        kill = [sys.executable, "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
+        kill = [warm.python(), "-c", _KILLED, url, repr(options), "put_if", "overwrite"]
         assert subprocess.run(kill, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
         dcp.save(state, storage_writer=writer)  # keeps the files of the model before, with which it is compared
         index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()

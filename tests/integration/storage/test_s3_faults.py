@@ -259,6 +259,17 @@ def test_an_upload_that_another_job_has_aborted(storage: S3Storage) -> None:
     assert storage.read(NAME) == CONTENT[::-1]
 
 
+def test_a_shared_file_that_is_gone_is_aborted(storage: S3Storage, proxy: S3Proxy) -> None:
+    """AWS answers with an error where there is no such upload any more; other errors are raised."""
+    file = storage.begin_shared("m.safetensors", len(CONTENT), save_id="a" * 32)
+    storage.abort_shared(file)
+    proxy.rule = once("AbortMultipartUpload", Fault(404, "NoSuchUpload"))
+    storage.abort_shared(file)
+    proxy.rule = once("AbortMultipartUpload", Fault(403, "AccessDenied"))
+    with pytest.raises(PermissionError, match="AccessDenied"):
+        storage.abort_shared(file)
+
+
 def test_a_shared_file_that_another_save_has_aborted(storage: S3Storage) -> None:
     """The object of the save that has aborted it is not taken for the own one. Completing its own again succeeds."""
     files = [storage.begin_shared("m.safetensors", len(CONTENT), save_id=save * 32) for save in "ab"]
