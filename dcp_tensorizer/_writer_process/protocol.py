@@ -58,6 +58,16 @@ class FileRequest:
     homes: tuple[EarlierFile, ...] = ()  # of the same bytes: it is written only if none of them can be adopted
     nbytes: int = 0  # of the file; only known if there are homes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the tensors as columns, in a fifth of the time."""
+        return _of_columns, (self.name, tuple(zip(*self.tensors, strict=True)), self.homes, self.nbytes)
+
+
+def _of_columns(
+    name: str, columns: tuple[tuple[Any, ...], ...], homes: tuple[EarlierFile, ...], nbytes: int
+) -> FileRequest:
+    return FileRequest(name, tuple(map(TensorSource._make, zip(*columns, strict=True))), homes, nbytes)
+
 
 class DeviceTensor(NamedTuple):
     """A tensor on a GPU, and the offset in a shared buffer where its elements go in C order."""

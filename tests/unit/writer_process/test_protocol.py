@@ -50,6 +50,7 @@ SNAPSHOT = SnapshotRequest(7, 0, (("a handle",),), (DeviceTensor(0, "float32", (
         Call(None, (7, 8)),
         Call(REQUEST, (), ((7, 8192),), ProcessContext.here()),
         WriteRequest("/p", OPTIONS, (FileRequest("f1", SOURCES, (EarlierFile("/p", "f0", (7, 4711, 5)),), 300_000),)),
+        WriteRequest("/p", OPTIONS, (FileRequest("f0", ()), FileRequest("f1", SOURCES[1:]))),
         DigestRequest(SOURCES, 2),
         WriteDone((FileResult("f1", 300_000, (), ("etag",), adopted=True),), 1.0, 0.5, 0.1),
         DONE,
