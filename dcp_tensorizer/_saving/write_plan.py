@@ -91,9 +91,9 @@ def resolve(
     because other ranks were to write them.
     """
     makes_items = _makes_items(planner)
-    resolve_plan = None if makes_items else getattr(planner, "resolve_plan", None)  # that of `planner.SavePlanner`
+    resolve_plan = None if makes_items else getattr(_known(planner), "resolve_plan", None)
     # Once, because some plans make their items on each access.
-    wanted = list(plan.items if resolve_plan is None else resolve_plan(plan))
+    wanted = list(plan.items if resolve_plan is None else resolve_plan(planner, plan))
     fqns = [item[0][0] if type(item) is tuple else item.index.fqn for item in wanted]
     if unstaged := next((fqn for fqn in fqns if fqn in omitted), None):
         raise WriteError(
@@ -101,12 +101,14 @@ def resolve(
             f"wrote it. This save fails, and the next one stages everything"
         )
     lasts = is_staged if makes_items else _always
-    return [
-        Item(item[0], name, "tensor", detached(item[1]), item[2])
-        if type(item) is tuple
-        else Item(item_key(item.index), name, *_resolve(item, planner, lasts), _is_whole(item))
-        for item, name in zip(wanted, stored_names(fqns), strict=True)
-    ]
+    items = []
+    for item, name in zip(wanted, stored_names(fqns), strict=True):
+        if type(item) is tuple:
+            key, tensor, is_whole = item
+            items.append(Item(key, name, "tensor", detached(tensor), is_whole))
+        else:
+            items.append(Item(item_key(item.index), name, *_resolve(item, planner, lasts), _is_whole(item)))
+    return items
 
 
 def plan_with(plan: SavePlan, storage_data: object) -> SavePlan:
@@ -169,9 +171,13 @@ def _plans_as_torch(planner: SavePlanner) -> bool:
 
 def _is_as_known(planner: SavePlanner, methods: Iterable[str]) -> bool:
     """Returns whether a planner has these methods of torch's own planner, or of this package's."""
-    known = getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
-    own = getattr(planner, "__dict__", {})
+    known, own = _known(planner), getattr(planner, "__dict__", {})
     return all(getattr(type(planner), name, None) is getattr(known, name) and name not in own for name in methods)
+
+
+def _known(planner: SavePlanner) -> type[SavePlanner]:
+    """The class whose methods do what this module knows: torch's own planner, or this package's."""
+    return getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:

@@ -135,6 +135,19 @@ def test_a_planner_whose_object_has_a_method_of_its_own_is_asked_for_each_item()
     assert [item.tensor.tolist() for item in resolve(plan, planner)] == [[7.0, 7.0]] * 2
 
 
+class _Named(DefaultSavePlanner):
+    """Has a method of the name of one of SavePlanner's."""
+
+    def resolve_plan(self, plan: SavePlan) -> None:
+        raise AssertionError("asked")
+
+
+def test_a_method_of_a_users_planner_is_never_taken_for_one_of_ours() -> None:
+    """It may do anything."""
+    (item,) = resolve(*planned({"a": torch.ones(2)}, _Named))
+    assert same(item.tensor, torch.ones(2))
+
+
 class Flattening(DefaultSavePlanner):
     """Gives its tensors as vectors."""
 
