@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._format.encryption import check_decryption
 from ._index.chunks import Region
 from ._runtime.forks import free_in_child
 from ._runtime.validation import did_you_mean
@@ -97,8 +96,6 @@ def convert(
                 f"{name!r} is not one of the formats {', '.join(FORMATS)}{did_you_mean([name], FORMATS)}"
             )
     check_options(options, to, os.fspath(target))
-    if encryption is not None:
-        check_decryption(encryption)
     view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)
     source_format = view.format
     view = _select(view, options)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .._format.encryption import check_decryption
 from .._format.tensor_bytes import dtype_name, host_bytes
 from .._index.chunks import Region
 from .._unpickle.objects import is_small, load_object
@@ -112,8 +111,6 @@ def diff(
         DecryptionError: a key is missing or wrong, or neither checkpoint is encrypted.
         CheckpointError: one of them is damaged, or cannot be read.
     """
-    if encryption is not None:
-        check_decryption(encryption)
     old, new = open_all((before, after), storage_options or {}, encryption, look_at_files=True)
     return diff_views(old, new, on_progress)
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .._format.encryption import check_decryption
 from .._format.names import StoredItem, data_file_rank
 from .._format.tensor_bytes import dtype_name
 from .._storage.open import open_storage
@@ -141,8 +140,6 @@ def inspect(
         DecryptionError: the key is wrong, or the checkpoint is not encrypted.
         CheckpointError: it is damaged, or cannot be read; or no key matches.
     """
-    if encryption is not None:
-        check_decryption(encryption)
     storage = open_storage(checkpoint, storage_options)
     parts = read_parts_at(storage)
     ciphers = None if encryption is None else unlock_parts(storage, parts, encryption)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from .._format.encryption import Cipher, unlock
+from .._format.encryption import Cipher, check_decryption, unlock
 from .._format.names import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
 from .._format.tensor_bytes import dtype_name, host_bytes, named_dtype
 from .._index.chunks import Region, regions_of_range
@@ -187,8 +187,10 @@ def unlock_parts(
 ) -> dict[int | None, Cipher | None]:
     """The keys of a checkpoint's parts (see `read_parts`), made from the user's key.
 
-    Raises `DecryptionError` if the key is missing or wrong, or if nothing is encrypted.
+    Raises `DecryptionError` if the key is missing or wrong, or if nothing is encrypted, and `TypeError` if it is none.
     """
+    if key is not None:
+        check_decryption(key)
     ciphers: dict[int | None, Cipher | None] = {}
     last: Cipher | None = None
     for rank, part in parts.items():

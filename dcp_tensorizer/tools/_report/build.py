@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ..._format.encryption import check_decryption
 from ..._format.tensor_bytes import dtype_name
 from .._atomic_output import beside
 from .._find import step_of
@@ -76,8 +75,6 @@ def report(
     """
     if not checkpoints:
         raise ValueError("checkpoints is empty: name at least one")
-    if encryption is not None:
-        check_decryption(encryption)
     started = time.monotonic()
     options = storage_options or {}
     views = in_order_of_steps(open_all(checkpoints, options, encryption))

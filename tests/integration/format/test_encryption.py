@@ -34,7 +34,9 @@ from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer.convert import convert
 from dcp_tensorizer.testing import put_file
+from dcp_tensorizer.tools import diff, inspect, report
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ...index_edits import edit_index
@@ -74,6 +76,18 @@ def test_a_reader_takes_nothing_else_for_a_key(wrong: Any) -> None:
     """What is no DecryptionParams, or one without a key, is refused at once."""
     with pytest.raises(TypeError, match="DecryptionParams"):
         TensorizerStorageReader("nowhere", encryption=wrong)
+
+
+@pytest.mark.parametrize("tool", [inspect, diff, report, convert])
+def test_a_tool_takes_nothing_else_for_a_key(tmp_path: Path, tool: Callable[..., object]) -> None:
+    """What is no DecryptionParams is refused by its type, before anything is decrypted or written."""
+    with TensorizerStorageWriter(tmp_path / "step-1", encryption=EncryptionParams(KEY)) as writer:
+        dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    path, to = tmp_path / "step-1", tmp_path / "output"
+    arguments = {inspect: (path,), diff: (path, path), report: ([path], to), convert: (path, to, "safetensors")}
+    with pytest.raises(TypeError, match=r"must be tensorizer\.DecryptionParams, and is bytes"):
+        tool(*arguments[tool], encryption=KEY)
+    assert not to.exists()
 
 
 def test_without_libsodium(tmp_path: Path) -> None:
