@@ -15,7 +15,7 @@ from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
 from .._writer_process.shared_job import SharedFilePart
-from ..errors import NotCommitted, ReadError, WriteError, describe
+from ..errors import NotCommitted, ReadError, WriteError
 from .commit import files_of_models, put_records, remove, remove_records
 from .context import SaveContext
 from .destination import Destination
@@ -125,12 +125,9 @@ class ModelDestination(Destination):
         put_records(storage, [save_id])
         try:
             for name, layout in zip(names, plan.files, strict=True):
-                self._begun += (storage.begin_shared(name, layout.nbytes, save_id=save_id),)
+                with storage.writing(f"create {storage.path}/{name}"):
+                    self._begun += (storage.begin_shared(name, layout.nbytes, save_id=save_id),)
             put_uploads(storage, save_id, self._begun)
-        except OSError as error:
-            self._drop()
-            message = f"cannot create {storage.path}/{name}: {describe(error)}"
-            raise WriteError(storage.scrub(message)) from storage.cause(error)
         except BaseException:
             self._drop()
             raise
@@ -175,16 +172,14 @@ class ModelDestination(Destination):
         for name, content in self._other_files().items():
             if storage.read(name) != content:
                 storage.put(name, content, sync=sync, save_id=self._save_id)
-        try:
-            for number, file in enumerate(self._begun):
+        for number, file in enumerate(self._begun):
+            with storage.writing(f"write {storage.path}/{file.name}"):
                 storage.complete_shared(file, parts.get(number, {}), replace=is_lone and self._has_single)
-                if not is_lone:
-                    self._completed += (file.name,)
-            if sync:
+            if not is_lone:
+                self._completed += (file.name,)
+        if sync:
+            with storage.writing(f"write {storage.path}"):
                 storage.sync_directory()
-        except OSError as error:
-            message = f"cannot write {storage.path}/{file.name}: {describe(error)}"
-            raise WriteError(storage.scrub(message)) from storage.cause(error)
         names = {file.name for file in self._begun}
         replaced = self._left - names
         if not is_lone:

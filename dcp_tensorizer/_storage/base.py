@@ -524,7 +524,7 @@ class Storage(abc.ABC):
         except CheckpointError:
             raise
         except OSError as error:
-            raise WriteError(self.scrub(f"cannot {doing}: {error}")) from self.cause(error)
+            raise WriteError(self.scrub(f"cannot {doing}: {type(error).__name__}: {error}")) from self.cause(error)
 
     def open_uncached(self, name: str) -> RangeReader:
         """Opens a file to read what the medium holds, not what a cache does; raises `OSError`."""

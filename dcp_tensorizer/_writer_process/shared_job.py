@@ -201,7 +201,7 @@ class SharedWriteJob:
         sink = self._sink(number)
         begin = end = 0
         buffer = np.frombuffer(memory, dtype=np.uint8)
-        try:
+        with self._storage.writing(f"write {self._storage.path}/{self._files[number].file.name}"):
             for row in block:
                 at, nbytes = int(pieces.offset[row]) - base, int(pieces.nbytes[row])
                 if at != end:
@@ -212,10 +212,6 @@ class SharedWriteJob:
                 end = at + nbytes
             if end > begin:
                 sink.put(base + begin, memory[begin:end])
-        except OSError as error:
-            name = self._files[number].file.name
-            message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
-            raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
 
 
 def _blocks_of(pieces: Pieces, sizes: Integers) -> Iterator[range]:

@@ -53,5 +53,5 @@ def test_no_traceback_shows_credentials(tmp_path: Path) -> None:
     """The error that has them is not the cause of the one that is raised."""
     with pytest.raises(WriteError) as caught, written_file(SecretStorage(tmp_path), "a", 5):
         pass
-    assert str(caught.value) == f"cannot create {tmp_path}/a: no room for ***"
+    assert str(caught.value) == f"cannot create {tmp_path}/a: OSError: no room for ***"
     assert "hunter22" not in "".join(traceback.format_exception(caught.value))
