@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -23,6 +22,7 @@ from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_
 from ._publish.model import read_weight_files
 from ._restart.checkpoint import KeptCheckpoint
 from ._restart.find import committed_id, find_orphan
+from ._runtime.ranks import rank_of_job, world_size_of_job
 from ._runtime.validation import check_path
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
@@ -215,7 +215,7 @@ class AnyFormatReader(StorageReader):
             place = checkpoint.places[part]
             damaged.add((part, place))
             logger.error("rank %d's part of %s, from %s, is not used: %s", part, storage.path, place, str(error))
-            other = find_orphan(absolute_path(self._path), storage, *_rank_and_size(), damaged)
+            other = find_orphan(absolute_path(self._path), storage, rank_of_job(), world_size_of_job(), damaged)
             if other is not None and other.save_id == checkpoint.save_id:
                 return KeptReader(other, self._options)
             if other is not None:
@@ -236,7 +236,7 @@ class AnyFormatReader(StorageReader):
     def _open(self) -> StorageReader:
         """The reader for the checkpoint at the path; raises `CheckpointError` if there is none that can be loaded."""
         storage = self._storage(self._path)
-        rank, world_size = _rank_and_size()
+        rank, world_size = rank_of_job(), world_size_of_job()
         if self._looks_in_memory:
             orphan = find_orphan(absolute_path(self._path), storage, rank, world_size)
             if orphan is not None:
@@ -288,12 +288,6 @@ class KeptReader(TensorizerStorageReader):
             return super().read_data(plan, planner)
         finally:
             self.checkpoint.close()
-
-
-def _rank_and_size() -> tuple[int, int]:
-    """The rank of this process, and the number of ranks."""
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
 
 
 def _unknown(storage: Storage) -> CheckpointError:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
+
+from ._runtime.ranks import rank_of_job, world_size_of_job
 
 __all__ = ["DataParallelState"]
 
@@ -35,9 +36,8 @@ class DataParallelState(Stateful):
     """
 
     def __init__(self, value: Stateful, rank: int | None = None, size: int | None = None) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized()
-        rank = (dist.get_rank() if is_distributed else 0) if rank is None else rank
-        size = (dist.get_world_size() if is_distributed else 1) if size is None else size
+        rank = rank_of_job() if rank is None else rank
+        size = world_size_of_job() if size is None else size
         if not 0 <= rank < size:
             raise ValueError(f"rank={rank} must be at least 0, and less than size={size}")
         self._value = value

@@ -6,8 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-import torch.distributed as dist
-
+from ._runtime.ranks import rank_of_job
 from ._runtime.sizes import size
 
 __all__ = ["ProgressLine"]
@@ -63,5 +62,4 @@ class ProgressLine:
         return self._stream or sys.stderr
 
     def _is_shown(self) -> bool:
-        is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        return is_first and self._out is not None and self._out.isatty()
+        return rank_of_job() == 0 and self._out is not None and self._out.isatty()

@@ -35,6 +35,7 @@ from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.logging_utils import EventLogger
 
 from ._format.names import metadata_file_name
+from ._runtime.ranks import is_distributed, rank_of_job
 from ._runtime.torch_compat import load_state_dict_from_keys
 from ._storage.base import TIMEOUT
 from ._tiers.tiered_storage import nearest
@@ -138,9 +139,8 @@ class _Saver(CheckpointSaver):
         options: WriterOptions = {"overlap_staging": overlaps, **config.writer_options}
         self.writer = TensorizerStorageWriter(config.root, **options)
         self._finalize = finalize
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if is_distributed else 0
-        self._group = dist.new_group(backend="gloo") if is_distributed else None
+        self._rank = rank_of_job()
+        self._group = dist.new_group(backend="gloo") if is_distributed() else None
 
     def save(self, path: str, checkpoint: CheckpointBase) -> tuple[Future[Any], Future[Any]] | None:
         """Saves the items of a checkpoint; returns the futures of copying and of the commit if it is asynchronous."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.distributed_c10d import PrefixStore
 
+from .._runtime.ranks import is_distributed
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import group_store, group_timeout, set_group_timeout
 from ..errors import CheckpointError, WriteError, describe, listed_ranks
@@ -35,7 +36,7 @@ def make_groups(process_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGr
     They are two because the collectives of saves run on another thread. Both are None if torch.distributed is not
     initialised. Raises `ValueError` if it is not, and a ``process_group`` is given.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         if process_group is not None:
             raise ValueError("process_group is given, and torch.distributed is not initialised")
         return None, None

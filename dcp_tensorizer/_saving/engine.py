@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 
 from .._index.locations import RankPlaces
 from .._runtime.forks import free_in_child, in_child
+from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.recent import Recent
 from .._runtime.threads import Deadline, is_running
 from .._staging.buffer_pool import StagedSaves
@@ -160,13 +160,13 @@ class _Outcome:
     error: str = _UNKNOWN
     is_coordinator: bool | None = None
     """None before DCP has set it."""
-    is_distributed: bool = field(default_factory=lambda: dist.is_available() and dist.is_initialized())
+    was_distributed: bool = field(default_factory=is_distributed)
     """There was a process group when it began."""
 
     @property
     def cause(self) -> str:
         """Why it failed, as far as that is known here."""
-        is_destroyed = self.is_distributed and not dist.is_initialized()
+        is_destroyed = self.was_distributed and not is_distributed()
         return _DESTROYED if self.error is _UNKNOWN and is_destroyed else self.error
 
     @property
@@ -269,7 +269,7 @@ class FailureCounter:
         if is_coordinator is not None:
             return is_coordinator
         # If a save failed before DCP named its coordinator, that is rank 0.
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        return rank_of_job() == 0
 
 
 # --- tables of places that the coordinator knows from earlier saves, so that ranks need not send them again -----------

@@ -136,5 +136,5 @@ def _coordinator() -> str:
     """The name or the address of the host by which the ranks have found each other."""
     if address := os.environ.get("MASTER_ADDR"):
         return address
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    group = dist.group.WORLD
     return (store_host(group) if group is not None else None) or socket.gethostname()

@@ -16,6 +16,7 @@ import torch
 
 from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
+from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes
@@ -223,7 +224,7 @@ class Saver(SaveContext):
     ) -> str | Path:
         if self.closed:
             raise WriteError(_CLOSED)
-        if staged_save is not None and staged_save.distributed and not torch.distributed.is_initialized():
+        if staged_save is not None and staged_save.distributed and not is_distributed():
             raise WriteError(
                 f"the process group was destroyed before the save to {redact(str(path))} had begun: each rank "
                 f"would save alone, over the others. Close the writer before destroy_process_group()."
@@ -248,7 +249,7 @@ class Saver(SaveContext):
         ):
             return
         self.engine.warned_of_group = True
-        if torch.distributed.get_rank() == 0:
+        if rank_of_job() == 0:
             logger.warning(
                 "the save to %s runs its collectives on the job's default process group, from a thread. If training "
                 "uses that group meanwhile, the job hangs in silence or is aborted by gloo. Make a group for saves, "

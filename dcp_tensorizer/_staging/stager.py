@@ -18,6 +18,7 @@ import torch
 
 from .._format.tensor_bytes import is_plain_class
 from .._runtime.gc_pause import collector_paused
+from .._runtime.ranks import world_size_of_job
 from .._runtime.threads import Deadline, is_running
 from ..errors import StagingError
 from .buffer_pool import StagedSaves
@@ -147,7 +148,7 @@ class Stager:
         staged_save = staged.staged_save
         try:
             self.saves.add(staged_save)
-            staged_save.distributed = _is_distributed()
+            staged_save.distributed = world_size_of_job() > 1
             staged_save.omitted = omitted
             snapshot = self._snapshot(state_dict, omitted)
             staged_save.shared = snapshot.shared
@@ -293,11 +294,6 @@ class Stager:
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that stands for one that is not staged: it can be planned, but has no values."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _new_buffer(nbytes: int, device: Device, index: int | None) -> SharedBuffer:

@@ -1,0 +1,20 @@
+"""The ranks of the job: those of the default process group, or this process alone."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def is_distributed() -> bool:
+    """Returns whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_of_job() -> int:
+    """The rank of this process."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size_of_job() -> int:
+    """The number of ranks."""
+    return dist.get_world_size() if is_distributed() else 1
