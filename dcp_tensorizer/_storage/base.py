@@ -1,7 +1,7 @@
-"""The contract of a checkpoint's directory: sinks, range reads, and small files that appear whole.
+"""The contract of a checkpoint's directory: sinks, range reads, and small files that appear complete.
 
-File names are taken literally, without globbing. Only local disks and SFTP rename files: fsspec's rename copies, and
-globs. Saving and loading never list a directory. Only the manager and the tools do, to find checkpoints.
+File names are taken literally, without globbing. Only local disks and SFTP rename files, because fsspec's rename copies
+them, and globs. Saves and loads never list a directory. Only the manager and the tools do, to find checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .redact import redact
 # --- tuning of reads --------------------------------------------------------------------------------------------------
 
 UNLIMITED = sys.maxsize
-"""No bound, where a number of bytes or threads is asked for."""
+"""No limit on a number of bytes or threads."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class ReadTuning:
     """Settings to read a storage at its full speed."""
 
     max_threads: int = 16
-    """How many reads at once reach the full speed."""
+    """The number of parallel reads that reach the full speed."""
     min_threads: int = UNLIMITED
-    """How many threads start a load. Others join while these wait for the storage."""
+    """The number of threads that begin a load. Others join while these wait for the storage."""
     slice_bytes: int = UNLIMITED
-    """The most to read before hashing it, so that it is still in the processor's cache."""
+    """The largest piece to read and then hash, so that it is still in the processor's cache."""
     max_coalesced_bytes: int | None = None
-    """The most to read at once straight into targets. None: the size of the scratch memory."""
+    """The largest single read straight into targets. None: the size of the scratch memory."""
     max_gap_bytes: int = 64 << 10
-    """To read this many unneeded bytes costs less than another request."""
+    """The largest gap between two ranges that is cheaper to read than another request."""
 
 
 TIMEOUT = 600.0
@@ -65,11 +65,11 @@ class Sink(abc.ABC):
     """
 
     part_bytes: int
-    """Size of every part but the last."""
+    """The size of every part but the last."""
     concurrency = 1
-    """How many parts to write at once."""
+    """The number of parts to write in parallel."""
     in_order = False
-    """Takes one part at a time, in order."""
+    """The sink takes one part at a time, in order."""
 
     def __init__(self) -> None:
         self.bytes_written = 0
@@ -82,7 +82,7 @@ class Sink(abc.ABC):
         self._is_open = True
 
     def put_part(self, number: int, data: memoryview) -> None:
-        """Writes a part; raises `OSError`. ``data`` begins on a page, and belongs to the caller again afterwards."""
+        """Writes a part; raises `OSError`. ``data`` begins on a page. Afterwards the caller may change it again."""
         started = time.perf_counter()
         self._put_part(number, data)
         with self._lock:
@@ -102,7 +102,7 @@ class Sink(abc.ABC):
         """Drops the file, when no thread writes to it any more. Idempotent; does nothing after `complete`."""
         if self._is_open:
             self._is_open = False
-            with suppress(Exception):  # the caller reports what made it give up
+            with suppress(Exception):  # the caller reports the error for which it gives up
                 self._abort()
 
     @abc.abstractmethod
@@ -115,16 +115,16 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """Removes whatever is there of the file."""
+        """Removes what there is of the file."""
 
 
 class SharedFile(NamedTuple):
-    """A file that several processes write together, each some of it. It appears when one of them completes it."""
+    """A file that several processes write together. It appears when one of them completes it."""
 
     name: str
-    """The name that it will have."""
+    """The name that the file will have."""
     token: str
-    """By which the storage knows it until then."""
+    """The storage's name for the incomplete file."""
     nbytes: int
     save_id: str
     """The save that writes it."""
@@ -137,7 +137,7 @@ class SharedSink(abc.ABC):
     """
 
     concurrency = 1
-    """How many writes at once reach the full speed."""
+    """The number of parallel writes that reach the full speed."""
 
     def __init__(self) -> None:
         self.bytes_written = 0
@@ -151,7 +151,7 @@ class SharedSink(abc.ABC):
     def put(self, offset: int, data: memoryview) -> None:
         """Writes bytes at an offset; raises `OSError`.
 
-        ``data`` belongs to the caller again afterwards. Its address and the offset have the same remainder by a page.
+        Afterwards the caller may change ``data`` again. Its address and the offset have the same remainder by a page.
         """
         started = time.perf_counter()
         self._put(offset, data)
@@ -160,10 +160,10 @@ class SharedSink(abc.ABC):
             self.write_seconds += time.perf_counter() - started
 
     def finish(self) -> Mapping[int, Mapping[str, str]]:
-        """Makes everything durable that was put; raises `OSError`. Idempotent.
+        """Makes all bytes that were put durable; raises `OSError`. Idempotent.
 
         Returns:
-            What `Storage.complete_shared` has to know of it.
+            The parts that this process wrote, for `Storage.complete_shared`.
         """
         started = time.perf_counter()
         try:
@@ -172,7 +172,7 @@ class SharedSink(abc.ABC):
             self.complete_seconds += time.perf_counter() - started
 
     def close(self) -> None:  # noqa: B027
-        """Closes what is open of the file. Idempotent."""
+        """Closes the file for this process. Idempotent."""
 
     @abc.abstractmethod
     def _put(self, offset: int, data: memoryview) -> None:
@@ -180,7 +180,7 @@ class SharedSink(abc.ABC):
 
     @abc.abstractmethod
     def _finish(self) -> Mapping[int, Mapping[str, str]]:
-        """Makes it durable."""
+        """Makes the written bytes durable."""
 
 
 class RangeReader(abc.ABC):
@@ -197,14 +197,14 @@ class RangeReader(abc.ABC):
         return bytes(content)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Returns the fastest reader for a range that is read once, in parts, by this thread.
+        """Returns the fastest reader for a range that this thread reads once, in parts.
 
-        It is valid until this thread's next call. Raises `OSError`.
+        The reader is valid until this thread's next call. Raises `OSError`.
         """
         return self
 
     def close(self) -> None:  # noqa: B027
-        """Closes the file. Remote files have nothing open between requests."""
+        """Closes the file. For remote files there is nothing to do."""
 
 
 class HardLinks(NamedTuple):
@@ -221,16 +221,16 @@ class FileInfo(NamedTuple):
     name: str
     nbytes: int
     modified: float | None
-    """When it was last written, in seconds since the epoch; None where that is unknown. Copies may have it restored."""
+    """When it was last written, in seconds since the epoch; None if unknown. A copy may have the original's time."""
     changed: float | None
     """When it was last created, changed, linked or unlinked here (ctime). No program can set it back."""
     shared: HardLinks | None = None
 
 
 class DirectoryLock:
-    """Tells other jobs that a save is under way in a directory; a ``with`` block releases it at its end.
+    """A lock that tells other jobs that a save is under way in a directory. A ``with`` block releases it at its end.
 
-    This base class is for storage without locks.
+    This base class is for storages without locks.
     """
 
     def __enter__(self) -> DirectoryLock:
@@ -258,15 +258,15 @@ class Storage(abc.ABC):
         path: The directory without credentials, for messages and metadata.
         location: The argument with which `open_storage` opens the same directory in another process.
         in_process: The data lives in this process's memory, so that no other process can write it.
-        reads: How to read at full speed.
+        reads: Settings for reads at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
-        locks_are_visible: Everybody who could save here sees a lock.
-        uploads_are_hidden: Files are uploads until they are complete, which no listing shows.
+        locks_are_visible: Every job that could save here sees a lock.
+        uploads_are_hidden: A file is an upload until it is complete, and no listing shows it.
         may_hang: Calls may never return, because the kernel waits for a disk or a server without a timeout.
         adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
-        connection: Storages opened with the same options share it while somebody holds a reference. Who holds one from
-            one save to the next saves the time to connect.
-        umask: The umask of the save that is written here, where files have modes; None for the process's own.
+        connection: A connection that storages with the same options share, as long as there is a reference to it. A
+            reference that is held from one save to the next saves the time to connect.
+        umask: The umask of the save that is written here, if files have modes; None for the process's own.
     """
 
     path: str
@@ -294,17 +294,17 @@ class Storage(abc.ABC):
         """
 
     def file_in_place(self) -> bytes | None:
-        """The first bytes of a file that has the directory's path; None if there is none, or nobody can tell."""
+        """The first bytes of a file that has the directory's path; None if there is none, or that is unknown."""
         return None
 
     def linked_directories(self) -> list[str]:
-        """The names of links to directories that lie elsewhere; raises what `listing` does."""
+        """The names of links to directories elsewhere; raises what `listing` raises."""
         return []
 
     def uploads(self) -> list[FileInfo]:
-        """Files that are being uploaded here or below, and that no listing shows; raises `ReadError`.
+        """The files that are being uploaded here or below, which no listing shows; raises `ReadError`.
 
-        Their names are paths from here, their size is 0, and ``modified`` is when the upload began. `discard` removes
+        Their names are paths from here, their sizes 0, and ``modified`` is when the upload began. `discard` removes
         them.
         """
         return []
@@ -317,13 +317,13 @@ class Storage(abc.ABC):
         """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
 
     def granule_of(self, nbytes: int) -> int:
-        """The size of the blocks of a shared file of which each must be written by one process alone.
+        """The block size of shared files: each block must be written by one process alone.
 
         Args:
-            nbytes: Of the file.
+            nbytes: The size of the file.
 
         Returns:
-            1 if each byte may be anybody's; a multiple of 8; or 0 if several processes cannot write one file here.
+            1 if any process may write any byte; otherwise a multiple of 8; 0 if processes cannot share a file here.
         """
         return 0
 
@@ -336,30 +336,31 @@ class Storage(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
-        """Gives a shared file its name, when all of it is written. The name is durable after `sync_directory`.
+        """Gives a shared file its name, once all of it is written. The name is durable after `sync_directory`.
 
-        A new file keeps its temporary name beside it, as after `mark`, where it can.
+        Where possible, a new file keeps its temporary name, too, as after `mark`.
 
         Args:
             file: The file.
-            parts: What `SharedSink.finish` has returned in all processes.
+            parts: The parts that `SharedSink.finish` has returned in all processes.
             replace: Replace an old file. Otherwise an old file is an error, as far as the storage can tell.
 
         Raises:
-            OSError: it is not there; or nobody knows.
+            OSError: the file has not got its name, or that is unknown.
         """
         raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
 
     def mark(self, save_id: str, *names: str) -> None:  # noqa: B027
-        """Gives files temporary names of a save, besides their own, where that is possible.
+        """Gives files second, temporary names of a save, where that is possible.
 
-        So the record of the save proves that it has written a file, or was to remove it, if it dies: see `is_marked`.
+        If the save dies, they and its record prove that it has written these files, or was to remove them. See
+        `is_marked`.
         """
 
     def is_marked(self, name: str, temporary: str) -> bool:
         """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file.
 
-        On storages without hard links: whether it belongs to the file's `owner`.
+        On a storage without hard links it returns whether ``temporary`` is of the save that is the file's `owner`.
         """
         owner = self.owner(name)
         return owner is not None and temporary == temporary_file_name(name, owner)
@@ -379,37 +380,37 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
-        """Writes a small file that appears as a whole.
+        """Writes a small file, which appears complete or not at all.
 
         Args:
-            name: Name of the file.
+            name: The name of the file.
             data: Its contents.
             sync: Make the contents durable.
-            replace: Replace an old file. Otherwise an old file is an error, also if another job has just put it there,
-                as far as the storage can tell.
-            save_id: The save that the file belongs to, if any. It is part of the temporary file's name.
+            replace: Replace an old file. Otherwise an old file is an error, as far as the storage can tell, even if
+                another job has just put it there.
+            save_id: The save to which the file belongs, if any. It is part of the temporary file's name.
 
         Raises:
             Refused: the file is not there, and will not appear later.
-            WriteError: nobody knows whether the file is there or will appear.
+            WriteError: it is unknown whether the file is there, or will appear.
         """
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
         """Replaces a small file if it has the expected contents; returns whether it did.
 
         If several writers expect the same contents, one succeeds. That is certain on local disks, in this process's
-        memory, and on S3 servers with conditional writes. Elsewhere two that write at the same moment may both succeed,
-        and the later file stays.
+        memory, and on S3 servers with conditional writes. Elsewhere two writers may succeed at the same moment, and the
+        later file stays.
 
         Args:
-            name: Name of the file.
-            expected: Its contents now; None: there is no such file.
+            name: The name of the file.
+            expected: Its current contents; None: there is no such file.
             data: Its new contents.
             sync, save_id: As for `put`.
 
         Raises:
-            ReadError: its contents now cannot be read.
-            WriteError: it cannot be put, or nobody knows whether it was (see `put`).
+            ReadError: the current contents cannot be read.
+            WriteError: the file cannot be put, or it is unknown whether it was (see `put`).
         """
         if expected is not None and self.read(name) != expected:
             return False
@@ -448,7 +449,7 @@ class Storage(abc.ABC):
     def adopt(
         self, source: Storage, source_name: str, identity: FileIdentity, name: str, *, sync: bool
     ) -> FileIdentity | None:
-        """Makes a new file of one that is elsewhere, without passing its bytes through this process.
+        """Copies or links a file from another directory, without passing its bytes through this process.
 
         A later attempt to write this file must write the same bytes: a server may still carry out an earlier request.
 
@@ -460,15 +461,15 @@ class Storage(abc.ABC):
             sync: Make its data durable, whoever wrote it. The name is durable after `sync_directory`.
 
         Returns:
-            The new file's identity; None if it cannot be done for any reason, and then there is no new file.
+            The new file's identity; None if that is not possible, for whatever reason. Then there is no new file.
         """
         return None
 
     def put_record(self, name: str) -> None:  # noqa: B027
-        """Writes a small file that `is_record` recognises in this very directory, and in no copy of it.
+        """Writes a record: a small file that `is_record` recognises in this very directory, and in no copy of it.
 
-        It proves which files a dead save has left, to processes that see its lock. Storages without visible locks write
-        nothing, and a record that cannot be written is left out.
+        It proves which files a dead save has left, to processes that see the lock of a living one. Storages without
+        visible locks write no record. If a record cannot be written, the save goes on without.
         """
 
     def is_record(self, name: str) -> bool:
@@ -476,7 +477,7 @@ class Storage(abc.ABC):
         return False
 
     def give_up(self) -> None:  # noqa: B027
-        """Keeps a `put` that hangs now from taking effect if it ever goes on."""
+        """Keeps a `put` that hangs from taking effect if it ever goes on."""
 
     def links(self) -> list[str]:
         """The `real_path` of each target of a link in the directory."""
@@ -488,7 +489,7 @@ class Storage(abc.ABC):
         return self.location
 
     def lock_directory(self) -> DirectoryLock:
-        """Tells other jobs that a save is under way here, until the lock is released; raises `WriteError`."""
+        """Locks the directory, which tells other jobs that a save is under way here; raises `WriteError`."""
         return DirectoryLock()
 
     @abc.abstractmethod
@@ -497,9 +498,9 @@ class Storage(abc.ABC):
 
     @contextmanager
     def reading(self, name: str, purpose: str = "") -> Iterator[RangeReader]:
-        """Opens a file for a block, in which errors of opening and reading it become `ReadError`.
+        """Opens a file for a block. Errors of opening and reading it become `ReadError`.
 
-        ``purpose`` follows the file's name in their messages.
+        ``purpose`` follows the file's name in the messages.
         """
         path = f"{self.path}/{name}{purpose}"
         try:
@@ -515,10 +516,7 @@ class Storage(abc.ABC):
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Turns an `OSError` of a block into a `WriteError`, which says what could not be done: ``doing``.
-
-        Errors of this package pass.
-        """
+        """Turns an `OSError` of a block into a `WriteError`: it cannot do ``doing``. Errors of this package pass."""
         try:
             yield
         except CheckpointError:
@@ -527,7 +525,7 @@ class Storage(abc.ABC):
             raise WriteError(self.scrub(f"cannot {doing}: {type(error).__name__}: {error}")) from self.cause(error)
 
     def open_uncached(self, name: str) -> RangeReader:
-        """Opens a file to read what the medium holds, not what a cache does; raises `OSError`."""
+        """Opens a file to read what is on the medium, not in a cache; raises `OSError`."""
         return self.open(name)
 
     @abc.abstractmethod
@@ -535,7 +533,7 @@ class Storage(abc.ABC):
         """Removes files; raises `OSError`. A file that does not exist is no error."""
 
     def discard(self, *names: str) -> None:
-        """Removes files, and what a writer that died left of them."""
+        """Removes files, and incomplete ones that a dead writer has left."""
         self.remove(*names)
 
     def remove_directory(self) -> bool:
@@ -547,13 +545,13 @@ class Storage(abc.ABC):
         return redact(text)
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """``error``, to be raised from; None if its traceback would show credentials."""
+        """The cause to raise an error from: ``error``, or None if its traceback would show credentials."""
         shown = "".join(traceback.format_exception(error))
         return error if self.scrub(shown) == shown else None
 
 
 def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
-    """Returns what follows the first ``count`` bytes of some buffers."""
+    """Returns the rest of some buffers after their first ``count`` bytes."""
     rest = []
     for buffer in buffers:
         if count < buffer.nbytes:
@@ -563,7 +561,7 @@ def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
 
 
 def temporary_file_name(name: str, save_id: str = "") -> str:
-    """The name under which a save's file is written before it gets its own; a new one for a file of no save."""
+    """The temporary name under which a file is written: one name for each save, a new one for a file of no save."""
     return f"{name}.{save_id or uuid.uuid4().hex}.tmp"
 
 

@@ -1,8 +1,8 @@
 """A run's claim to its folder of checkpoints: the folder belongs to the run that claimed it last.
 
 A run claims its folder with its first save. From then on it checks the claim right before it commits or deletes
-anything there. A run may be cut off by a network, or stopped, while another takes its place. When it comes back, it
-changes nothing more, and its next save raises.
+anything there. A run may be cut off from the network, or stopped, while another run takes its place. When it comes
+back, it changes nothing, and its next save raises an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRIES = 10  # against runs that claim the same folder at the same moment
 class Claim(msgspec.Struct, frozen=True):
     """A run's claim, stored in the folder as JSON. Later releases may add fields."""
 
-    epoch: int  # counts the runs: one more than the run before
+    epoch: int  # the number of the run: one more than that of the run before
     id: str
     host: str  # of the run's first rank, as is the process id
     process: int
@@ -51,10 +51,10 @@ def _decoded(data: bytes | None) -> Claim | None:
 
 
 class Ownership:
-    """A run's claim to a folder, and whether it still holds. Several threads may use it.
+    """A run's ownership of a folder. Several threads may use it.
 
-    ``lost`` says why the folder is no longer this run's; it is empty while no such reason is known. ``own`` is the
-    run's claim; None before it has one, unless it has claimed the folder in another process.
+    ``lost`` says why the folder is no longer this run's; it is empty as long as no reason is known. ``own`` is the
+    run's claim, which may come from another process; None before the run has one.
     """
 
     def __init__(self, folder: Storage, name: str, own: Claim | None = None) -> None:
@@ -73,9 +73,9 @@ class Ownership:
                 logger.warning("%s; this is tried again before anything is committed", str(error))
 
     def check(self) -> None:
-        """Checks that the folder is still this run's, and claims it if that has not been done.
+        """Checks that the folder is still this run's; claims it if there is no claim yet.
 
-        Raises `Refused` if another run has claimed it since, or if that cannot be found out.
+        Raises `Refused` if another run has claimed it since, or that cannot be found out.
         """
         if self.lost:
             raise Refused(self.lost)

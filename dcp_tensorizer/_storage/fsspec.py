@@ -39,12 +39,12 @@ def is_known(url: str) -> bool:
 
 
 def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
-    """The storage that a URL names, or the local path; raises whatever its filesystem raises.
+    """Opens the storage that a URL names; for a local one, returns its path. Raises whatever its filesystem raises.
 
-    Filesystems are new ones, not from fsspec's cache, so that they use today's credentials and remember no listings.
-    Azure's are the exception: adlfs never frees one, and each has connections of its own. A request is given up after
-    ``timeout`` seconds. A connection that is silent for a tenth of that is replaced, if the filesystem leaves that to
-    us.
+    Filesystems are made anew, not taken from fsspec's cache, so that they use current credentials and remember no
+    listings. Azure's are the exception: adlfs never frees one, and each has connections of its own. A request is given
+    up after ``timeout`` seconds. A connection that is silent for a tenth of that is replaced, if the filesystem has an
+    option for it.
     """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
@@ -64,13 +64,13 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
 
 
 def _new_ones_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that make fsspec create new filesystems also behind the first one of a chain."""
+    """Options that make fsspec create all filesystems of a chain anew, not only the first one."""
     behind = protocols_of(url)[1:] if "::" in url else []
     return {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
 
 
 def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """A filesystem that this process makes once for the same options and keys, and the path in it."""
+    """A filesystem that this process makes once for each combination of options and keys, and the path in it."""
     import fsspec
 
     kind = fsspec.get_filesystem_class(protocol)
@@ -87,7 +87,7 @@ def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> t
 
 
 def _timeout_options(protocol: str, timeout: float) -> dict[str, float]:
-    """Options that end the waits of filesystems with connections of their own."""
+    """Options that limit the waits of filesystems with connections of their own."""
     if protocol in ("gs", "gcs"):
         return {"requests_timeout": timeout / 2}  # of a whole request, not of silence
     if protocol in _AZURE:
@@ -103,12 +103,12 @@ _swapping = free_in_child(threading.Lock())  # of files in this process's memory
 
 
 class StreamStorage(RemoteStorage):
-    """Uses only what every filesystem of fsspec can do.
+    """A directory of any filesystem of fsspec. It uses only what each of them can do.
 
-    Filesystems with an event loop serve several threads at once. Others are asked for one thing at a time.
+    Filesystems with an event loop serve several threads at once. Others get one request at a time.
 
     Google Cloud Storage and Azure show an object when its stream is closed. Others may show a data file while it is
-    written. That does no harm: nobody reads it before ``.metadata`` names it.
+    written. That does no harm, because nobody reads it before ``.metadata`` names it.
     """
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
@@ -192,9 +192,7 @@ class StreamStorage(RemoteStorage):
         return self.retries.call(in_turn, self._may_succeed, self._renew)
 
     def _may_succeed(self, error: Exception) -> bool:
-        """Returns whether a failed request may succeed with a fresh filesystem, which has other keys if the environment
-        has.
-        """
+        """Returns whether a failed request may succeed with a fresh filesystem: the environment has other keys now."""
         is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
         return is_outdated or is_transient(error)
 
@@ -205,7 +203,7 @@ class StreamStorage(RemoteStorage):
 
 
 def _is_taken(error: OSError) -> bool:
-    """Returns whether a conditional put met another job's file. s3fs only says that an argument is invalid."""
+    """Returns whether another job's file has made a conditional put fail. s3fs calls it an invalid argument."""
     answer = getattr(error.__cause__, "response", None) or {}
     return answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict")
 
@@ -224,7 +222,7 @@ def _modified(entry: Mapping[str, Any]) -> float | None:
 
 
 class _StreamSink(Sink):
-    """One of fsspec's streams, which takes the parts in order and sends them as it goes."""
+    """A stream of fsspec, which takes the parts in order and sends them as they come."""
 
     part_bytes = 8 << 20
     in_order = True

@@ -42,8 +42,8 @@ from .local_io import (
 
 _T = TypeVar("_T")
 
-# Every process that can reach a directory on one of these sees a lock on it. On network file systems a lock may be
-# visible to one machine only.
+# The file systems on which every process that can reach a directory sees a lock on it. On network file systems a lock
+# may be visible to one machine only.
 _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 _LOCK_SECONDS = 10.0  # to wait for the lock of a small file; replacing the file takes milliseconds
 # Errors of network mounts that leave the outcome of a request unknown.
@@ -195,8 +195,8 @@ class LocalStorage(Storage):
     def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
         """Renames a temporary file to its final name.
 
-        A network mount may report a failure after it has renamed the file: the answer was lost, and its own retry met
-        the result of its first attempt.
+        A network mount may report a failure after it has renamed the file: the answer was lost, and its retry found the
+        file renamed.
         """
         try:
             if not replace:
@@ -226,9 +226,9 @@ class LocalStorage(Storage):
             raise ReadError(f"cannot read {path}: {error}") from error
 
     def _looked_for(self, look: Callable[[], _T]) -> _T:
-        """Calls ``look``. On a network mount it tries once more if the file is not there.
+        """Calls ``look``. On a network mount, it calls it once more if the file is not there.
 
-        NFS remembers for half a minute that a name was missing. It asks the server again when the directory is opened.
+        NFS remembers for half a minute that a name was missing. Opening the directory makes it ask the server again.
         """
         try:
             return look()
@@ -308,9 +308,9 @@ class LocalStorage(Storage):
 
     @property
     def _is_local(self) -> bool:
-        """Returns whether only this machine uses the file system. Remembered, because a save asks nine times.
+        """Returns whether only this machine uses the file system. The answer is kept, because a save asks nine times.
 
-        Not a cached property: up to Python 3.11 that holds a lock, and all threads would wait for a hung mount.
+        A cached property would not do: up to Python 3.11 it holds a lock, and all threads would wait for a hung mount.
         """
         if self._is_local_known is None:
             self._is_local_known = file_system(self._root) in self._local_types
@@ -318,9 +318,9 @@ class LocalStorage(Storage):
 
 
 class _FileLock(DirectoryLock):
-    """A lock on the directory: exclusive if no other save is there, and shared while the save lasts.
+    """A lock on the directory: exclusive if no other save is under way there, otherwise shared.
 
-    It ends with this object, and with the process, however that ends.
+    It ends with this object, and in any case with the process.
     """
 
     def __init__(self, root: Path, *, is_visible: bool) -> None:
@@ -345,7 +345,7 @@ class _FileLock(DirectoryLock):
         self._release()
 
     def _open(self) -> None:
-        """Opens the directory, and creates it again if it was removed."""
+        """Opens the directory, and makes it again if it was removed."""
         try:
             with suppress(FileExistsError):
                 self._root.mkdir()
@@ -356,7 +356,7 @@ class _FileLock(DirectoryLock):
         self._release = Finalizer(self, _unlock, self._directory)
 
     def _is_current(self) -> bool:
-        """Returns whether the directory at the path is still the one that is locked."""
+        """Returns whether the path still leads to the directory that is locked."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._directory.number), os.stat(self._root))
         return False
@@ -371,9 +371,7 @@ class _FileLock(DirectoryLock):
             time.sleep(0.01)
 
     def _lock(self, operation: int) -> bool:
-        """Returns whether this process has the lock now. Where a file system has no locks, only shared ones are
-        granted.
-        """
+        """Tries to lock; returns whether that succeeded. Without locks in the file system, only shared ones succeed."""
         try:
             fcntl.flock(self._directory.number, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -396,9 +394,9 @@ def _read(most: int | None, path: Path) -> bytes:
 
 
 def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
-    """Checks that a path is a regular file before it is opened: opening a FIFO waits for ever for its other end.
+    """Checks that a path is a regular file, because opening a FIFO waits for its other end for ever.
 
-    Raises `OSError` if there is none, or if it is something else.
+    Raises `OSError` if there is no file, or the path is something else.
     """
     status = path.stat()
     kind = stat.S_IFMT(status.st_mode)
@@ -411,9 +409,9 @@ def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Gives a file a second name, which must be free; returns whether it has.
+    """Gives a file a second name, which must be free; returns whether it did.
 
-    On mounts without links it only checks that the name is free.
+    On mounts without hard links it only checks that the name is free.
     """
     try:
         os.link(source, target)
@@ -436,7 +434,7 @@ def _open_to_lock(path: Path) -> BinaryIO:
 
 
 def _lock_file(descriptor: int, path: Path) -> None:
-    """Locks a file until it is closed. Where a file system has no locks, it does nothing.
+    """Locks a file until it is closed. On a file system without locks, it does nothing.
 
     Raises `WriteError` if another process has held the lock for seconds.
     """
@@ -467,9 +465,9 @@ def _sync_directory(path: Path) -> None:
 # --- records of saves, valid in one directory only --------------------------------------------------------------------
 #
 # A directory without metadata may be a copy under way: programs copy data first, metadata last, and restore the times
-# of files. So neither missing files nor their age show that a save has died there. A record shows it. It names the boot
-# of the machine, and the inodes of the directory and of itself. Inodes are reused, so it also names the time of its own
-# last change (ctime), which no program can set. So a copy of a record is never valid.
+# of files. So neither missing files nor their age prove that a save has died there. A record proves it. It names the
+# boot of the machine, the inode of the directory and its own. Inodes are reused. So it also names the time of its own
+# last change (ctime), which no program can set. A copy of a record has another one, and is not valid.
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -484,9 +482,9 @@ def boot_id() -> str:
 
 
 def put_record(path: Path) -> None:
-    """Writes a record; raises `OSError`, also where the boot is unknown.
+    """Writes a record; raises `OSError`, also if the boot is unknown.
 
-    It need not be durable: after another boot it proves nothing.
+    It is not made durable, because after the next boot it proves nothing.
     """
     boot = boot_id()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -503,7 +501,7 @@ def put_record(path: Path) -> None:
 
 
 def is_record(path: Path) -> bool:
-    """Returns whether a file is a record that was written at this place since the machine was booted."""
+    """Returns whether a file is a record that was written in this directory since the machine was booted."""
     with suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -526,14 +524,14 @@ def _places(path: Path, descriptor: int) -> str:
 
 # --- hard links: one file of two checkpoints --------------------------------------------------------------------------
 #
-# A linked file is part of several checkpoints. So it loses its write permission when it gets its second name, and it is
-# linked only if it has not changed since it was written.
+# A linked file is part of several checkpoints. So when it gets its second name, it loses its write permission. And it
+# is linked only if it has not changed since it was written.
 
 _WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 def identity_of(status: os.stat_result) -> FileIdentity | None:
-    """Device, inode, size and time of the last write of a file; None of anything else."""
+    """The device, inode, size and time of the last write of a file; None for anything else."""
     if not stat.S_ISREG(status.st_mode):
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -542,10 +540,9 @@ def identity_of(status: os.stat_result) -> FileIdentity | None:
 def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool) -> bool:
     """Gives a file a second name, if it has the expected identity; returns whether it did.
 
-    The new name's directory must be fsynced afterwards. With ``sync`` the data is made durable, because its writer may
-    not have done that. Nothing is raised: the file may be missing or another one (ENOENT), on another file system
-    (EXDEV), have too many names (EMLINK), belong to another user or be on a file system without links (EPERM), and
-    more.
+    The directory of the new name must be fsynced afterwards. With ``sync`` the data is made durable, because its writer
+    may not have done that. No error is raised, because many are ordinary: the file is missing (ENOENT), on another file
+    system (EXDEV), has too many names (EMLINK), belongs to another user or is on a file system without links (EPERM).
     """
     with suppress(OSError):
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -562,9 +559,7 @@ def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool)
 
 
 def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
-    """Removes the write permission of a file that has its second name, and syncs it; removes the second name on
-    failure.
-    """
+    """Removes the write permission of a linked file, and syncs it. If that fails, removes its second name."""
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & _WRITABLE:
@@ -578,9 +573,9 @@ def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
 
 
 def _is_linked(target: Path, identity: FileIdentity) -> bool:
-    """Returns whether the new name belongs to the expected file. The source may have been replaced meanwhile.
+    """Returns whether the new name leads to the expected file: the source may have been replaced meanwhile.
 
-    If it does not, or that cannot be found out, the name is removed, so that the file can be written there.
+    If it does not, or that cannot be found out, the name is removed, so that the file can be written under it.
     """
     with suppress(OSError):
         if identity_of(os.lstat(target)) == identity:
@@ -608,7 +603,7 @@ def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
 
 
 def linked_directories(folder: Path) -> list[str]:
-    """Links to directories that are not in the same directory; see `Storage.linked_directories`."""
+    """The links to directories that are not in this directory; see `Storage.linked_directories`."""
     here = os.path.realpath(folder)
     linked = [entry.path for entry in _entries(folder) if entry.is_symlink() and os.path.isdir(entry.path)]
     return [os.path.basename(path) for path in linked if os.path.dirname(os.path.realpath(path)) != here]
@@ -645,5 +640,5 @@ def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
 
 
 def _unescaped(field: bytes) -> str:
-    """A path of the list of mounts. Characters that would end a field are escaped there."""
+    """A path of the list of mounts, in which characters that would end a field are escaped."""
     return os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), field))

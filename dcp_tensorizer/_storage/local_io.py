@@ -1,4 +1,4 @@
-"""Ranges of local files are read through the page cache or past it."""
+"""Reads and writes local files, through the page cache or past it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAST_UNCACHED = 1 << 20  # smaller reads are not worth a look at the cache
 
 
 class LocalFile(RangeReader):
-    """A local file whose ranges any number of threads read: through the page cache, or past it with `once`."""
+    """A local file whose ranges threads read: through the page cache, or past it with `once`."""
 
     def __init__(self, path: Path) -> None:
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
@@ -55,10 +55,10 @@ class LocalFile(RangeReader):
             return self._uncached
 
     def _descriptor(self) -> int:
-        """This thread's own descriptor of the same open file, even if its name now belongs to another file.
+        """This thread's own descriptor of the open file. The file's name may lead to another one by now.
 
-        If threads share a descriptor, their reads look random to the kernel, and it reads less ahead: 0.85 instead of
-        1.4 GB/s from a cold disk.
+        If threads shared a descriptor, their reads would look random to the kernel, which would read less ahead: 0.85
+        instead of 1.4 GB/s from a cold disk.
         """
         try:
             return self._own.fd  # type: ignore[no-any-return]
@@ -71,11 +71,11 @@ class LocalFile(RangeReader):
 
 
 class _Uncached:
-    """Reads ranges that the page cache does not hold past it.
+    """Reads ranges past the page cache, unless the cache has them.
 
-    The kernel takes 0.8 s of CPU time to bring 2.1 GB into the cache, and 3.3 s if a hypervisor must provide the pages
-    first. A read past the cache takes 0.2 s, and the copy from the bounce buffer 0.3 s. But the next reader of the file
-    does not find it in the cache.
+    To bring 2.1 GB into the cache, the kernel takes 0.8 s of CPU time, or 3.3 s if a hypervisor has to provide the
+    pages first. A read past the cache takes 0.2 s, and the copy from the bounce buffer 0.3 s. But the next reader of
+    the file does not find it in the cache.
     """
 
     def __init__(self, fd: int) -> None:
@@ -86,7 +86,7 @@ class _Uncached:
                 self._residency = Residency(fd)
 
     def read(self, offset: int, nbytes: int) -> RangeReader | None:
-        """A range; None if the page cache holds it or it cannot be read past the cache. Raises `OSError`."""
+        """Reads a range; None if it is in the page cache, or cannot be read past it. Raises `OSError`."""
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
         start = offset // BLOCK * BLOCK
@@ -117,10 +117,10 @@ def _bounce_buffer(nbytes: int) -> memoryview:
 
 
 class UncachedFile(LocalFile):
-    """A local file that is read past the page cache, to see what the disk holds.
+    """A local file that is read past the page cache, to see what is on the disk.
 
-    That works for whole blocks whose offset and memory are aligned. The rest of a read goes through the cache, and so
-    does all of it where O_DIRECT is refused.
+    That works for whole blocks whose offset and memory are aligned. The rest of a read goes through the cache. So does
+    all of it if the file system refuses O_DIRECT.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +133,7 @@ class UncachedFile(LocalFile):
         super().read_into([first[count:], *others], offset + count)
 
     def _read_direct(self, buffer: memoryview, offset: int) -> int:
-        """Reads whole blocks past the page cache; returns how many bytes, perhaps none."""
+        """Reads whole blocks past the page cache; returns the number of bytes read, perhaps 0."""
         whole = buffer.nbytes // BLOCK * BLOCK
         if self._direct_fd is None or offset % BLOCK or not whole:
             return 0
@@ -249,11 +249,11 @@ def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None
 
 
 class LocalSharedSink(SharedSink):
-    """This process's part in an existing file that others write, too. Where it can, it writes past the page cache.
+    """This process's part in a file that other processes write, too. Where possible, it writes past the page cache.
 
-    Parts of blocks, at the edges of its runs, go through the page cache. Such a write and every other write to the file
-    wait for each other, across processes. So the edges are written last: with 60 tensors in a file of two processes, a
-    thread had to wait 726 times instead of 984.
+    Incomplete blocks, at the edges of its runs, go through the page cache. Such a write and all other writes to the
+    file wait for each other, across processes. So the edges are written last: with 60 tensors in a file of two
+    processes, a thread then waits 726 times instead of 984.
     """
 
     concurrency = 6
@@ -309,14 +309,14 @@ def _sync(fd: int) -> None:
 
 
 def _close_all(numbers: Sequence[int]) -> None:
-    """Closes each descriptor once: its number may be another file's afterwards, even if closing it failed."""
+    """Closes each descriptor once. Even if that fails, its number may be another file's afterwards."""
     with ExitStack() as closing:
         for number in numbers:
             closing.callback(os.close, number)
 
 
 def new_file(path: Path, umask: int | None = None) -> int:
-    """A descriptor of a new file, with the mode that any program's would have (`give_mode`)."""
+    """Makes a file, with the mode that other programs' files have (`give_mode`); returns its descriptor."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -327,7 +327,7 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 
 def explained(error: OSError) -> OSError:
-    """Adds to a permission error whose folder it is, and what to do, as far as that can be seen."""
+    """Adds to a permission error the owner of the folder and the remedy, as far as they can be seen."""
     if error.errno == errno.EFBIG:
         return OSError(error.errno, f"{os.strerror(error.errno)}: {too_large()}")
     if (words := too_many(error)) is not None:
@@ -354,9 +354,9 @@ def _name(user: int) -> str:
 def give_mode(made: int | Path, full: int, umask: int | None) -> None:
     """Gives a new file or directory the mode ``full`` less a umask; None: the process's own umask.
 
-    The process may have changed its umask since the save began. A thread that reads the umask must set another for a
-    moment, so a file may have been made with that one; a mode that its own maker cannot open is never meant. Where a
-    directory has default access rights, umasks do not count, and nothing is changed.
+    The process may have changed its umask since the save began. Also, a thread that reads the umask sets another one
+    for a moment, and the file may have been made with that one. A mode with which the owner cannot open the file is
+    never meant. In a directory with default access rights, umasks do not count, and nothing is changed.
     """
     with suppress(OSError):  # the file system has modes of its own
         mode = stat.S_IMODE(os.stat(made).st_mode)
@@ -371,7 +371,7 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
 
 
 def open_direct(path: Path, access: int) -> int | None:
-    """A descriptor for reads or writes past the page cache; None where the file system has none."""
+    """Opens a file for reads or writes past the page cache; None if the file system does not allow that."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -381,7 +381,7 @@ def open_direct(path: Path, access: int) -> int | None:
 
 
 def _put_direct(fd: int, data: memoryview, offset: int) -> bool:
-    """Writes whole blocks past the page cache; False if the file system turns out not to allow that."""
+    """Writes whole blocks past the page cache; returns False if the file system does not allow that after all."""
     try:
         _put(fd, data, offset)
     except OSError as error:
@@ -405,10 +405,10 @@ _PROBES = 8  # pages of a run to ask about: single pages may be dropped at any t
 
 
 class Residency:
-    """Asks which parts of an open file the page cache holds.
+    """Tells which parts of an open file are in the page cache, by mincore.
 
-    It calls mincore. A read with RWF_NOWAIT would tell as well, but then the kernel reads missing pages ahead, and
-    they come from the disk twice. If this process may not write to the file, the kernel says that all of it is cached.
+    A read with RWF_NOWAIT would tell as well. But then the kernel reads missing pages ahead, so that they come from the
+    disk twice. If this process may not write to the file, the kernel says that all of it is cached.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -420,7 +420,7 @@ class Residency:
         self._runs: dict[int, bool] = {}
 
     def holds(self, offset: int) -> bool:
-        """Returns whether the cache held most of the run around a byte when this was first asked."""
+        """Returns whether most of the run around a byte was in the cache when it was first asked for."""
         run = offset // _RUN
         if run not in self._runs:
             start, stop = run * _RUN, min(run * _RUN + _RUN, len(self._mapping))
@@ -429,7 +429,7 @@ class Residency:
         return self._runs[run]
 
     def holds_page(self, offset: int) -> bool:
-        """Returns whether the cache holds the page of a byte now."""
+        """Returns whether the page of a byte is in the cache now."""
         answer = ctypes.c_ubyte(1)
         failed = self._mincore(self._address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(answer))
         return bool(failed or answer.value & 1)

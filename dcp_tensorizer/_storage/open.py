@@ -94,7 +94,7 @@ def _open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: fl
 
 
 def _registered(url: str) -> list[EntryPoint]:
-    """The entry points of a URL's protocol. URLs that are chained by ``::``, and files, are never a package's."""
+    """The entry points of a URL's protocol; none for ``file:`` and for URLs that are chained by ``::``."""
     protocol, separator, _ = url.partition("://")
     if not separator or "::" in url or protocol in ("file", "local"):
         return []
@@ -112,7 +112,7 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def _open_registered(points: list[EntryPoint], url: str, options: Mapping[str, Any], timeout: float) -> Storage:
-    """Opens a URL by the object that an entry point names. Errors are raised as `WriteError`, without credentials."""
+    """Opens a URL by the object of an entry point. Errors become `WriteError`, without credentials."""
     scrub = Scrubber(options)
     if len({point.value for point in points}) > 1:
         named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
@@ -132,7 +132,8 @@ def _open_registered(points: list[EntryPoint], url: str, options: Mapping[str, A
 def path_to_write(path: str | os.PathLike[str]) -> str | Path:
     """The `absolute_path` of a user's path.
 
-    Raises `TypeError` unless it is one, and `WriteError` if it is a URL that can only be read, or as `absolute_path`.
+    Raises `TypeError` unless it is a path or a URL, and `WriteError` if it is a URL that can only be read. Also raises
+    what `absolute_path` raises.
     """
     check_path(path)
     check_writable(os.fspath(path))
@@ -140,10 +141,10 @@ def path_to_write(path: str | os.PathLike[str]) -> str | Path:
 
 
 def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
-    """An absolute path, which names the same place in another working directory, or the URL as it is.
+    """Makes a path absolute, so that it does not depend on the working directory; returns a URL as it is.
 
     A relative path is relative to ``directory``, by default the working directory. A ``~`` is not expanded. Raises
-    `WriteError` if it cannot be the name of a file, or is relative and there is no working directory.
+    `WriteError` if it cannot be the name of a file, or if it is relative and there is no working directory.
     """
     text = os.fspath(path)
     if _is_local(path):

@@ -15,14 +15,12 @@ _SIGNED = re.compile(r"([?&;](?:sig|[\w-]*(?:signature|token|credential))=)(?!\*
 
 
 def redact(text: str) -> str:
-    """``text`` without the ``user:password@`` of URLs, and without the values that sign them, as in ``?sig=...``."""
+    """Removes the ``user:password@`` of URLs in a text, and the values that sign URLs, as in ``?sig=...``."""
     return _without_signatures(_without_users(text))
 
 
 def _without_users(text: str) -> str:
-    """Removes ``user:password@``. A password may have spaces; an SFTP password that is not percent-encoded may have
-    slashes.
-    """
+    """Removes ``user:password@``. A password may have spaces; one of SFTP that is not percent-encoded also slashes."""
     text = re.sub(r"\b((?:sftp|ssh)://)[^\s/@]*:(?!\d+/)[^\s/@]*/\S*@", r"\1", text)
     return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\n]*@", r"\1", text)
 
@@ -54,7 +52,7 @@ def shown(
 
 
 def _possible_secrets(value: Any) -> list[str]:
-    """The strings in options, except addresses of servers, which are known by the option's name."""
+    """The strings in options, except addresses of servers, which are recognised by the option's name."""
     if isinstance(value, Mapping):
         secret = (item for name, item in value.items() if not _PUBLIC_OPTIONS.search(str(name)))
         return [text for item in secret for text in _possible_secrets(item)]

@@ -1,7 +1,7 @@
-"""The base of storages behind a URL: translates their errors, and removes credentials from them.
+"""The base of storages behind a URL: it translates their errors, and removes credentials from them.
 
-A storage defines `_read`, `_head`, `_list` and `_put_file`, which raise whatever their library raises, and `create`,
-`open` and `remove`. All else has a default.
+A storage defines `create`, `open` and `remove`, and the methods `_read`, `_head`, `_list` and `_put_file`, which may
+raise whatever their library raises. All other methods have defaults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RemoteStorage(Storage):
     """A directory behind a URL.
 
     Args:
-        url: The directory, as the user named it.
+        url: The directory, as the user names it.
         root: The directory, as the server names it.
         scrub: Removes credentials from a text.
         timeout: Seconds after which a request is not tried again.
@@ -74,7 +74,7 @@ class RemoteStorage(Storage):
 
     @abc.abstractmethod
     def _read(self, name: str, most: int | None) -> bytes:
-        """A file's contents, ``most`` bytes of them at most; raises `missing`."""
+        """A file's contents, at most ``most`` bytes of them; raises `missing`."""
 
     @abc.abstractmethod
     def _head(self, name: str) -> int:
@@ -85,18 +85,18 @@ class RemoteStorage(Storage):
         """The files in the directory and the names of its subdirectories; raises `missing` for no directory."""
 
     def _put_file(self, name: str, data: bytes, *, sync: bool, replace: bool) -> None:
-        """Writes a small file that appears as a whole, for `put`. A storage that defines `put` itself needs none.
+        """Writes a small file for `put`, complete or not at all. A storage that defines `put` itself does not need it.
 
         Raises:
-            FileExistsError: there is one, and ``replace`` is False. `put` has checked before that there is none. If
+            FileExistsError: there is such a file, and ``replace`` is False. `put` has checked that there was none. If
                 several jobs put at once, one succeeds, as far as the server can tell.
             FileNotFoundError, PermissionError: the file will not appear (see `_is_refusal`).
-            Exception: whether it will is not known.
+            Exception: it is unknown whether the file will appear.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither _put_file nor put")
 
     def _full(self, name: str) -> str:
-        """A file's name as the server knows it."""
+        """The name of a file on the server."""
         return f"{self._root}/{name}"
 
     def _ask(self, name: str, ask: Callable[[str], _T]) -> _T | None:
@@ -108,7 +108,7 @@ class RemoteStorage(Storage):
 
     @contextmanager
     def _translated(self, kind: type[CheckpointError], what: str) -> Iterator[None]:
-        """Raises the library's errors as ours. Their tracebacks may show credentials, and are left out."""
+        """Translates the library's errors to this package's. Tracebacks are left out: they may show credentials."""
         try:
             yield
         except CheckpointError:
@@ -118,10 +118,10 @@ class RemoteStorage(Storage):
 
     @contextmanager
     def _putting(self, name: str, data: bytes, *, is_new: bool = False) -> Iterator[Callable[[], None]]:
-        """Translates the errors of a block that puts a file in place. The block announces each attempt with a call.
+        """Translates the errors of a block that puts a file. The block calls the yielded function before each attempt.
 
-        The server may still carry out an attempt whose answer was lost, whatever happens to the next one. ``is_new``
-        checks first that there is no such file, for servers that ignore the condition of a put.
+        The server may still carry out an attempt whose answer was lost, whatever the answer to the next one is. With
+        ``is_new`` it first checks that there is no such file, for servers that ignore the condition of a put.
         """
         attempts = 0
 
@@ -155,7 +155,7 @@ class RemoteStorage(Storage):
 
 
 class Ranges(RangeReader):
-    """Reads ranges with a function that returns the bytes from a start to a stop."""
+    """Reads ranges by a function that returns the bytes from a start to a stop."""
 
     def __init__(self, get: Callable[[int, int], bytes]) -> None:
         self._get = get
@@ -194,15 +194,15 @@ _NAMES = {"ClientConnectionError", "ClientPayloadError", "ServiceRequestError", 
 
 
 def patience_of(timeout: float) -> float:
-    """Seconds of silence after which one attempt ends, if the whole operation may take ``timeout`` seconds."""
+    """The seconds of silence after which an attempt ends, if the whole operation may take ``timeout`` seconds."""
     return timeout / _SILENCES
 
 
 def is_transient(error: Exception) -> bool:
-    """Returns whether a failed request may succeed later: connections, timeouts and overload, not wrong requests.
+    """Returns whether a failed request may succeed later: after a lost connection, a timeout or overload.
 
-    fsspec's backends raise the errors of their own libraries. What these have in common is a status, an ``errno``, or
-    one of Python's own errors as a base class.
+    fsspec's backends raise the errors of their own libraries. All of these have a status, an ``errno``, or one of
+    Python's own errors as a base class.
     """
     import asyncio  # the writer process does without it, unless a request fails
 
@@ -223,8 +223,8 @@ def is_transient(error: Exception) -> bool:
 class Retries:
     """The schedule by which failed attempts are repeated.
 
-    No attempt begins after ``timeout`` seconds. ``first_wait`` is the longest wait in seconds before the second
-    attempt, and doubles from attempt to attempt.
+    No attempt begins after ``timeout`` seconds. The wait before the second attempt takes at most ``first_wait``
+    seconds. This limit doubles from attempt to attempt.
     """
 
     timeout: float
@@ -239,10 +239,9 @@ class Retries:
         transient: Callable[[Exception], bool] = is_transient,
         recover: Callable[[], object] = lambda: None,
     ) -> _T:
-        """Calls ``operation`` until it succeeds, and returns its result; raises what the last attempt raised.
+        """Calls ``operation`` until it succeeds, and returns its result; raises the error of the last attempt.
 
-        It is repeated if ``transient`` says that it may succeed after that failure. ``recover`` is called before each
-        repetition.
+        It is called again if ``transient`` is true of its error. ``recover`` is called before each repetition.
         """
         waits = self.waits()
         while True:
@@ -256,9 +255,9 @@ class Retries:
             recover()
 
     def waits(self) -> Iterator[float]:
-        """Seconds to wait before each further attempt, drawn at random so that many ranks do not come back at once.
+        """The seconds to wait before each further attempt. They are random, so that ranks do not come back all at once.
 
-        They end when another attempt at a silent server could last beyond the timeout.
+        They end when another attempt at a silent server could take longer than the timeout.
         """
         end = self.clock() + self.timeout - patience_of(self.timeout)
         longest, made = self.first_wait, 1

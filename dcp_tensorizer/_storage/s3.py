@@ -1,8 +1,8 @@
 """A checkpoint's directory in S3 or a server with its protocol: multipart uploads, and range reads by many threads.
 
-s3fs interprets the user's URL and ``storage_options``. The bytes go through botocore, on which s3fs is built: its
-threads take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1 instead of 2.0 for
-writes). They also send parts from the buffers that hold them, and need no event loop, which a fork or the end of the
+s3fs interprets the user's URL and ``storage_options``. The bytes go through botocore, on which s3fs is built. Threads
+of botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1 instead of 2.0 for
+writes). They send parts straight from their buffers. And they need no event loop, which a fork or the end of the
 process would break.
 """
 
@@ -66,7 +66,7 @@ _sharing = free_in_child(threading.Lock())
 
 
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
-    """The client in use for a filesystem's options, or a new one, which takes 20 ms and has connections of its own."""
+    """The client for a filesystem's options: one that is in use, or a new one, which takes 20 ms."""
     # Keys, profiles, proxies and certificates are looked for in the environment; keys even by a program of the user's.
     variables = sorted(environment().items())
     process = os.getpid()  # a forked child must not use its parent's connections
@@ -78,9 +78,9 @@ def shared_client(filesystem: Any, timeout: float) -> S3Client:
 class S3Client:
     """botocore's client, made from the options of an s3fs filesystem that is not connected.
 
-    botocore repeats requests that may succeed later (5xx, slow-down, resets, timeouts), with growing waits, and
-    refreshes credentials that it can refresh. If a token has expired all the same, or the environment has changed since
-    and the server denies access, a request looks for credentials once more, with a new client.
+    botocore repeats requests that may succeed later (5xx, slow-down, resets, timeouts), with growing waits. It also
+    refreshes credentials, if it can. A token may expire all the same, or the environment may change and the server deny
+    access. Then a request makes a new client, which looks for credentials again.
     """
 
     def __init__(self, filesystem: Any, timeout: float) -> None:
@@ -139,19 +139,19 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """The fields of a part that completing an upload needs: its tag, and a checksum of the user's own algorithm."""
+        """The fields of a part that are needed to complete an upload: its tag, and a checksum if the user wants one."""
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
     def _retire(self) -> None:
-        """Makes the next storage look for credentials again, because the user may have corrected them."""
+        """Makes the next storage look for credentials again: the user may have corrected them."""
         with _sharing:
             for key, client in list(_shared_clients.items()):
                 if client is self:
                     del _shared_clients[key]
 
     def _connected(self, expired: Any) -> Any:
-        """The client. Makes one if there is none yet, or if it is the ``expired`` one."""
+        """The client. A new one is made if there is none yet, or the current one is ``expired``."""
         with self._lock:
             if self._botocore is expired:
                 self._environment = environment()
@@ -194,16 +194,14 @@ class S3Client:
 
 
 def _attempts(timeout: float) -> int:
-    """The number of attempts, up to six, that fit in the timeout: botocore waits up to 1, 2, 4, ... seconds between
-    them.
-    """
+    """The number of attempts that fit in the timeout, up to six: between them botocore waits up to 1, 2, 4, ... s."""
     return max([1] + [n for n in range(2, 7) if n * patience_of(timeout) + 2 ** (n - 1) - 1 <= timeout])
 
 
 def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
-    """Fills buffers with an answer's body; returns how many bytes came before it ended or broke off.
+    """Fills buffers with an answer's body; returns the number of bytes that came before it ended or broke off.
 
-    It reads from the connection itself, because botocore and urllib3 would copy each byte three more times.
+    It reads from the connection, because botocore and urllib3 would copy each byte three more times.
     """
     response = answer["Body"]._raw_stream
     done = 0
@@ -226,7 +224,7 @@ def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
 
 @functools.cache
 def _models() -> Any:
-    """botocore's descriptions of S3's interface, read once: that takes 0.1 s."""
+    """botocore's descriptions of S3's interface. They are read once, because that takes 0.1 s."""
     import botocore.session
 
     return botocore.session.Session().get_component("data_loader")
@@ -277,7 +275,7 @@ def _is_of_connection(error: Exception) -> bool:
 
 
 def _answered(error: Any, said: str) -> OSError:
-    """An error with the server's status, which tells whether the request may succeed later."""
+    """Makes an error with the server's status, which tells whether the request may succeed later."""
     answered = _Answered(said)
     answered.status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return answered
@@ -292,7 +290,7 @@ class NoSuchObject(FileNotFoundError):
 
 
 class PastEnd(OSError, EOFError):
-    """A range begins or ends behind the end of the file. Asking again does not help."""
+    """A range lies beyond the end of the file. It does not help to ask again."""
 
     status = 416
 
@@ -446,7 +444,7 @@ class S3Storage(RemoteStorage):
         in_threads(lambda name: self.call("delete_object", name), names)
 
     def discard(self, *names: str) -> None:
-        """Removes objects, and aborts uploads to their keys, even unknown ones."""
+        """Removes objects, and aborts all uploads to their keys, also those of other processes."""
         for name in names:
             self.abort_uploads(name)
         self.remove(*names)
@@ -457,7 +455,7 @@ class S3Storage(RemoteStorage):
         return [FileInfo(key.removeprefix(self._full("")), 0, moment, moment) for key, moment in begun]
 
     def abort_uploads(self, name: str, but: str = "") -> None:
-        """Aborts all uploads to a file but one, as far as the server lets us."""
+        """Aborts all uploads to a file except ``but``, as far as the server allows it."""
         with suppress(OSError):
             for upload in list(self._uploads(name)):
                 if upload["Key"] == self._full(name) and upload["UploadId"] != but:
@@ -472,11 +470,12 @@ class S3Storage(RemoteStorage):
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
 
     def patiently(self, request: Callable[[], _T]) -> _T:
-        """The result of a request for a data file, repeated until the timeout: botocore gives up after some seconds.
+        """Returns the result of a request for a data file, which is repeated until the timeout.
 
-        Six attempts may end early, because their waits are random: of eight parts under way one would fail, and the
-        save with it, in half of all outages of 8 s. If the user sets ``retries``, only bodies that break off are
-        requested again. A server that has never answered most likely has a wrong address, and is not tried again.
+        botocore gives up after six attempts, whose waits are random, and may be short. In half of all outages of 8 s,
+        one of eight parts under way would fail, and the save with it. If the user sets ``retries``, only bodies that
+        break off are requested again. A server that has never answered most likely has a wrong address, and is not
+        tried again.
         """
         if self._client.retries_are_chosen:
             return self.retries.call(request, lambda error: isinstance(error, _BrokenOff))
@@ -484,15 +483,15 @@ class S3Storage(RemoteStorage):
         return retries.call(request, lambda error: self._client.has_answered and is_transient(error))
 
     def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
-        """`call` with a body."""
+        """Sends a request with a body, as `call` does without."""
         return self.call(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """Takes the fields that completing the upload needs from the answer to a part."""
+        """The fields of the answer to a part that are needed to complete the upload."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str]) -> None:
-        """Puts an object under a condition; without it if the server says that it has no conditional writes."""
+        """Puts an object under a condition, or without it if the server says that it has no conditional writes."""
         try:
             self.call("put_object", name, Body=data, **condition)
         except OSError as error:
@@ -513,13 +512,13 @@ class S3Storage(RemoteStorage):
         return str(error)  # begins with botocore's class or the server's code
 
     def _uploads(self, start: str) -> Iterator[dict[str, Any]]:
-        """The server's description of each upload to a name that begins like this."""
+        """The server's description of each upload to a name that begins with ``start``."""
         markers = ("KeyMarker", "UploadIdMarker")
         for page in self._pages("list_multipart_uploads", start, markers, MaxUploads=self.uploads_per_page):
             yield from page.get("Uploads", [])
 
     def _pages(self, operation: str, start: str, markers: Sequence[str], **query: Any) -> Iterator[dict[str, Any]]:
-        """The server's answers to a question about names that begin like this, page by page."""
+        """The pages of the server's answer about names that begin with ``start``."""
         query |= {"Bucket": self.bucket, "Prefix": self._full(start)}
         while True:
             page = self._client.call(operation, **query)
@@ -563,7 +562,7 @@ class S3Reader(RangeReader):
         return bytes(content)
 
     def _get(self, **limits: str) -> Any:
-        """The server's answer to a request for the object; raises `OSError` if that is another one than before."""
+        """The server's answer to a request for the object; raises `OSError` if the object has been replaced since."""
         answer = self._storage.call("get_object", self._name, **limits)
         tag = answer.get("ETag")
         if tag is not None and self._first.setdefault("ETag", tag) != tag:
@@ -572,7 +571,7 @@ class S3Reader(RangeReader):
         return answer
 
     def _receive(self, buffers: Sequence[memoryview], offset: int, stop: int) -> int:
-        """Requests a range once; returns how many of its bytes arrived."""
+        """Requests a range once; returns the number of bytes that arrived."""
         wanted = f"bytes={offset}-{stop - 1}"
         answer = self._get(Range=wanted)
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
@@ -589,9 +588,9 @@ class _BrokenOff(ConnectionError):
 
 
 class _Body:
-    """A part as a file whose pieces are views of it.
+    """A part as a file, which botocore sends in pieces.
 
-    botocore would send plain bytes in one call, and the timeout would then be for all of them.
+    It would send plain bytes in one call, and the timeout would apply to all of them.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -616,7 +615,7 @@ class _Body:
 
 
 class _S3Sink(Sink):
-    """Puts an object of one part, or uploads one of many parts."""
+    """Puts a file of one part, or uploads one of several parts."""
 
     concurrency = _CONCURRENCY
 
@@ -669,14 +668,14 @@ class _S3Sink(Sink):
         return {"UploadId": self._upload.result()["UploadId"]}
 
     def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
-        """Aborts a second upload that a retry may have begun after a lost answer, and whose id is not known."""
+        """Aborts uploads of unknown ids, which a retry may have begun after a lost answer."""
         is_repeated = self._beginnings > 1 or upload.exception()
         if is_repeated or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self._storage.abort_uploads(self._name)
 
 
 class _S3SharedSink(SharedSink):
-    """This process's parts of an upload that others send parts of, too."""
+    """This process's parts of an upload to which other processes send parts, too."""
 
     concurrency = _CONCURRENCY
 

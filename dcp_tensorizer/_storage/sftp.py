@@ -171,7 +171,7 @@ def _try_to_remove(client: SftpClient, path: str) -> None:
 
 
 class _SftpSink(Sink):
-    """A file that is written at any offset."""
+    """A file whose parts are written at any offset."""
 
     part_bytes = 8 << 20
     concurrency = 2
@@ -239,15 +239,14 @@ class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
 
 
 class SftpClient:
-    """One SSH connection, with a channel for each active thread, because a channel of paramiko's serves one thread at a
-    time.
+    """One SSH connection, with a channel for each active thread: a channel of paramiko's serves one thread at a time.
 
-    All waits end. A connection that is silent for a tenth of ``timeout`` is closed, and its threads try again over the
-    next one, until ``timeout`` is over. The connection ends with this object.
+    All waits end. A connection that is silent for a tenth of ``timeout`` is closed. Its threads try again over the next
+    one, until ``timeout`` is over. The connection ends with this object.
 
     ``address`` is the server's, as in a URL: ``user:password@host:port``, of which only the host is required.
-    ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own for connecting. Raises
-    `OSError` if there is no connection, or the server refuses the user.
+    ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own options for connecting.
+    Raises `OSError` if there is no connection, or the server refuses the user.
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
@@ -282,7 +281,7 @@ class SftpClient:
                     transport.sock.close()
 
     def call(self, use: Callable[[Any], _T]) -> _T:
-        """The result of a function of a channel (paramiko's ``SFTPClient``), repeated if the connection is lost.
+        """Calls a function with a channel (paramiko's ``SFTPClient``); again if the connection is lost.
 
         Raises `EOFError` at the end of a file, and `OSError` for all other errors.
         """
@@ -297,8 +296,8 @@ class SftpClient:
     def _connected(self, known: OSError | None) -> Any:
         """The connection, made again if it is lost.
 
-        If another thread fails to connect while an attempt of this thread is under way, this thread gets that error. If
-        each thread connected by itself, threads would wait long for one another at a server that hangs.
+        If another thread fails to connect meanwhile, this thread gets the same error. Otherwise threads would connect
+        one after the other, and wait long for a server that hangs.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
@@ -313,7 +312,7 @@ class SftpClient:
 
     @contextmanager
     def _channel(self, known: OSError | None) -> Iterator[Any]:
-        """A channel for one user at a time. After a failure it is not used again."""
+        """Lends a channel for a block. After a failure the channel is not used again."""
         with self._lock:
             connection = self._connected(known)
             channel = self._idle.pop() if self._idle else None
@@ -392,7 +391,7 @@ class SftpClient:
 
 
 def write_all(file: Any, data: memoryview) -> None:
-    """Writes at a file's position and waits for the server's answers only at the end; raises `OSError`."""
+    """Writes at a file's position, and waits for the server's answers only at the end; raises `OSError`."""
     file.set_pipelined(True)
     file.write(data[:-1])
     file.set_pipelined(False)  # this write waits for its answer, and for all earlier ones
@@ -400,10 +399,10 @@ def write_all(file: Any, data: memoryview) -> None:
 
 
 def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
-    """A range of an open file, shorter if the file ends.
+    """Reads a range of an open file; the result is shorter if the file ends.
 
-    paramiko's own ``prefetch`` requests in a thread. If all answers arrive before that thread's next request, it takes
-    the rest for done, and then requests one piece after the other.
+    paramiko's own ``prefetch`` sends requests from a thread. If all answers arrive before that thread's next request,
+    it takes the rest for done, and then requests one piece after the other.
     """
     pieces: deque[_Piece] = deque()
     data = bytearray()
@@ -417,7 +416,7 @@ def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
 
 
 class _Piece:
-    """A request to read that is under way. paramiko passes its answer on."""
+    """A read request that is under way. paramiko calls it with the answer."""
 
     def __init__(self, channel: Any, handle: bytes, offset: int, nbytes: int) -> None:
         self._channel, self._handle, self._offset, self._nbytes = channel, handle, offset, nbytes
@@ -433,7 +432,7 @@ class _Piece:
             self._channel._convert_status(message)
 
     def whole(self) -> bytes:
-        """Waits for the answer, and requests the rest if it is short."""
+        """Waits for the answer, and requests the rest if the answer is short."""
         while self._data is None:
             self._channel._read_response()
         rest = self._nbytes - len(self._data)
@@ -456,7 +455,7 @@ def _extensions(message: paramiko.Message) -> Iterator[str]:
 
 
 def _of_address(address: str) -> dict[str, Any]:
-    """Options for connecting. A `ValueError` does not show the address, which may contain the password."""
+    """The options for connecting. A `ValueError` does not show the address, which may contain the password."""
     parts = urlsplit(f"//{address}")
     try:
         port = parts.port
@@ -491,7 +490,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _translated(error: Exception, connection: Any) -> Exception:
-    """An error on a channel, as one of Python's."""
+    """Translates an error on a channel to one of Python's."""
     said = (
         (isinstance(error, EOFError) and error.args)  # without a text, the connection ended and not a file
         or isinstance(error, TimeoutError | ConnectionError)

@@ -25,7 +25,7 @@ def protocols_of(url: str) -> list[str]:
 
 
 def is_in_process(url: str) -> bool:
-    """Returns whether a URL names the memory of this process, which no other can reach, also behind a cache."""
+    """Returns whether a URL names the memory of this process, directly or behind a cache. No other can reach it."""
     return "memory" in protocols_of(url)
 
 
