@@ -80,8 +80,8 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
 
 
 def flushed(code: int) -> int:
-    """Returns the exit code after all output is written; raises `OSError` if it cannot be written."""
-    if sys.stdout is not None:  # None in a daemon that has closed it
+    """Writes all output, and returns the exit code; raises `OSError` if the output cannot be written."""
+    if sys.stdout is not None:  # the stream is None in a daemon that has closed it
         sys.stdout.flush()
     return code
 
@@ -117,7 +117,7 @@ def _is_damage(error: CheckpointError) -> bool:
 
 
 def _message(error: BaseException) -> tuple[str, str]:
-    """The message for an error, and a hint where help is."""
+    """The message for an error, with a hint at help."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", ""
     if isinstance(error, usage_error):
@@ -157,8 +157,8 @@ _app.add_typer(_publish, name="publish")
 def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Callable[..., int]], None]:
     """Registers a command, which ends with the exit code that its function returns.
 
-    Errors that users can fix are shown without a traceback. ``damaged`` is the exit code if the checkpoint is damaged,
-    and ``of`` the group of commands, whose name the function's begins with.
+    Errors that users can fix are shown without a traceback. ``damaged`` is the exit code if the checkpoint is damaged.
+    ``of`` is the group of the command; the function's name begins with the group's.
     """
 
     def add(function: Callable[..., int]) -> None:

@@ -34,7 +34,7 @@ PassphraseFile = Annotated[
 
 
 def _here_or_before(context: typer.Context, given: bool) -> bool:
-    """A switch that may also precede the name of the command, or of its group."""
+    """Reads a switch that may also precede the name of the command, or of its group."""
     above = context.parent
     while above is not None:
         given = given or bool(above.params.get("as_json"))
@@ -79,7 +79,7 @@ def read_options(given: list[str] | None) -> dict[str, Any]:
 
 
 def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """Reads the key from a file. An argument would show it to other users of the machine."""
+    """Reads the key from a file: as an argument, other users of the machine would see it."""
     if key_file is None and passphrase_file is None:
         return None
     if key_file is not None and passphrase_file is not None:

@@ -35,7 +35,7 @@ _console = functools.partial(_Console, highlight=False, markup=False, emoji=Fals
 
 
 def print_json(value: Any) -> None:
-    """Prints one document: records as objects, times in ISO format, and null for numbers that JSON does not have."""
+    """Prints a document: records as objects, times in ISO format, and null for numbers that JSON does not have."""
     # In ASCII, because names of files may have bytes that no encoding has.
     sys.stdout.write(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
@@ -140,7 +140,7 @@ def _folded(text: str, console: Console) -> str:
 
 
 def _cell(value: object) -> str:
-    """A count in full; a float with three digits."""
+    """The text of a cell: counts in full, floats with three digits."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -189,7 +189,7 @@ def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
 
 
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """The lines of a table, the head first. They are wider than ``width`` only if no break helps.
+    """The lines of a table, the head first. Lines are wider than ``width`` only if breaking cells is not enough.
 
     The first cell of a row is its name, which readers copy. A name that is too long has a line of its own above the
     other cells. A column whose name begins with ``>`` has numbers, which are not broken.
@@ -217,7 +217,7 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
 
 
 def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Narrows the widest column again and again, while the table is too wide and a column can be narrower."""
+    """Narrows the widest column, again and again, as long as the table is too wide and a column can be narrower."""
     narrowed = list(widths)
     while sum(narrowed) > room:
         able = [number for number, width in enumerate(narrowed) if width > least[number]]

@@ -52,10 +52,10 @@ class Applied:
 
     Attributes:
         version: The version that the copy has now.
-        before: The version that it had; None for a directory that was empty, or whose version was not asked.
-        deltas: How many versions' changes were applied.
+        before: The version that it had; None if the directory was empty, or its version was not looked for.
+        deltas: The number of versions whose changes were applied.
         is_whole: A whole version was copied first.
-        nbytes: Bytes of the model's tensors and files that were written; 0 if nothing was to be done.
+        nbytes: Bytes of tensors and files that were written; 0 if the copy already had the version.
         seconds: How long it took.
     """
 
@@ -75,26 +75,26 @@ def apply_delta(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> Applied:
-    """Brings a copy of a model to a published version, whole or not at all.
+    """Brings a copy of a model to a published version, completely or not at all.
 
-    A directory gets new files, whose SHA-256 is verified. Then its index is replaced: that is the moment of the change.
-    The old files are removed last. An empty directory gets a whole version. Tensors are changed in place, after the
-    result for each of them has been verified.
+    A directory gets new files, whose SHA-256 is verified. Then its index is replaced, which is the moment of the
+    change. The old files are removed last. An empty directory gets a whole version. Tensors are changed in place, but
+    only after the result for each of them has been verified.
 
     Args:
         target: A local directory, or a mapping from names to tensors, such as a state dict. Its values may also be
             arrays of NumPy. Names that were not published are left alone.
         delta: The directory of versions, or that of one version.
-        version: The version to get to. By default the newest, or the one that ``delta`` names.
+        version: The wanted version. By default the newest, or the one that ``delta`` names.
         storage_options: Passed to the fsspec filesystem of a URL.
-        on_progress: Called with bytes that are done, and those to be done.
+        on_progress: Called with the bytes that are done and the bytes in all.
 
     Raises:
-        StateMismatch: the copy is no version that leads to this one. Nothing has changed.
-        ChecksumMismatch: it is damaged, or what was published is. Nothing has changed.
+        StateMismatch: the copy is not of a version that leads to the wanted one. Nothing has changed.
+        ChecksumMismatch: the copy or the published version is damaged. Nothing has changed.
         NotCommitted: there is no such version.
-        MetadataError: what was published is damaged.
-        UnsupportedFormat: it is another program's, or a newer release's.
+        MetadataError: the published version is damaged.
+        UnsupportedFormat: the published version is of another program, or of a newer release.
         WriteError: the directory cannot be written.
     """
     started = time.monotonic()
@@ -131,7 +131,7 @@ def _published(
 
 
 class _FileSource(NamedTuple):
-    """The file that a new one is made from: its place, and the record of the new one, by its name in the base."""
+    """The file from which a new one is made, with the record of the new one."""
 
     storage: Storage
     file: WeightFile
@@ -140,7 +140,7 @@ class _FileSource(NamedTuple):
 
 
 class _Directory:
-    """The work on a directory. It goes back to a lower version only if that one was asked for by its number."""
+    """Changes a directory. It goes back to a lower version only if the caller has named that version."""
 
     def __init__(
         self,
@@ -204,9 +204,9 @@ class _Directory:
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def _current(self, target: Manifest) -> Manifest | None:
-        """The version that the directory has; None if it has no model.
+        """The version of the directory; None if it has no model.
 
-        Raises `StateMismatch` if its model is none of the versions.
+        Raises `StateMismatch` if its model is not of a published version.
         """
         content = read_small(self._storage, INDEX)
         if content is not None and b'"dcp_tensorizer"' in content:
@@ -235,9 +235,9 @@ class _Directory:
         )
 
     def _check_base(self, current: Manifest) -> None:
-        """Checks that the directory's version is the one that was published under its number, if that is still there.
+        """Checks the directory's version against the published one of that number, if there still is one.
 
-        Raises `StateMismatch` if it comes from another directory of versions.
+        Raises `StateMismatch` if the directory's comes from elsewhere.
         """
         published = self._published.find(current.version)
         here = {record.origin or name: record.sha256 for name, record in current.files.items()}
@@ -248,7 +248,7 @@ class _Directory:
             )
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
-        """Files beside the weights cannot change in one moment with them: a new directory must get them."""
+        """Checks that no files beside the weights change, which could not change at the same moment as the weights."""
         if current is None or not current.others or current.others == base.others:
             return
         names = sorted(
@@ -325,7 +325,7 @@ class _Directory:
         return manifest
 
     def _write_others(self, base: Manifest, save: str) -> list[str]:
-        """Writes the files beside the weights, which only a directory without a model gets."""
+        """Writes the files beside the weights, into a directory without a model."""
         storage = self._published.folder(base.version)
         for name, record in base.others.items():
             hashed, nbytes = hashlib.sha256(), storage.head(name)
@@ -361,7 +361,7 @@ class _Directory:
         )
 
     def _clear(self, manifest: Manifest) -> None:
-        """Removes files that the index has replaced, and what an attempt that was killed has left."""
+        """Removes the files that the index no longer names, and those that a killed attempt has left."""
         present = {file.name for file in self._storage.listing()[0]}
         origins = {record.origin or name for name, record in manifest.files.items()}
         leftovers = {name for name in present if _is_leftover(name, origins)} | set(manifest.replaced)
@@ -386,7 +386,7 @@ def _versioned(name: str, version: int) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for others that change the same directory: the ranks of a server may all do so at once."""
+    """Locks a directory against others that change it, because all ranks of a server may do so at once."""
     deadline = time.monotonic() + _LOCK_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -400,7 +400,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Returns whether this process has the lock now, or the file system has none."""
+    """Tries to lock; returns whether this process has the lock, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -414,7 +414,7 @@ def _lock(descriptor: int) -> bool:
 
 
 class _Tensors:
-    """The work on tensors in memory."""
+    """Changes tensors in memory."""
 
     def __init__(
         self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
@@ -452,7 +452,7 @@ class _Tensors:
     def _start(self, base: Manifest, deltas: Sequence[Any], digests: Mapping[str, str]) -> int:
         """Finds out, by digests, how many of the deltas the tensors have already.
 
-        Raises `StateMismatch` if they are no version that leads to the wanted one.
+        Raises `StateMismatch` if the tensors are not of a version that leads to the wanted one.
         """
         expected = dict(base.tensors)
         start = 0 if expected == digests else None
@@ -484,11 +484,11 @@ class _View(NamedTuple):
     """A tensor's bytes, as an array of ``uint8``: the tensor's own memory, or a copy."""
 
     array: np.ndarray
-    give_back: Callable[[], object]  # called when the bytes have changed: copies them to the tensor, if they are a copy
+    give_back: Callable[[], object]  # to call after a change: copies a copy back to the tensor
 
 
 def _bytes_of(key: str, value: Any, tensor: StoredBytes) -> _View:
-    """A tensor's bytes; raises `StateMismatch` if it has another number of them, or none at all."""
+    """The bytes of a tensor; raises `StateMismatch` if it has another number of bytes, or is not in memory."""
     view = _view(value)
     if view is None:
         raise StateMismatch(
@@ -507,7 +507,7 @@ def _view(value: Any) -> _View | None:
         if not (value.flags.c_contiguous and value.flags.writeable):
             return None
         return _View(value.reshape(-1).view(np.uint8), lambda: None)
-    torch = sys.modules.get("torch")  # without it there are no tensors
+    torch = sys.modules.get("torch")  # without torch there are no tensors
     if torch is None or not isinstance(value, torch.Tensor):
         return None
     tensor = value.detach()

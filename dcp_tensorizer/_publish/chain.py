@@ -1,6 +1,6 @@
-"""The bytes of a model at one version: those of an earlier one, changed by the deltas since.
+"""Computes the bytes of a model at one version: those of an earlier version, changed by the deltas since.
 
-Bytes come in pieces, file by file and tensor by tensor, so that any number of deltas takes little memory.
+Bytes come in pieces, file by file and tensor by tensor. So many deltas take no more memory than one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGEST_DIGITS = 32
 
 
 class _Change(NamedTuple):
-    """A tensor's delta: its file, its place there, and the digest of the bytes that it leads to."""
+    """The delta of a tensor: its file, its place there, and the digest of the resulting bytes."""
 
     file: str
     stored: StoredBytes
@@ -35,7 +35,7 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """A published version that changes the one before, with the changes by the names of their tensors."""
+    """A version that changes the one before, with the changes by the names of tensors."""
 
     manifest: Manifest
     storage: Storage
@@ -84,7 +84,7 @@ class Chain:
         self.version = deltas[-1].manifest.version if deltas else None
 
     def digest(self, key: str) -> str | None:
-        """The digest that a tensor has at the end; None if nothing changes it."""
+        """The digest of a tensor after all deltas; None if none changes it."""
         return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
 
     def keys(self) -> set[str]:
@@ -100,7 +100,7 @@ class Chain:
         return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
 
     def changed(self, tensor: StoredBytes, read: _Read) -> Iterator[np.ndarray]:
-        """Changes a tensor as `pieces` does; ``read`` puts its bytes, from a given start on, into an array."""
+        """Changes a tensor, as `pieces` does. ``read`` fills an array with its bytes, from a given start on."""
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
         with ExitStack() as readers:
             decoders = []
@@ -132,7 +132,7 @@ class Chain:
 def copied(
     storage: Storage, file: WeightFile, chain: Chain, record: FileRecord, write: Callable[[memoryview], object]
 ) -> None:
-    """Reads a safetensors file, changes it by deltas, and passes it on in pieces.
+    """Copies a safetensors file in pieces, changed by deltas.
 
     Raises `ChecksumMismatch` if the result is not the file of the record.
     """

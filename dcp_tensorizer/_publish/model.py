@@ -35,12 +35,12 @@ READ_BYTES = 8 * PIECE
 
 _ENDING = ".safetensors"
 _MAX_NAME = 255
-_LONE = {SINGLE, ADAPTER}  # files of models without an index, whose successors have the same names
+_LONE = {SINGLE, ADAPTER}  # files of models without an index; later versions of them have the same names
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """The bytes of a tensor in a file, from ``offset`` on; the dtype is named as safetensors names it."""
+    """The place of a tensor's bytes in a file. ``dtype`` is safetensors' name of it."""
 
     key: str
     offset: int
@@ -55,9 +55,9 @@ class WeightFile:
 
     name: str
     header: bytes  # the bytes up to the first tensor's
-    tensors: tuple[StoredBytes, ...]  # by their offsets
+    tensors: tuple[StoredBytes, ...]  # in the order of their offsets
     notes: Mapping[str, Any]  # its ``__metadata__``
-    identity: FileIdentity | None = None  # of a lone file, before its header was read; None where a storage has none
+    identity: FileIdentity | None = None  # before the header was read; None with an index, or if there is none
 
     @property
     def nbytes(self) -> int:
@@ -70,9 +70,9 @@ class Model:
     """The files of a model's directory."""
 
     storage: Storage
-    index: bytes | None  # the contents of its index; None if there is none, and all tensors are in one file
-    weights: dict[str, WeightFile]  # its safetensors files, by name
-    others: tuple[str, ...]  # the names of its other files: configuration, tokenizer, and what else lies there
+    index: bytes | None  # the contents of the index; None if there is none, because all tensors are in one file
+    weights: dict[str, WeightFile]  # the safetensors files, by name
+    others: tuple[str, ...]  # the names of the other files: the configuration, the tokenizer and any others
 
 
 def read_model(storage: Storage, index: bytes | None = None) -> Model:
@@ -95,7 +95,7 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
 
 
 def _is_other(name: str) -> bool:
-    """Returns whether a file belongs to a model, besides its weights and index. Those of a save under way do not."""
+    """Returns whether a file belongs to a model besides its weights and index; files of a save under way do not."""
     return not name.endswith(_ENDING) and name != INDEX and is_plain_name(name) and not is_ours(name)
 
 
@@ -121,7 +121,7 @@ def read_weight_files(storage: Storage) -> list[WeightFile]:
 
 
 def check_unreplaced(storage: Storage, file: WeightFile) -> None:
-    """Raises `ReadError` if a file of `read_weight_files` is another one by now: its data may not fit to its header."""
+    """Raises `ReadError` if a file has been replaced since `read_weight_files`: its data may not fit its header."""
     if file.identity is not None and storage.identity(file.name) != file.identity:
         raise ReadError(
             f"{storage.path}/{file.name} was replaced while it was loaded, and what was loaded may be of two models: "
@@ -152,19 +152,19 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Returns whether a name is that of a visible file in the directory itself, not in one below or elsewhere."""
+    """Returns whether a name is of a visible file in the directory itself, not in a subdirectory or elsewhere."""
     is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
     return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
 
 
 def check_plain_name(name: str, path: str) -> None:
-    """Raises `MetadataError` if a name that was read leads out of its directory."""
+    """Raises `MetadataError` if a name in a file leads out of its directory."""
     if not is_plain_name(name):
         raise MetadataError(f"{path} names the file {name!r}, which is no visible file of its directory")
 
 
 def check_weight_name(name: str, path: str) -> None:
-    """Raises `MetadataError` if a name that was read leads out of its directory, or is not a safetensors file's."""
+    """Raises `MetadataError` if a name in a file leads out of its directory, or is not a safetensors file's."""
     check_plain_name(name, path)
     if not name.endswith(_ENDING):
         raise MetadataError(f"{path} names the file {name!r}, which is no safetensors file")
@@ -200,7 +200,7 @@ def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:
 
 
 class TensorReader:
-    """Reads the tensors of an open file. Its errors name file and tensor, also where several files are open."""
+    """Reads the tensors of an open file. Its errors name the file and the tensor."""
 
     def __init__(self, storage: Storage, name: str, reader: RangeReader) -> None:
         self._storage, self._name, self._reader = storage, name, reader
@@ -232,7 +232,7 @@ def reading_tensors(storage: Storage, name: str) -> Iterator[TensorReader]:
 def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
     """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
 
-    Raises `WriteError`, and leaves no file, if it cannot be written.
+    Raises `WriteError` if the file cannot be written. Then there is no file.
     """
     with storage.writing(f"create {storage.path}/{name}"):
         sink = storage.create(name, nbytes, sync=True)

@@ -1,4 +1,4 @@
-"""Looks at published versions, verifies them, and removes old ones."""
+"""Lists published versions, verifies them, and removes old ones."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class VersionInfo:
         version: Its number.
         step: The step of training, if the publisher has given it.
         published: When it was published, in UTC.
-        is_delta: It holds only what has changed since the previous version.
-        base: The whole version that it builds upon; its own number if it is whole itself.
+        is_delta: It has only the changes since the previous version.
+        base: The whole version on which it builds; its own number if it is whole itself.
         nbytes: The size of its own files.
         model_nbytes: The size of the model's safetensors files.
-        tensors: How many tensors it holds; in a delta, those that changed.
+        tensors: The number of its tensors; of a delta, those that have changed.
     """
 
     path: str
@@ -61,7 +61,7 @@ class VersionsVerified:
         versions: The versions that were put together and compared.
         files: How many files were compared.
         nbytes: Bytes of these files.
-        damages: Why versions are not what was published; empty if all are.
+        damages: The differences from what was published; empty if there are none.
         seconds: How long it took.
     """
 
@@ -102,7 +102,7 @@ def verify_versions(
     """Puts versions together, and compares the SHA-256 of each file with what was published.
 
     Args:
-        path: A directory of versions, or one that deltas are applied to.
+        path: A directory of versions, or a directory to which deltas are applied.
         version: The version to verify. By default all: the last one of each whole version with its deltas, which needs
             all of these.
         storage_options: Passed to the fsspec filesystem of a URL.
@@ -138,7 +138,7 @@ def collect_versions(
 
     Args:
         path: The directory of versions.
-        keep_latest: How many of the newest versions to keep, with all that they build upon.
+        keep_latest: How many of the newest versions to keep, with all versions on which they build.
         dry_run: Remove nothing.
         storage_options: Passed to the fsspec filesystem of a URL.
 
@@ -157,7 +157,7 @@ def collect_versions(
 
 
 class _Verification:
-    """Counts what was compared, and notes what is damaged."""
+    """Verifies versions; counts the files and notes the damages."""
 
     def __init__(self, total: int, on_progress: _Progress) -> None:
         self._total, self._on_progress = total, on_progress
@@ -171,7 +171,7 @@ class _Verification:
             self._damages.append(f"{what}: {error}")
 
     def compare_version(self, published: Published, manifest: Manifest) -> None:
-        """Puts a version together from the whole one and the deltas since."""
+        """Verifies a version, which it puts together from the whole one and the deltas since."""
         base, *after = published.chain(manifest.version)
         storage = published.folder(base.version)
         chain = Chain([read_delta(published, delta) for delta in after])
@@ -181,7 +181,7 @@ class _Verification:
         self.compare_files(storage, base.others)
 
     def compare_files(self, storage: Storage, files: Mapping[str, FileRecord]) -> None:
-        """Compares files as they are."""
+        """Verifies files of a directory as they are."""
         for name, record in files.items():
             if FileRecord.of(storage, name, self._count).sha256 != record.sha256:
                 raise CheckpointError(f"{storage.path}/{name} is not what was published")

@@ -1,4 +1,4 @@
-"""Publishes a version of a model: whole, or what changed since the version before."""
+"""Publishes a version of a model: the whole model, or its changes since the version before."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from .model import (
 from .versions import FileRecord, Manifest, Published, encode_manifest, now
 
 MAX_DELTAS = 20
-"""How many deltas follow a whole version, unless the publisher says otherwise: a reader that begins reads all."""
+"""The number of deltas that follow a whole version by default. A new reader has to read all of them."""
 
-_FILE_BYTES = 256 << 20  # of deltas in memory, and then in one file
+_FILE_BYTES = 256 << 20  # bytes of deltas in memory, and then in one file
 _Progress = Callable[[int, int], object]
 
 
@@ -53,11 +53,11 @@ class PublishedVersion:
     Attributes:
         path: Its directory, without credentials.
         version: Its number.
-        is_delta: It is a change of the version before, and not whole.
+        is_delta: It has only the changes since the version before.
         nbytes: The size of its files.
         model_nbytes: The size of the model's safetensors files.
-        tensors: How many tensors it holds: of a delta, those that changed.
-        why_whole: Why it is a base; empty for a delta.
+        tensors: The number of its tensors; of a delta, those that have changed.
+        why_whole: Why it is a whole model; empty for a delta.
         removed: The versions that were removed because no rule keeps them.
     """
 
@@ -82,28 +82,28 @@ def publish(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> PublishedVersion:
-    """Publishes a model as the next version of a directory: whole, or what changed since the version before.
+    """Publishes a model as the next version of a directory: the whole model, or its changes since the version before.
 
-    It is whole if it is the first one, if ``max_deltas`` follow the last whole one, or if tensors, their dtypes or
-    shapes, their places in the files, or other files of the model have changed.
+    A version is whole if it is the first one, or if ``max_deltas`` follow the last whole one. It is also whole if the
+    model has other tensors, dtypes, shapes, places in the files, or other files beside the weights.
 
-    A directory has one publisher at a time: one that begins later takes it over, and the earlier one is refused.
+    A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused.
 
     Args:
         directory: The model, as Hugging Face lays it out. Nothing may change it meanwhile.
         published: The directory of versions. It is made if it is not there.
-        previous: The same model at the version before. It is compared with what was published. By default, that
-            version is put together from what was published.
-        step: Of training, to be noted in the version.
-        max_deltas: How many deltas may follow a whole version. A reader that begins reads as many at most.
-        keep_latest: Remove versions but so many of the newest, and those that they build upon.
+        previous: The same model at the version before. It is compared with the published one. By default, that version
+            is put together from the published files.
+        step: The step of training, to be noted in the version.
+        max_deltas: How many deltas may follow a whole version. A new reader has to read at most as many.
+        keep_latest: Keep so many of the newest versions, and those on which they build; remove the others.
         storage_options: Passed to the fsspec filesystems of URLs.
         on_progress: Called with the bytes that were read, and the bytes of the model.
 
     Raises:
         NotCommitted: there is no model in ``directory``.
-        MetadataError: it is damaged, or what was published is.
-        ChecksumMismatch: ``previous`` or what was published is not the version before, or damaged.
+        MetadataError: the model or a published version is damaged.
+        ChecksumMismatch: ``previous`` or the published files are not the version before, or are damaged.
         Refused: a `WriteError`: another publisher has taken the directory over.
         WriteError: the version cannot be written.
         CheckpointError: zstd is not installed.
@@ -122,7 +122,7 @@ def publish(
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publishes each model that a `SafetensorsStorageWriter` saves, for inference servers that follow: see `publish`.
+    """Publishes each model that a `SafetensorsStorageWriter` saves, for inference servers; see `publish`.
 
     Attributes:
         path: The directory of versions, of this job alone.
@@ -156,7 +156,7 @@ class Publication:
     keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
-    """The model's index. By now another one may be in its place."""
+    """The model's index, because another one may be in its place by now."""
     previous_index: bytes | None = None
     """The index of ``previous``, for the same reason."""
 
@@ -168,9 +168,9 @@ class Publication:
     def publish(
         self, own: Claim | None, on_progress: _Progress = lambda done, total: None
     ) -> tuple[PublishedVersion, Claim]:
-        """Publishes the version; returns also the claim on the directory, which the next version is published with.
+        """Publishes the version. Returns also the claim on the directory, to pass as ``own`` for the next version.
 
-        ``own`` is the publisher's claim, if it has published there before.
+        ``own`` is None if the publisher has not published there before.
         """
         zstd()
         folder = Published(open_storage(self.published, self.storage_options))
@@ -188,10 +188,10 @@ class Publication:
 
 
 def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-    """Removes all versions but some of the newest and those that they build upon; returns the removed ones.
+    """Removes versions, except some of the newest and those on which they build; returns the removed ones.
 
-    The highest ones go first, so that no delta is ever there without its base. The directory need not be claimed: a
-    version that a publisher adds meanwhile builds upon the newest one, which stays.
+    The highest ones go first, so that there is never a delta without its base. The directory need not be claimed: a
+    version that a publisher adds meanwhile builds on the newest one, which stays.
     """
     versions = [manifest.version for manifest in folder.manifests()]
     needed = folder.needed(versions[-keep_latest:])
@@ -202,7 +202,7 @@ def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) ->
 
 
 class _Publisher:
-    """The work on one version."""
+    """Writes one version."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _Publisher:
             self._target.put(INDEX, encode_manifest(manifest, notes), sync=True, replace=False)
         except Refused:
             self._drop()
-            raise  # any other error: the manifest may be there, now or later, and needs its files
+            raise  # after any other error the manifest may appear, and would need its files
         return PublishedVersion(
             self._target.path,
             self._version,
@@ -262,7 +262,7 @@ class _Publisher:
     # --- whole, or what changed? --------------------------------------------------------------------------------------
 
     def _base(self, others: Mapping[str, FileRecord], max_deltas: int) -> tuple[_Base | None, str]:
-        """Returns the version that a delta can build upon; or None, and why a whole version is needed."""
+        """Returns the version on which a delta can build; or None, and why a whole version is needed."""
         newest = self._newest
         if newest is None:
             return None, "it is the first version"
@@ -357,7 +357,7 @@ class _Publisher:
         *,
         is_previous: bool,
     ) -> tuple[FileRecord, dict[str, str], int]:
-        """Writes the deltas of a file, some of them at a time.
+        """Writes the deltas of a file, some at a time.
 
         Returns its record, the file of the delta of each tensor that changed, and the bytes that were written.
         """
@@ -391,7 +391,7 @@ class _Publisher:
         return FileRecord(new.nbytes, hashed.hexdigest()), weight_map, written
 
     def _write_frames(self, frames: dict[str, tuple[bytes, str]], weight_map: dict[str, str]) -> int:
-        """Writes deltas to a file, as rows of bytes, with the digests of what they lead to; returns its size."""
+        """Writes deltas to a file, as rows of bytes, with the digests of the resulting tensors; returns its size."""
         if not frames:
             return 0
         with self._lock:
@@ -438,7 +438,7 @@ class _Publisher:
         )
 
     def _in_threads(self, work: Callable[[Any], None], subjects: Sequence[Any]) -> None:
-        """Calls a function for every file, in threads: the libraries that hash and compress release the interpreter."""
+        """Calls a function for each file, in threads: the libraries that hash and compress release the interpreter."""
         with Workers(max(1, min(cores(), len(subjects))), thread_name_prefix="publish") as pool:
             list(pool.map(work, subjects))
 
@@ -449,7 +449,7 @@ class _Publisher:
 
 
 class _Base(NamedTuple):
-    """The last whole version, which a delta builds upon, and the deltas since."""
+    """The last whole version, on which a delta builds, and the deltas since."""
 
     storage: Storage
     manifest: Manifest
@@ -471,7 +471,7 @@ def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFi
 
 
 def read_notes(index: bytes | None) -> dict[str, Any]:
-    """The ``metadata`` of a model's own index, without what a manifest adds to it."""
+    """The ``metadata`` of a model's own index, without the entries that a manifest adds."""
     notes: dict[str, Any] = {} if index is None else json.loads(index).get("metadata") or {}
     ours = {"dcp_tensorizer", "version", "base_version", "delta_encoding", "compression_format", "checksum_format"}
     return {key: value for key, value in notes.items() if key not in ours}

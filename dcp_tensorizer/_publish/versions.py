@@ -1,4 +1,4 @@
-"""Published versions of a model: what their manifests say, which ones there are, and which ones are still needed.
+"""Published versions of a model: their manifests, their directories, and which of them are still needed.
 
     published/
       .publish.claim                    the publisher that the directory belongs to
@@ -10,8 +10,8 @@
         delta-00001-5f0c1e2a.safetensors, ...
         model.safetensors.index.json
 
-A version's manifest is its index. So programs that read models read a base, and SGLang's receiver finds in the indices
-what it looks for. All else is in one object, ``metadata.dcp_tensorizer``.
+A version's manifest is its index. So programs that read models can read a base, and SGLang's receiver finds all that it
+needs in the indices. The rest is in one object, ``metadata.dcp_tensorizer``.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class FileRecord(Struct, frozen=True, omit_defaults=True):
-    """A file of a model at a version; the SHA-256 in hexadecimal digits."""
+    """A file of a model at a version. Its SHA-256 is in hexadecimal digits."""
 
     nbytes: _Count
     sha256: _Sha256
-    origin: str = ""  # the name of the same file in the base, where it has another one here
+    origin: str = ""  # the name of the same file in the base, if it is another one
 
     @classmethod
     def of(cls, storage: Storage, name: str, on_read: Callable[[int], object] = lambda nbytes: None) -> FileRecord:
-        """The record of a file as it is; ``on_read`` is called with the bytes of each block that was read."""
+        """Makes the record of a file as it is. ``on_read`` is called with the size of each block that was read."""
         hashed, nbytes = hashlib.sha256(), 0
         for block in read_blocks(storage, name):
             hashed.update(block)
@@ -60,23 +60,23 @@ class FileRecord(Struct, frozen=True, omit_defaults=True):
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True):
-    """A version of a model, by its manifest; times in UTC."""
+    """The manifest of a version. Times are in UTC."""
 
     version: int
-    base_version: int | None  # the version that it is a change of; None of a base, which is whole
-    chain: int  # the base that it builds upon, by all versions in between; its own number for a base
+    base_version: int | None  # the version that a delta changes; None for a base
+    chain: int  # the base on which a delta builds, by all versions in between; the own number of a base
     files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base
-    others: dict[str, FileRecord]  # its other files; the same at all versions of a chain, so only a base lists them
-    tensors: dict[str, str]  # the digests of all tensors of a base
-    weight_map: dict[str, str]  # the file of each tensor: of a delta, of those that changed
+    others: dict[str, FileRecord]  # the other files, in the manifest of a base: they do not change within a chain
+    tensors: dict[str, str]  # the digests of all tensors, in the manifest of a base
+    weight_map: dict[str, str]  # the file of each tensor; of a delta, those that have changed
     published_at: datetime
-    nbytes: int  # of the version's own files, without this manifest
-    step: int | None = None  # of training, if the publisher has told
-    replaced: tuple[str, ...] = ()  # files whose place this version took, in a directory that deltas are applied to
+    nbytes: int  # the size of the version's own files, without this manifest
+    step: int | None = None  # the step of training, if the publisher has given it
+    replaced: tuple[str, ...] = ()  # the files that it has replaced, in a directory to which deltas are applied
 
     @property
     def is_delta(self) -> bool:
-        """Returns whether it is a change of the version before, and not whole."""
+        """Returns whether it has only the changes since the version before."""
         return self.base_version is not None
 
 
@@ -84,7 +84,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
 
 
 class _Ours(Struct, omit_defaults=True):
-    """The part of a manifest that no other program reads."""
+    """The part of a manifest that only this package reads."""
 
     format: int
     chain: _Number
@@ -120,7 +120,7 @@ _decode_any = msgspec.json.Decoder(_AnyIndex).decode
 
 
 def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes:
-    """Returns a manifest as the index that is written; the ``metadata`` of the model's own index goes into it too."""
+    """Encodes a manifest as an index, together with the ``metadata`` of the model's own index."""
     ours = _Ours(
         FORMAT,
         _digits(manifest.chain),
@@ -140,10 +140,10 @@ def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
-    """Reads a manifest.
+    """Decodes a manifest.
 
-    Raises `UnsupportedFormat` if it is another program's or a newer release's, and `MetadataError` if it is damaged or
-    names files that are not in its directory.
+    Raises `UnsupportedFormat` if it is of another program or a newer release, and `MetadataError` if it is damaged or
+    names files outside of its directory.
     """
     try:
         found = _decode_any(content).metadata
@@ -209,7 +209,7 @@ class Published:
         self._manifests: dict[int, Manifest] = {}
 
     def numbers(self) -> list[int]:
-        """The numbers of versions that have a directory, the lowest first: some may not be complete."""
+        """The numbers of versions that have a directory, the lowest first. Some of these may be incomplete."""
         try:
             folders = self.storage.listing()[1]
         except NotCommitted:
@@ -271,7 +271,7 @@ class Published:
         return chain[::-1]
 
     def needed(self, versions: list[int]) -> set[int]:
-        """Returns versions together with those that they build upon."""
+        """Returns versions, together with those on which they build."""
         needed: set[int] = set()
         for version in sorted(versions, reverse=True):
             if version not in needed:
@@ -281,11 +281,11 @@ class Published:
     # --- for publishers -----------------------------------------------------------------------------------------------
 
     def ownership(self, own: Claim | None = None) -> Ownership:
-        """A publisher's claim on the directory: a new one, or the one that it has already."""
+        """A publisher's ownership of the directory, by a new claim or by its own earlier one."""
         return Ownership(self.storage, _CLAIM, own)
 
     def remove(self, version: int) -> None:
-        """Removes a version: its manifest first, so that it is whole or not there. Raises `OSError`."""
+        """Removes a version, its manifest first, so that it is complete or not there. Raises `OSError`."""
         folder = self.folder(version)
         self._manifests.pop(version, None)
         folder.remove(INDEX)
@@ -294,9 +294,9 @@ class Published:
         folder.remove_directory()
 
     def clear(self, version: int) -> None:
-        """Removes what is left in a version's directory that has no manifest.
+        """Removes the files in a version's directory that has no manifest.
 
-        Raises `Refused` if it has one by now: another publisher has just put it there.
+        Raises `Refused` if another publisher has just put one there.
         """
         folder = self.folder(version)
         try:

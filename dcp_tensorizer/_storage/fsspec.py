@@ -192,7 +192,7 @@ class StreamStorage(RemoteStorage):
         return self.retries.call(in_turn, self._may_succeed, self._renew)
 
     def _may_succeed(self, error: Exception) -> bool:
-        """Returns whether a failed request may succeed with a fresh filesystem: the environment has other keys now."""
+        """Returns whether a failed request may succeed later, or with a filesystem made in today's environment."""
         is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
         return is_outdated or is_transient(error)
 

@@ -1,13 +1,12 @@
-"""Follows a pickle without any class or function of this process: stand-ins replace all that it names, calls and
-changes.
+"""Reads a pickle without using any class or function of this process: stand-ins replace all that it names and calls.
 
 `Inert` takes time and memory in proportion to the pickle's size. Python's own unpickler does not: a tuple that holds
 the same tuple twice takes two bytes, and doubles the time of hashing. It also lets a pickle change every class that it
 may look up (BUILD).
 
-Subclasses decide what a pickle may do. That of `objects` judges ``torch.save`` pickles before they are loaded. That of
-`torch_archive` bounds pickles for torch's weights-only rules. That of `_index.torch_metadata` accepts only the parts of
-DCP's records.
+Subclasses decide what a pickle may do. That of `objects` judges pickles of ``torch.save`` before they are loaded. That
+of `torch_archive` limits pickles for torch's weights-only rules. That of `_index.torch_metadata` accepts only the parts
+of DCP's records.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
 
 class Malformed(ValueError):
-    """No writer makes such a pickle, or it takes more time than its size explains."""
+    """A pickle that no writer makes, or that takes more time than its size explains."""
 
 
 class Unexpected(Exception):
-    """A pickle makes a value in another way than the value's own type would."""
+    """A pickle makes a value in another way than the value's type does."""
 
 
 class Named:
-    """A class or a function, by its ``module.name``. Nothing is looked up or imported. A pickle has one for each name.
+    """Stands for a class or a function, by its ``module.name``. Nothing is looked up or imported.
 
-    ``trusted``: the user allows it with any arguments.
+    A pickle has one for each name. ``trusted``: the user allows it with any arguments.
     """
 
     __slots__ = ("name", "trusted")
@@ -48,10 +47,10 @@ class Named:
 
 
 class Value:
-    """Stands for the result of a call; takes no state and no members, and only equals itself.
+    """Stands for the result of a call. It takes no state and no members, and equals only itself.
 
-    ``what`` names the function or class that was called. ``cost`` is the cost of hashing it once; None if it cannot be
-    hashed.
+    ``what`` names the function or class that is called. ``cost`` is the cost of hashing the result once; None if it
+    cannot be hashed.
     """
 
     __slots__ = ("cost", "what")
@@ -74,10 +73,10 @@ class Value:
 
 
 class Made(Value):
-    """Stands for the result of a call, and records its arguments, last state and members, whatever they are.
+    """Stands for the result of a call. Records any arguments, the last state and the members.
 
-    ``state`` is None if ``__setstate__`` would not be called. ``members`` would be added afterwards to a list or a set;
-    to a dict, as pairs.
+    ``state`` is None if ``__setstate__`` would not be called. ``members`` are those that would be added to a list or a
+    set afterwards, or as pairs to a dict.
     """
 
     __slots__ = ("arguments", "members", "state")
@@ -100,7 +99,7 @@ class Made(Value):
 
 
 def hash_cost(key: Any, most: int) -> int:
-    """The number of values and 64-bit words that are hashed to hash a key, counting shared ones each time.
+    """The cost of hashing a key: the number of values and 64-bit words, of which shared ones count each time.
 
     Raises `Malformed` if it is more than ``most``, or if a value cannot be hashed.
     """
@@ -125,9 +124,10 @@ def hash_cost(key: Any, most: int) -> int:
 
 
 class Inert:
-    """Reads one pickle as values of builtin types, `Named`, and the results of `call` and `new`.
+    """Reads a pickle as values of builtin types, `Named`, and the results of `call` and `new`.
 
-    ``protocol`` is the newest allowed one. Opcodes from before protocol 2 are only known if later protocols use them.
+    ``protocol`` is the newest allowed one. Of opcodes from before protocol 2, only those that are still in use are
+    known.
     """
 
     def __init__(self, pickled: bytes, protocol: int = pickle.HIGHEST_PROTOCOL) -> None:
@@ -137,7 +137,7 @@ class Inert:
         self._work_left = 1000 + _WORK_PER_BYTE * len(pickled)
 
     def read(self, max_opcodes: int | None = None) -> Any:
-        """The value; None if the pickle has more than ``max_opcodes`` opcodes.
+        """Reads the value; None if the pickle has more than ``max_opcodes`` opcodes.
 
         Raises `Malformed` if no writer makes such a pickle, or if it takes more time than its size explains.
         """
@@ -151,19 +151,19 @@ class Inert:
     # --- what subclasses decide ---------------------------------------------------------------------------------------
 
     def name(self, module: str, name: str) -> Named:
-        """Stands for a class or a function; called once for each."""
+        """Makes the stand-in for a class or a function. It is called once for each name."""
         return Named(f"{module}.{name}")
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
-        """Stands for the result of a call."""
+        """Makes the stand-in for the result of a call."""
         return Made(what.name, arguments)
 
     def new(self, what: Named, arguments: tuple[Any, ...]) -> Any:
-        """Stands for a new object of a class, made by ``__new__``."""
+        """Makes the stand-in for a new object of a class, made by ``__new__``."""
         return self.call(what, arguments)
 
     def refer(self, place: Any) -> Any:
-        """Stands for a value that only the caller of ``pickle.load`` could resolve."""
+        """Makes the stand-in for a value that only the caller of ``pickle.load`` could resolve."""
         return self.call(Named("persistent.id"), (place,))
 
     def build(self, target: Any, state: Any) -> None:
@@ -171,7 +171,7 @@ class Inert:
         self._change(target, "build", state)
 
     def update(self, target: Any, members: list[Any]) -> None:
-        """Sets keys and values, which alternate in a list, in a dict or in the result of a call."""
+        """Sets keys of a dict or of the result of a call. Keys and values alternate in ``members``."""
         if len(members) % 2:
             raise Malformed("a key has no value")
         self._hash(keys := members[::2])
@@ -182,11 +182,11 @@ class Inert:
             self._change(target, "update", list(pairs))
 
     def refuse(self, what: str) -> None:
-        """Called for a value that takes no such state or members."""
+        """Refuses a state or members, for a value that takes none."""
         raise Malformed(f"it changes a {what}")
 
     def spend(self, work: int) -> None:
-        """Counts values that are hashed or copied."""
+        """Counts values that are hashed or copied; raises `Malformed` if they are too many."""
         self._work_left -= work
         if self._work_left < 0:
             raise Malformed("it takes too much time or memory for its size")

@@ -1,8 +1,8 @@
-"""The standard library's data types, and how they pickle themselves with ``torch.save``'s protocol 2.
+"""A table of data types of the standard library and NumPy: how they pickle themselves with ``torch.save``'s protocol 2.
 
-A maker gets the arguments that a pickle passes to a class or function. It returns a stand-in for the result, or raises
-`Unexpected` if the type itself would not have written them, because their effect is unknown. None of these calls runs
-code outside the table, and none takes more time or memory than a multiple of its arguments.
+Each has a maker, which gets the arguments that a pickle passes to the class or function. It returns a stand-in for the
+result. If the type itself would not have written these arguments, their effect is unknown, and it raises `Unexpected`.
+No maker runs code outside of this table, or takes more time or memory than a multiple of its arguments.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def need(condition: object) -> None:
 
 
 def by_name(value: Any) -> dict[str, Any]:
-    """Checks that a value is a dict whose keys are strings; otherwise raises `Unexpected`."""
+    """Returns a value if it is a dict whose keys are strings; otherwise raises `Unexpected`."""
     need(type(value) is dict and all(type(key) is str for key in value))
     return value  # type: ignore[no-any-return]
 
 
 class MappingValue(Value):
-    """An OrderedDict or the like: takes keys and values, and with ``attributes`` also attributes of the instance."""
+    """Stands for an OrderedDict or the like. It takes keys and values, and with ``attributes`` also attributes."""
 
     def __init__(self, what: str, *, attributes: bool = False) -> None:
         super().__init__(what, cost=None)
@@ -53,7 +53,7 @@ class MappingValue(Value):
 
 
 class StateValue(Value):
-    """Takes one state, if a check accepts it."""
+    """Stands for a value that takes one state, if a check accepts it."""
 
     def __init__(self, what: str, check: Callable[[Any], object], cost: int | None = 1) -> None:
         super().__init__(what, cost)
@@ -71,7 +71,7 @@ def _is(value: Any, *types: type) -> bool:
 
 
 def takes(*kinds: type, cost: int | None = 1) -> Maker:
-    """A maker for arguments of exactly these types."""
+    """Makes a maker for arguments of exactly these types."""
 
     def make(name: str, args: Arguments) -> Value:
         need(tuple(map(type, args)) == kinds)
@@ -81,7 +81,7 @@ def takes(*kinds: type, cost: int | None = 1) -> Maker:
 
 
 def _nothing(make: Callable[[str], Any]) -> Maker:
-    """A maker without arguments."""
+    """Makes a maker without arguments."""
 
     def make_of_none(name: str, args: Arguments) -> Any:
         need(not args)
@@ -94,7 +94,7 @@ def _nothing(make: Callable[[str], Any]) -> Maker:
 
 
 def _encoded(name: str, args: Arguments) -> bytes:
-    """Bytes, of the text that protocol 2 writes for them: a character a byte."""
+    """Makes bytes of the text that protocol 2 writes for them, with a character for each byte."""
     need(len(args) == 2 and _is(args[0], str) and args[1] == "latin1")
     try:
         return args[0].encode("latin-1")  # type: ignore[no-any-return]
@@ -148,7 +148,7 @@ def _counter(name: str, args: Arguments) -> Value:
 
 
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
-    """A maker for a date or a time of packed bytes, which its own constructor does not check."""
+    """Makes a maker for a date or a time of packed bytes, which their own constructors do not check."""
 
     def make(name: str, args: Arguments) -> Value:
         need(1 <= len(args) <= 2 and _is(args[0], bytes) and len(args[0]) == nbytes)
@@ -284,9 +284,9 @@ PASSIVE = _FACTORIES | {"builtins.Ellipsis", "builtins.NotImplemented", "builtin
 
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
-# NumPy trusts pickles: a dtype with fields outside of its items reads foreign memory, and one with objects that its
-# flags hide follows any pointer. So the dtype is made here by NumPy's constructor, which checks its arguments, and the
-# result must be the dtype that the pickle describes. Arrays must have the size of their shape.
+# NumPy trusts pickles. A dtype with fields outside of its items reads foreign memory, and one whose flags hide objects
+# follows any pointer. So the dtype is made here by NumPy's constructor, which checks its arguments. The result must be
+# the dtype that the pickle describes. Arrays must have the size of their shape.
 
 _MAX_NESTED = 32  # nested dtypes, which NumPy compares and shows by recursion
 _MAX_EMPTY = 1 << 20  # elements of an array whose items have no bytes
@@ -294,9 +294,9 @@ _ALIGNED = 0x80  # NumPy's NPY_ALIGNED_STRUCT
 
 
 class DType(Value):
-    """A dtype. It is known once it has its state, and does not change afterwards.
+    """Stands for a dtype. It is known once it has its state, and does not change afterwards.
 
-    ``fields`` is the dict that describes its fields, if it has any: NumPy keeps this very dict. ``depth`` counts nested
+    ``fields`` is the dict that describes its fields, if it has any. NumPy keeps this very dict. ``depth`` counts nested
     dtypes.
     """
 
@@ -381,7 +381,7 @@ class DType(Value):
 
 
 class _Array(Value):
-    """An array of which only the type is known. Its state has everything else."""
+    """Stands for an array of which only the type is known. Its state has the rest."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, cost=None)

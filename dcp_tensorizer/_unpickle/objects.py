@@ -1,8 +1,8 @@
-"""Objects as ``torch.save`` stores them: which of their types could run code, and how to load them without running any.
+"""Judges and loads objects that ``torch.save`` has stored, without running code from them.
 
 torch's own weights-only loader is not enough. It knows few types of the standard library and none of NumPy. A class
 that is added to its list is added for the whole process, and takes any arguments and any state: a dtype made in that
-way reads foreign memory. And it calls trusted names before it meets an untrusted one.
+way reads foreign memory. And the loader calls trusted names before it meets an untrusted one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .known_types import Arguments, DType, Maker, need, takes
 
 
 def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -> tuple[str, ...]:
-    """The ``module.name`` of everything in a saved object that could run code; nothing is run or imported.
+    """The ``module.name`` of all names in a saved object that could run code. Nothing is run or imported.
 
     Data types of the standard library, NumPy and torch are safe, and so are those that the user passed to
     ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. Pickles are read up to
@@ -47,9 +47,7 @@ def load_object(content: bytes) -> Any:
 
 
 def is_small(value: Any) -> bool:
-    """Returns whether a value takes little time to show or compare. Lists that contain a list twice, and so on, take
-    long.
-    """
+    """Returns whether a value takes little time to show or compare. A list that holds another one often takes long."""
     pending, left = [value], 100_000
     while pending and left > 0:
         member = pending.pop()
@@ -95,9 +93,9 @@ _KNOWN = {_GETATTR, *_CALLED, *_CREATED, *known_types.PASSIVE, *known_types.NUMP
 class _Judge(Inert):
     """Finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It knows for each with which arguments it would be called, which state would be set, and what would be hashed. Only
+    It follows their calls with all arguments, the states that would be set, and the values that would be hashed. Only
     protocol 2 is accepted, because others map Python 2's names in another way. ``allowed`` are names that the user
-    trusts, with any arguments and any state; ``torch_names`` those that ``torch.load`` trusts by itself.
+    trusts, with any arguments and any state. ``torch_names`` are those that ``torch.load`` trusts by itself.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
@@ -113,8 +111,8 @@ class _Judge(Inert):
     def refused(self) -> set[str]:
         """The names that would be imported or called without permission.
 
-        If an attribute is called, such as a nested class, it is the attribute's name. Otherwise, such as for an Enum's
-        member, it is the class's.
+        If an attribute is called, such as a nested class, this is the attribute's name. Otherwise, as for a member of
+        an Enum, it is the name of the class.
         """
         members = {name if owner.trusted else owner.name for name, owner in self._members.items()}
         return self._refused | (self._unknown - self._owners) | members
@@ -160,7 +158,7 @@ class _Judge(Inert):
         return Named(name, trusted=name in self._allowed and name != _GETATTR)
 
     def _attribute(self, args: Arguments) -> Any:
-        """Follows protocol 2's reference to a nested class, a method, or in some releases an Enum's member."""
+        """Follows a reference of protocol 2 to a nested class, a method, or in some releases a member of an Enum."""
         if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
             raise Malformed("it takes an attribute of a value")
         owner, attribute = args
@@ -197,7 +195,7 @@ class _Judge(Inert):
         return name.startswith(REBUILD_PREFIX) and name in self._torch
 
     def _rebuild_subclass(self, args: Arguments) -> Any:
-        """A tensor with attributes, or of a subclass: torch calls the first argument with the third."""
+        """Follows a tensor with attributes, or of a subclass: torch calls the first argument with the third."""
         need(len(args) == 4 and type(args[0]) is Named and type(args[2]) is tuple)
         need(args[0].trusted or self._rebuilds(args[0].name))
         return self._judge(args[0], args[2], {})

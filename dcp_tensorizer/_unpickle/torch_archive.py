@@ -1,10 +1,10 @@
 """Checks a ``torch.save`` file before torch's weights-only rules read it.
 
-An archive that is larger than it looks, or a pickle that takes very long, is refused in time and memory proportional to
+An archive may be larger than it looks, or its pickle take very long. It is refused in time and memory proportional to
 its size.
 
-Python and torch each have a reader of zip archives. They agree on the contents only if the archive has the plain layout
-that torch writes, so nothing else is accepted.
+Python and torch each have a reader of zip archives. The two agree on the contents only if the archive has the plain
+layout that torch writes. So no other layout is accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_archive(data: bytes) -> bool:
 
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
-    """Opens an archive whose records are stored uncompressed, and without overlaps; otherwise raises `ValueError`."""
+    """Opens an archive of uncompressed records that do not overlap; raises `ValueError` for any other."""
     directory = _directory(file, nbytes)
     file.seek(0)
     try:
@@ -88,9 +88,9 @@ def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
 def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     """Checks a ``torch.save`` file before the weights-only rules of ``torch.load`` are applied.
 
-    The elements of tensors must be stored uncompressed, where torch looks for them. Returns the position of each
-    record's header and the record's size, in the file's order. Raises `ValueError` otherwise, or if the archive would
-    take more time or memory than its size.
+    The elements of tensors must be uncompressed, and lie where torch looks for them. Returns the position of each
+    record's header and the record's size, in the file's order. Raises `ValueError` for any other file, or if the
+    archive would take more time or memory than its size explains.
     """
     is_zip = is_archive(file.read(4))
     file.seek(0)
@@ -104,7 +104,7 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
             check_pickle(record(archive, info))
         if name.endswith("/byteorder") and record(archive, info) == b"big":
             raise ValueError("it is of a big-endian machine: load and save it once more on this one")
-    # With this record, torch computes positions with a descriptor behind each record, instead of looking them up.
+    # With this record, torch does not look up positions: it computes them as if a descriptor followed each record.
     is_counted = any(info.filename.endswith("/.format_version") for info in infos)
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
         raise ValueError("it was repacked, and not as torch.save packs: load and save it once more")
@@ -112,8 +112,9 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
 
 
 def check_pickle(pickled: bytes) -> None:
-    """Checks a pickle for the weights-only rules of ``torch.load``; raises `ValueError` if it takes more time or memory
-    than its size.
+    """Checks a pickle before the weights-only rules of ``torch.load`` are applied.
+
+    Raises `ValueError` if it takes more time or memory than its size explains.
     """
     try:
         _Bounded(pickled).read()

@@ -1,4 +1,4 @@
-"""Results that appear whole or not at all: written under another name beside their own, and then renamed."""
+"""Writes results that appear complete or not at all: under another name beside their own, and then renames them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
 
 
 def shown_path(path: str) -> str:
-    """The name of a result in metadata and messages: the final one, without credentials."""
+    """The name of a result for metadata and messages: its final one, without credentials."""
     return redact(str(absolute_path(path)))
 
 
@@ -45,11 +45,11 @@ def _is_url(path: str) -> bool:
 
 @contextmanager
 def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """A directory that gets its name when it is complete. Storages without renaming remove its files after a failure.
+    """Makes a directory that gets its name when it is complete.
 
-    Then only files whose names match the pattern ``files`` are removed; others are foreign. The pattern leaves out the
-    file that completes the result. Raises `ConversionError` if there is something at the path, or a file system begins
-    there, and `WriteError` if it cannot be written.
+    A storage without renaming removes its files after a failure instead: those that match the pattern ``files``. Others
+    are foreign. The pattern leaves out the file that completes the result. Raises `ConversionError` if there is
+    something at the path, or a file system is mounted there, and `WriteError` if it cannot be written.
     """
     storage = open_storage(path, options)
     with suppress(NotCommitted):
@@ -65,7 +65,7 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
             raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
         with _renamed(real) as temporary:
             temporary.mkdir()
-            if real.exists():  # its permissions may be meant to protect it
+            if real.exists():  # its permissions may be there to protect it
                 _take_over(real, temporary)
             yield LocalStorage(temporary)
             _sync(temporary)
@@ -82,7 +82,7 @@ def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """A file that gets its name when it is complete. On storages without renaming, files only appear then anyway.
+    """Makes a file that gets its name when it is complete. On storages without renaming, files appear only then anyway.
 
     Raises `ConversionError` if there is something at the path, and `WriteError` if it cannot be written.
     """
@@ -123,9 +123,9 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path``. It is renamed to ``path`` at the end, or removed after a failure.
+    """Yields a temporary name beside ``path``. In the end it is renamed to ``path``, or after a failure removed.
 
-    Missing parent directories are made. After a failure they are removed, unless others have put something there.
+    Missing parent directories are made. After a failure they are removed, unless there are files of others in them.
     """
     # A name has at most 255 bytes, and a character up to four. So only the beginning of a long name is used.
     temporary = path.parent / f".{path.name[:_SHOWN]}.{uuid.uuid4().hex}.tmp"

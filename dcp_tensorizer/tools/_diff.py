@@ -1,4 +1,4 @@
-"""Compares two checkpoints by key and by value: however they are sharded, in whatever formats, block by block."""
+"""Compares two checkpoints by key and by value, block by block. Their shardings and formats may differ."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Change:
         key: The key in the flattened state dict.
         what: ``shape``, ``dtype``, ``kind`` (a tensor in one and an object in the other), or ``value``.
         before, after: Short descriptions; empty for the values of tensors.
-        elements: How many elements there are; ``differing`` of them differ in some bit.
-        largest: The largest difference of two elements; NaN if one of them is; None if the dtype has no arithmetic.
+        elements: The number of elements; ``differing`` of them differ in at least one bit.
+        largest: The largest difference of two elements; NaN if one of the two is; None if the dtype has no arithmetic.
         relative: The largest difference relative to the larger element.
     """
 
@@ -189,8 +189,9 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
 
 
 def _are_equal(a: bytes, b: bytes) -> bool:
-    """Returns whether values are equal although their pickles differ, as when one holds a string twice and the other
-    two copies.
+    """Returns whether values are equal although their pickles differ.
+
+    For example, one may have the same string twice, and the other two copies.
     """
     try:
         x, y = load_object(a), load_object(b)
@@ -237,9 +238,7 @@ def _compare(a: torch.Tensor, b: torch.Tensor) -> _Stats:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The distances of elements, and the larger absolute value of each pair; equal NaNs or infinities have distance
-    0.
-    """
+    """The distances of elements, and the larger absolute value of each pair. Two NaNs, or equal infinities, have 0."""
     with np.errstate(all="ignore"):
         if a.dtype.is_floating_point or a.dtype.is_complex:
             wide = torch.complex128 if a.dtype.is_complex else torch.float64

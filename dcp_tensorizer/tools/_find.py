@@ -48,19 +48,19 @@ _MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A directory with a checkpoint, or with what a save has left of one.
+    """A directory with a checkpoint, or with the files of an unfinished one.
 
     Attributes:
-        path: Without credentials.
+        path: The path, without credentials.
         step: The last number in the directory's name.
-        saved: When it was saved, in UTC: by its own record, which copies keep. Without one, when a file in it was last
+        saved: When it was saved, in UTC, by its own record, which copies keep. Without one, when a file in it was last
             written. None if the storage does not tell, or the year is beyond 9999.
         state: ``committed``: whole. ``unfinished``: a save is under way there, or has died. ``unflushed``: it is in a
             local folder (``local=...``), and not on the remote yet. ``flushed``: the local copy of what the remote has.
             ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy under way.
             ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
         nbytes: Bytes of all files in it.
-        shared_nbytes: Bytes of those that also have names elsewhere, and take space once (``reuse_unchanged``).
+        shared_nbytes: Bytes of those files that also have names elsewhere, and take space once (``reuse_unchanged``).
         ranks, tensors, objects: How many ranks wrote it, and how many values it has; None if it is not committed.
         leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
     """
@@ -79,16 +79,16 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A directory with a checkpoint, or with the leftovers of a save, with everything that `_gc` has to know of it.
+    """A directory with a checkpoint, or with the leftovers of a save, and all that `_gc` needs to know of it.
 
     Attributes:
-        info: What `list_checkpoints` returns. ``step`` is the one that a manager has recorded, if the name has that
-            number; otherwise see `step_of`.
+        info: The record that `list_checkpoints` returns. Its ``step`` is the one that a manager has recorded, if the
+            directory's name has that number; otherwise it is that of `step_of`.
         parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
-        leftovers: Files of uncommitted saves, as far as a listing shows, and unless a flush needs them.
-        dead: Those of them that belong to dead saves, unless a save is under way there.
-        unknown: Why there may be more leftovers; empty if there are none.
-        contents: Equal for checkpoints with the same keys; None if it is not committed.
+        leftovers: Files of uncommitted saves, as far as a listing shows. Files that a flush needs are left out.
+        dead: The leftovers of dead saves, unless a save is under way there.
+        unknown: Why there may be more leftovers; empty if there are no others.
+        contents: A hash of the keys; None if it is not committed.
         is_recorded: A manager has recorded it as this step.
     """
 
@@ -103,7 +103,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A directory when it was listed, with its files and subdirectories, and its checkpoint, if there is one."""
+    """A listed directory, with its files, its subdirectories, and its checkpoint if there is one."""
 
     storage: Storage
     name: str
@@ -112,7 +112,7 @@ class Folder:
     listed: Listed | None
 
     def walk(self) -> Iterator[Folder]:
-        """The directory and all below it, parents first."""
+        """The directory and all directories below it, parents first."""
         yield self
         for folder in self.folders:
             yield from folder.walk()
@@ -149,7 +149,7 @@ def step_of(name: str) -> int | None:
 
 
 def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
-    """Reads a checkpoint's metadata as `read_parts`; `NotCommitted` says also which checkpoints are below."""
+    """Reads a checkpoint's metadata as `read_parts` does. `NotCommitted` names checkpoints below the directory, too."""
     try:
         return read_parts(storage)
     except NotCommitted as error:
@@ -159,7 +159,7 @@ def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
 
 
 def where_below(storage: Storage) -> str:
-    """A hint about the checkpoints below a directory that is not one itself; empty if there are none."""
+    """A hint at the checkpoints below a directory without one; empty if there are none."""
     try:
         found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
     except CheckpointError:
@@ -179,32 +179,31 @@ def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
 
 
 def walk(storage: Storage) -> Folder:
-    """Lists a directory and all below it; raises `NotCommitted` if there is none, and `ReadError` if it cannot be
-    listed.
+    """Lists a directory and all directories below it.
+
+    Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
     """
     around: dict[str, str] = {}
     if isinstance(storage, LocalStorage):
         for folder in Path(storage.real_path).parents:
             around |= _local_saves(folder)
-    return _walk(storage, around, _begun(storage))
+    return _walk(storage, around, _uploads(storage))
 
 
-class _Begun(NamedTuple):
+class _Uploads(NamedTuple):
     """Data files that are being uploaded in and below a directory, by their paths below it. No listing shows them.
 
-    A directory may hold nothing else, for example if its first save was killed. No listing shows such a directory
-    either.
+    Without other files, no listing shows the directory either, for example if its first save was killed.
     """
 
     files: Sequence[FileInfo]
     unknown: str = ""
-    """Why there may be more."""
+    """Why there may be more; empty if there are no others."""
 
     def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
-        """The uploads in the directory itself, except those to listed files, which may be committed: `discard` removes
-        both.
+        """The uploads in the directory itself. A model's files count only if a record says that a save has begun them.
 
-        A model's files count only if a record says that a save has begun them.
+        Uploads to listed files are left out: these may be committed, and `discard` removes the file as well.
         """
         names = {file.name for file in listed}
         begun = [file for file in self.files if "/" not in file.name and file.name not in names]
@@ -213,70 +212,70 @@ class _Begun(NamedTuple):
         recorded = {name for uploads in recorded_uploads(storage, names).values() for name in uploads}
         return [file for file in begun if is_data_file_name(file.name) or file.name in recorded]
 
-    def below(self) -> dict[str, _Begun]:
-        """The uploads below, by subdirectory."""
+    def below(self) -> dict[str, _Uploads]:
+        """The uploads below the directory, by its subdirectories."""
         found: dict[str, list[FileInfo]] = {}
         for file in self.files:
             folder, slash, rest = file.name.partition("/")
             if folder and slash:
                 found.setdefault(folder, []).append(file._replace(name=rest))
-        return {folder: _Begun(files, self.unknown) for folder, files in found.items()}
+        return {folder: _Uploads(files, self.unknown) for folder, files in found.items()}
 
 
-def _begun(storage: Storage) -> _Begun:
+def _uploads(storage: Storage) -> _Uploads:
     try:
-        return _Begun([file for file in storage.uploads() if _may_be_ours(posixpath.basename(file.name))])
+        return _Uploads([file for file in storage.uploads() if _may_be_ours(posixpath.basename(file.name))])
     except CheckpointError as error:
-        return _Begun((), f"the leftovers of saves there cannot be recognised: {error}")
+        return _Uploads((), f"the leftovers of saves there cannot be recognised: {error}")
 
 
 def _may_be_ours(name: str) -> bool:
     return is_data_file_name(name) or name.endswith(".safetensors")
 
 
-def _walk(storage: Storage, saves: Mapping[str, str], begun: _Begun) -> Folder:
-    """Lists a directory as `walk` does. ``saves`` are those of local folders around it: see `_local_saves`."""
+def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Folder:
+    """Lists a directory as `walk` does. ``saves`` are those of the local folders around it: see `_local_saves`."""
     files: list[FileInfo] = []
     names: list[str] = []
     try:
         files, names = storage.listing()
     except NotCommitted:
-        if not begun.files:
+        if not uploads.files:
             raise
     if queue.FOLDER in names and isinstance(storage, LocalStorage):
         saves = {**saves, **_local_saves(Path(storage.location))}
-    below, folders = begun.below(), []
+    below, folders = uploads.below(), []
     for name in {**dict.fromkeys(names), **below}:
         try:
-            folders.append(_walk(storage.child(name), saves, below.get(name, _Begun((), begun.unknown))))
+            folders.append(_walk(storage.child(name), saves, below.get(name, _Uploads((), uploads.unknown))))
         except NotCommitted:
             pass  # removed meanwhile
-        except CheckpointError as error:  # it may not be readable for us, but others are
+        except CheckpointError as error:  # other directories may be readable
             logger.warning("a directory is not listed: %s", error)
-    here = begun.here(storage, files)
+    here = uploads.here(storage, files)
     is_checkpoint = here or any(is_ours(file.name) for file in files)
-    listed = _look_at(storage, files, saves, here, begun.unknown) if is_checkpoint else None
+    listed = _look_at(storage, files, saves, here, uploads.unknown) if is_checkpoint else None
     return Folder(storage, _name(storage), tuple(files), tuple(folders), listed)
 
 
 def _local_saves(folder: Path) -> dict[str, str]:
     """The state of each save with a record in a local folder, by its id.
 
-    Their files never count as a dead save's, however old they are: the flush removes them when it may.
+    Their files never count as those of dead saves, even if they are old: the flush removes them when it may.
     """
-    entries = queue.Queue(folder).entries()  # of all ranks of the node, whose parts may be behind
+    entries = queue.Queue(folder).entries()  # of all ranks of the node; the one that is furthest behind counts
     return {entry.id: entry.state for entry in sorted(entries, key=lambda entry: entry.state in queue.OPEN)}
 
 
 def _look_at(
-    storage: Storage, files: list[FileInfo], saves: Mapping[str, str], begun: Sequence[FileInfo], unseen: str
+    storage: Storage, files: list[FileInfo], saves: Mapping[str, str], uploads: Sequence[FileInfo], unseen: str
 ) -> Listed:
     left, dead, unknown = _leftovers(storage, files, saves)
-    leftovers = (*begun, *left)
+    leftovers = (*uploads, *left)
     info = CheckpointInfo(
         path=storage.path,
         step=step_of(_name(storage)),
-        saved=_last_written(files or begun),
+        saved=_last_written(files or uploads),
         state=_uncommitted(files, saves),
         nbytes=sum(file.nbytes for file in files),
         shared_nbytes=sum(file.nbytes for file in files if file.shared is not None),
@@ -310,7 +309,7 @@ def _look_at(
 
 
 def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
-    """Returns whether ``.metadata`` is a pickle of torch's own writer. Of a large one only the ends are read."""
+    """Returns whether ``.metadata`` is a pickle of torch's own writer. Of a large file, only the ends are read."""
     name = metadata_file_name()
     for nbytes in (file.nbytes for file in files if file.name == name):
         with suppress(CheckpointError):
@@ -330,9 +329,7 @@ def _uncommitted(files: Sequence[FileInfo], saves: Mapping[str, str]) -> State:
 def _leftovers(
     storage: Storage, files: Sequence[FileInfo], saves: Mapping[str, str]
 ) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
-    """The leftovers of `Listed`, in an order in which they can be removed; the dead ones; and why others are
-    unknown.
-    """
+    """The ``leftovers``, ``dead`` and ``unknown`` of a `Listed`. Leftovers are in the order in which to remove them."""
 
     def is_known(name: str) -> bool:
         return is_ours(name) and save_id_in(name) in saves
@@ -369,15 +366,15 @@ def _order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:
 
 
 def _naturally(path: str) -> list[tuple[int, str]]:
-    """A key that sorts paths by their text, and by the numbers in them, highest first."""
+    """A key to sort paths by their text, and by the numbers in them, the highest first."""
     return [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", path)]
 
 
 # --- telling steps from parts of one checkpoint -----------------------------------------------------------------------
 #
 # A manager records the step of each checkpoint. Without records the names decide. But ranks and models have numbers,
-# too, often with the same keys. So a number alone is not a step: the name must look more like a step than that of the
-# directory around it. Otherwise it may be a part of that.
+# too, often with the same keys. So a number alone does not make a step. The name must look more like a step than the
+# name of the directory around it. Otherwise the checkpoint may be a part of a larger one.
 
 _STEP = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*\d", re.IGNORECASE)
 _PART = re.compile(
@@ -388,7 +385,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A directory that is one checkpoint, or holds the parts of one. ``step`` is None if its name has no number."""
+    """A directory that is one checkpoint, or has the parts of one. ``step`` is None if its name has no number."""
 
     folder: Folder
     step: int | None
@@ -411,7 +408,7 @@ class Unit:
 
     @property
     def saved(self) -> float:
-        """The time of its last part, in seconds since the epoch; 0 if no storage tells."""
+        """The time of its last part, in seconds since the epoch; 0 if it is unknown."""
         return max(0.0 if part.info.saved is None else part.info.saved.timestamp() for part in self.parts)
 
     @property
@@ -437,7 +434,7 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
     if folder.listed is not None:
         return Unit(folder, folder.listed.info.step), []
     own = _claim(folder.name)
-    around = max(0, own - 1) if outer is None else max(own, outer)  # naming it says that it holds steps
+    around = max(0, own - 1) if outer is None else max(own, outer)  # the user has named it: it may have steps
     units: list[Unit] = []
     groups: list[Group] = []
     for child in folder.folders:
@@ -481,8 +478,8 @@ def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:
 def _arrangement(units: Sequence[Unit], around: int) -> Literal["steps", "parts", "unknown"]:
     """Decides whether checkpoints in a directory are ``steps`` of one job, ``parts`` of one checkpoint, or ``unknown``.
 
-    Accelerate saves ``pytorch_model_fsdp_0`` and ``optimizer_0``: the same numbers under each name, with different
-    contents. The names of steps differ only by a number, and their contents are nearly the same.
+    Parts are such as Accelerate's ``pytorch_model_fsdp_0`` and ``optimizer_0``: several names with the same numbers and
+    different contents. The names of steps differ only by a number, and their contents are nearly the same.
     """
     by_name = defaultdict(list)
     for unit in units:
@@ -500,9 +497,9 @@ def _some_are_alike(units: Sequence[Unit]) -> bool:
 
 
 def _say_steps(units: Sequence[Unit], around: int) -> bool:
-    """Returns whether checkpoints of one name are steps, judged by that name."""
+    """Returns whether checkpoints whose names differ by a number are steps, according to the name."""
     claim = _claim(units[0].name)
-    # A run may hold several checkpoints, too: ``run-1`` with a model and an optimizer in it.
+    # A run may consist of several checkpoints, too: ``run-1`` with a model and an optimizer in it.
     return claim > around and (claim > 1 or all(unit.folder.listed is not None for unit in units))
 
 

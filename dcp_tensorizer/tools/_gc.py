@@ -1,8 +1,8 @@
 """Plans and removes checkpoints that are no longer needed, and files that dead saves have left.
 
-A save or a copy may be under way anywhere, and must not be harmed. A file is removed as a leftover only if it provably
-belongs to a dead save (see `commit.dead_files`), or if it is older than any save and any copy takes, which only the
-user knows. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
+A save or a copy may be under way anywhere, and must not be harmed. So a file is removed as a leftover in two cases: if
+it is proven to belong to a dead save (see `commit.dead_files`), or if it is older than any save or copy takes, which
+only the user knows. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _MAY_BE_UNDER_WAY = (
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The files that `collect` has removed from a directory, or would remove, or why it has not.
+    """The files that `collect` has removed from a directory, or would remove, or why it has not removed them.
 
     Attributes:
         path: The directory, without credentials.
         whole: True for a whole checkpoint; False for the leftovers of dead saves.
         files: Paths below the directory.
-        nbytes: Bytes of these files, except those that also have names elsewhere, whose space is not freed.
-        kept: Why they are still there; None if they are removed.
-        failed: They are kept because they could not be listed or removed, not because somebody may need them.
+        nbytes: Bytes of these files. Files that also have names elsewhere do not count: their space is not freed.
+        kept: Why the files are still there; None if they are removed.
+        failed: The files are kept because they could not be listed or removed, not because they may be needed.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Collected:
 
 
 class Removal(NamedTuple):
-    """A plan: what `remove` will do, or why it will do nothing."""
+    """The plan of a removal, or of a refusal with its reason."""
 
     folder: Folder  # as it was listed for the plan
     files: tuple[FileInfo, ...]  # by their paths below the directory
@@ -131,7 +131,7 @@ def plan_collection(
 
 
 def remove(removal: Removal) -> Collected:
-    """Removes what was planned, unless there is a reason against it; returns what was removed, or why it was not."""
+    """Carries out a plan, unless there is a reason against it. Returns the removed files, or the reason."""
     if removal.planned.kept is not None:
         return removal.planned
     try:
@@ -142,7 +142,7 @@ def remove(removal: Removal) -> Collected:
 
 
 def _remove(removal: Removal, stack: ExitStack) -> Collected:
-    """Locks directories and removes their files; returns what was removed, or why it was not."""
+    """Locks directories, and removes their files. Returns the removed files, or why they were not removed."""
     folder, files, planned = removal
     for locked in folder.walk() if planned.whole else [folder]:
         if locked.listed is None:
@@ -183,17 +183,17 @@ def _remove_tree(top: Folder, chosen: Container[str]) -> None:
 
 
 def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
-    """Each directory with the names of the chosen files in it; subdirectories come first."""
+    """Each directory with the names of the chosen files in it, parents first."""
     yield folder, [file.name for file in folder.files if prefix + file.name in chosen]
     for child in folder.folders:
         yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
-    """The files in and below a directory, and which are leftovers, to find out whether any of that has changed.
+    """The files in and below a directory, and which of them are leftovers: equal as long as nothing has changed.
 
-    The time of a data file's last change (ctime) is left out. A data file is never written again, but its ctime changes
-    when a save links it, and when a checkpoint that shares it is removed.
+    The ctime of data files is left out. A data file is never written again, but its ctime changes when a save links it,
+    and when a checkpoint that shares it is removed.
     """
     return {
         (
@@ -208,7 +208,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
 
 
 def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
-    """Adds to each removal how much space it does not free: a file's space is freed with its last name."""
+    """Subtracts from each removal the space that it does not free: a file's space is freed with its last name."""
     left: dict[tuple[int, int], int] = {}
     for removal in removals:
         shared = 0
@@ -222,7 +222,7 @@ def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
-    """The leftovers in a directory: those to remove at once, and separately those that may be in use."""
+    """The leftovers in a directory: those to remove, and in a removal of their own those that may be in use."""
     others = tuple(file for file in listed.leftovers if file not in listed.dead)
     are_old = _are_old(others, older_than)
     if files := listed.leftovers if are_old else listed.dead:

@@ -103,10 +103,10 @@ class Inspection:
     """The contents of a checkpoint.
 
     Attributes:
-        path: Without credentials.
+        path: The path, without credentials.
         ranks: How many ranks wrote it.
         files: Its data files.
-        tensors, objects: Those whose keys match, in the order of the state dict.
+        tensors, objects: The values whose keys match, in the order of the state dict.
         by_dtype, by_key: Totals of these tensors; ``by_key`` by the first part of the keys that differs.
     """
 
@@ -147,7 +147,7 @@ def inspect(
 
 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:
-    """Lists everything about the keys that match a pattern, as in a shell; ``*`` also matches dots.
+    """Lists the values whose keys match a pattern, as in a shell; ``*`` also matches dots.
 
     ``files`` are the sizes of the data files by name. Raises `CheckpointError` if no key matches.
     """
@@ -170,9 +170,9 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
 
 
 def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | None]:
-    """Describes an object from its ``torch.save`` bytes, as far as possible, without running code.
+    """Describes an object by its ``torch.save`` bytes, as far as possible without running code.
 
-    Returns type, text and value as in `ObjectInfo`.
+    Returns ``type``, ``text`` and ``value`` of `ObjectInfo`.
     """
     try:
         value = load_object(content)
@@ -207,7 +207,7 @@ def _object(stored: StoredObject) -> ObjectInfo:
 
 
 def _place(item: StoredItem) -> tuple[int, str, int] | tuple[None, None, None]:
-    """Rank, file, and offset of the first byte in it."""
+    """The rank, the file, and the offset of the first byte in the file."""
     return (data_file_rank(item.file), item.file, item.offset) if item.file else (None, None, None)
 
 

@@ -31,12 +31,12 @@ _TRACK_OF = {
     "read file": "read",
 }
 """The row of each span's name; the others are in that of the save."""
-_ROWS = 1000  # at most, of one track
+_ROWS = 1000  # the most rows of one track
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A trace, as it was written.
+    """A written trace.
 
     Attributes:
         path: The file.
@@ -139,9 +139,9 @@ def _records(file: Path) -> Iterator[_Record]:
 
 
 def _on_one_clock(records: Sequence[_Record]) -> list[_Record]:
-    """The records with all spans on the clock of the first one's host. All spans of a host are moved by the same time.
+    """Puts the spans of all records on the clock of the first one's host. Those of a host are moved by the same time.
 
-    Seconds since the epoch would be rounded to a quarter of a microsecond.
+    As seconds since the epoch, times would be rounded to a quarter of a microsecond.
     """
     offsets: dict[str, float] = {}
     moved = []
@@ -198,7 +198,7 @@ def _arguments(record: _Record, span: Span) -> dict[str, Any]:
 
 
 def _bundles(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
-    """Spans that nest in one another, and so share a row: those of a track, but of each file by themselves."""
+    """Groups spans that nest, and so share a row: those of a track, or of each file of a track."""
     bundles: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         bundles.setdefault((_TRACK_OF.get(span.name, "save"), span.file), []).append(span)
@@ -207,7 +207,7 @@ def _bundles(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
 
 
 def _row(free: list[float], spans: Sequence[Span]) -> int:
-    """The first row that is free when the spans begin; ``free`` has the moment from which each row is."""
+    """The first row that is free when the spans begin. ``free`` has the time from which each row is free."""
     began = min(span.began for span in spans)
     row = next((row for row, moment in enumerate(free) if moment <= began), len(free))
     free[row : row + 1] = [max(span.ended for span in spans)]

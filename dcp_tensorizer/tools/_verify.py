@@ -1,8 +1,8 @@
 """Verifies that a checkpoint's files hold what was saved, at the disk's speed and in little memory.
 
 Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
-own cache. The executor of loads cannot do this. It stops at the first damage, while verification names every damaged
-block and every range that cannot be read. And a load never reads the rest of a file: headers, its index, its end.
+own cache. The executor of loads would not do. It stops at the first damage, while verification names every damaged
+block and every range that cannot be read. And loads never read the other parts of a file: headers, index and end.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Damage:
 
     Attributes:
         file: The data file, relative to the checkpoint's directory.
-        key: None for the file as a whole, or for bytes that belong to no tensor.
+        key: The key of the damaged tensor; None for the whole file, or for bytes that belong to no tensor.
         offset: The first damaged byte of the file, as far as that is known.
-        what: A description.
+        what: A description of the damage.
     """
 
     file: str
@@ -69,7 +69,7 @@ class Verified:
         items: Number of chunks of tensors, and of objects.
         nbytes: Bytes read.
         seconds: How long it took.
-        damages: Sorted by file and offset; empty if the checkpoint is whole.
+        damages: The damages, sorted by file and offset; empty if the checkpoint is undamaged.
     """
 
     files: int
@@ -146,9 +146,7 @@ def verify_files(
 
 
 def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) -> None:
-    """Raises `ReadError` if another save was committed meanwhile, which removes the files of this one: that is no
-    damage.
-    """
+    """Raises `ReadError` if another save was committed meanwhile. It removes these files, which is no damage."""
     try:
         files = data_files(read_parts(storage))
     except NotCommitted:
@@ -158,7 +156,7 @@ def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) ->
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
-    """Joins damages that are many: one for all tensors beyond the end of a file; ``cut`` has the ends of such files."""
+    """Joins the damages of all tensors beyond the end of a file into one. ``cut`` has the ends of such files."""
     lost: dict[str, dict[str, None]] = defaultdict(dict)
     for damage in damages:
         if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
@@ -174,7 +172,7 @@ def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
 
 
 def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:
-    """Adds to each damaged file whether it has other names: then the checkpoints that share it are damaged, too."""
+    """Adds to each damage whether the file has other names: if so, the checkpoints that share it are damaged, too."""
     names: dict[str, int] = {}
     with suppress(CheckpointError):
         names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
@@ -192,9 +190,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _is_damage(storage: Storage, error: Exception) -> bool:
-    """Returns whether a failed read proves damage. A server may be overloaded, or refuse; an error of a disk is a loss.
+    """Returns whether a failed read proves damage, as an error of a disk does.
 
-    A lack of permissions or resources proves nothing.
+    A server may be overloaded, or refuse. A lack of permissions or resources proves nothing, either.
     """
     if isinstance(storage, RemoteStorage):
         return isinstance(error, EOFError | FileNotFoundError)
@@ -203,7 +201,7 @@ def _is_damage(storage: Storage, error: Exception) -> bool:
 
 
 def _size(storage: Storage, name: str) -> int | str:
-    """The size of a file, or why it cannot be told."""
+    """The size of a file, or why it is unknown."""
     try:
         size = storage.head(name)
     except CheckpointError as error:
@@ -214,7 +212,7 @@ def _size(storage: Storage, name: str) -> int | str:
 
 
 def _lost(keys: Sequence[str]) -> str:
-    """Names the keys that are lost with a file."""
+    """Describes which keys are lost with a file."""
     names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
     return f"and with it {names} ({len(keys):,} in all)" if keys else "and held nothing"
 
@@ -256,7 +254,7 @@ class _Check:
         self._buffers = threading.local()
 
     def run(self, run: _ReadRun) -> list[Damage]:
-        """Reads a run of sections; ranges that cannot be read are damages, too."""
+        """Reads and checks a run of sections; returns the damages. Ranges that cannot be read are damages, too."""
         try:
             reader = self._storage.open_uncached(run.file)
         except OSError as error:
@@ -269,9 +267,7 @@ class _Check:
         return unreadable + [Damage(run.file, *problem) for section in run.sections for problem in section.problems()]
 
     def _read(self, reader: RangeReader, run: _ReadRun) -> Iterator[Damage]:
-        """Reads a run for its sections; yields the ranges that cannot be read, in whose place the sections get
-        zeros.
-        """
+        """Reads a run for its sections. Yields a damage for each range that cannot be read; its sections get zeros."""
         stop = min(run.stop, run.file_nbytes)
         for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # aligned for reads past the page cache
             end = min(begin + _READ, stop)
@@ -311,7 +307,7 @@ class _Check:
 # Each block has a digest in the metadata. The rest of a file follows from the metadata and the hashes of the data.
 
 SECTION_BYTES = 64 << 20
-"""Bytes that one thread checks: many enough for fast reads, few enough to spread a large tensor over threads."""
+"""The bytes that one thread checks: enough for fast reads, and few enough to spread a large tensor over threads."""
 
 Problem = tuple[str | None, int, str]
 """Key, offset in the file, and a description."""
@@ -326,16 +322,16 @@ class KeyedItem(NamedTuple):
 
 
 class CheckedRange(Protocol):
-    """Bytes of a file that are checked together."""
+    """A range of a file that is checked as one."""
 
     start: int
     stop: int
 
     def update(self, piece: memoryview) -> None:
-        """Takes the bytes, in order."""
+        """Takes the next bytes of the range."""
 
     def problems(self) -> Iterator[Problem]:
-        """The problems; called after all bytes, even if some could not be read."""
+        """The problems of the range. Called after the last `update`."""
 
 
 def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedItem]]:
@@ -404,9 +400,9 @@ class _Blocks:
 
 
 class _TensorWithHeader:
-    """A tensor with its header, which holds tensorizer's hashes of both; if it is encrypted, nonce and MACs.
+    """A tensor with its header, which has tensorizer's hashes of both; for an encrypted tensor, the nonce and MACs.
 
-    ``entries`` are its possible layouts, at one place, with different hashes.
+    ``entries`` are its possible layouts, which differ in their hashes.
     """
 
     def __init__(self, key: str, item: StoredItem, entries: Sequence[Entry[TensorSource]]) -> None:
@@ -426,7 +422,7 @@ class _TensorWithHeader:
         (self._hashes or self._blocks).update(piece[missing:])
 
     def _begin_hashes(self) -> TensorHashes:
-        """Begins the hashes of the kinds that the header names; those of the first layout, if it names none."""
+        """Begins hashes of the kinds that the header names. If it names none, they are those of the first layout."""
         for other in self._others:
             start, zero = other.hashes_offset, other.with_hashes(0, bytes(32))
             if self._header[start:][:4] == zero[start:][:4]:  # the number of hashes, and the kind of the first

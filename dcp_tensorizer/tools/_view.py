@@ -1,7 +1,7 @@
 """A view of a checkpoint of any format: its tensors, the places of their chunks, and its objects.
 
-Tensors appear whole, however they were sharded: any region of one is put together from the chunks that it touches. So
-reading by regions needs memory for a region, not for a tensor or a checkpoint.
+Tensors appear whole, however they were sharded: a region of a tensor is put together from the chunks that it touches.
+So a read by regions takes memory for one region, not for a tensor or a checkpoint.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def key_of(path: Path) -> str:
 
 
 class NonStringKey(str):
-    """The name of a dict's key that is not a string. DCP's formats only have names; ``torch.save`` files have the
-    keys.
-    """
+    """The name of a dict's key that is not a string. DCP's formats have only names; ``torch.save`` keeps the keys."""
 
     value: Any
 
@@ -81,7 +79,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A value that is not a tensor, or a tensor of a subclass that only its own class can take apart."""
+    """A value that is not a tensor, or a tensor subclass that only its own class can take apart."""
 
     key: str
     path: Path
@@ -126,7 +124,7 @@ class CheckpointView:
 
 
 def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
-    """Cuts a tensor into regions of at most ``nbytes`` bytes, each a run of elements in C order, in that order."""
+    """Cuts a tensor into regions of at most ``nbytes`` bytes, in C order. Each is one run of elements."""
     count = math.prod(tensor.shape)
     row = math.prod(tensor.shape[1:])
     step = max(1, nbytes // tensor.dtype.itemsize)
@@ -136,10 +134,10 @@ def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
 
 
 def read_parts(storage: Storage) -> dict[int | None, Metadata]:
-    """A checkpoint's metadata: of all ranks (key None), or by rank if each saved for itself.
+    """Reads a checkpoint's metadata: that of all ranks under the key None, or by rank if each saved for itself.
 
-    Raises `NotCommitted` if there is none, `MetadataError` if it is damaged or a rank's is missing, as far as a listing
-    shows, and `CheckpointError` if it cannot be read.
+    Raises `NotCommitted` if there is none, `MetadataError` if it is damaged, or that of a rank is missing, as far as a
+    listing shows, and `CheckpointError` if it cannot be read.
     """
     metadata = read_metadata(storage)
     if metadata is not None:
@@ -154,9 +152,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
 
 
 def _check_ranks(storage: Storage, count: int) -> None:
-    """Raises `MetadataError` if there are files of a rank from ``count`` on: its metadata is lost, or not committed
-    yet.
-    """
+    """Raises `MetadataError` for files of ranks from ``count`` on, whose metadata is lost, or not committed yet."""
     known = {metadata_file_name(rank) for rank in range(count)}
     for name in (file.name for file in storage.listing()[0]):
         is_others = data_file_rank(name) >= count if is_data_file_name(name) else is_metadata_file_name(name)
@@ -178,7 +174,7 @@ def saved_at(parts: Mapping[int | None, Metadata]) -> float:
 
 
 def record_of(parts: Mapping[int | None, Metadata]) -> SaveRecord | None:
-    """A manager's record of a save; None where it was saved without a manager (see `read_parts`)."""
+    """The manager's record of a save; None if it was saved without a manager (see `read_parts`)."""
     return next((part.storage_data["record"] for part in parts.values()), None)
 
 
@@ -206,7 +202,7 @@ def plain_tensor(
     place: tuple[str, int],
     strides: tuple[tuple[int, ...], int] | None = None,
 ) -> StoredTensor:
-    """A tensor whose elements lie in a file of another format, without digests.
+    """Makes a tensor whose elements lie in a file of another format, without digests.
 
     Its key is made of ``path``. ``place`` is the file, and the offset of the first element; ``strides`` as in `Chunk`.
     """
@@ -221,7 +217,7 @@ def plain_tensor(
 
 
 def refused(source: str, path: Path, fault: str) -> StoredObject:
-    """A value that cannot be read, so that the other values can be converted without it.
+    """Makes a value that cannot be read, so that the other values can be converted without it.
 
     ``source`` is the file, for messages; ``fault`` as in `StoredObject`.
     """
@@ -272,8 +268,8 @@ _PIECE = 32 << 20  # bytes of a file to read at once for elements that are not a
 class Chunk:
     """A part of a tensor that is stored by itself.
 
-    ``strides`` are those of its elements in the stored ones, and the offset of the first; None: in C order from the
-    start.
+    ``strides`` are the strides of its elements among the stored ones, and the offset of the first. None: the elements
+    are stored in C order, from the start.
     """
 
     region: Region
@@ -316,7 +312,7 @@ def read_region(
 
 
 def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that returns to the system when it is freed. malloc would keep some for each thread."""
+    """Makes a tensor whose memory returns to the system when it is freed. malloc would keep some for each thread."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < _KEPT_BY_MALLOC:
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -324,9 +320,9 @@ def _empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class StridedCache:
-    """The last chunk that was read whole because its elements are not stored in C order.
+    """Keeps the last chunk that was read whole because its elements are not stored in C order.
 
-    A tensor that is read in blocks needs it for the next block, too.
+    If a tensor is read in blocks, the next block needs the chunk, too.
     """
 
     def __init__(self) -> None:
@@ -385,9 +381,9 @@ def _gather(
 
 # --- values of this package's checkpoints -----------------------------------------------------------------------------
 #
-# With ``use_collectives=False`` no rank knows what the others save. If ranks saved different chunks of a tensor, these
-# make up the tensor, and equal values become one value. Other values of the same key all appear, under keys that begin
-# with the rank, such as ``rank1.generator``.
+# With ``use_collectives=False`` no rank knows what the other ranks save. If they have saved different chunks of a
+# tensor, these make up the tensor. Equal values become one value. If the values of a key differ, all of them appear,
+# under keys that begin with the rank, such as ``rank1.generator``.
 
 _OF_SUBCLASS = "is a tensor of a subclass, which only its own class can take apart"
 
@@ -397,8 +393,7 @@ def view_checkpoint(
     parts: Mapping[int | None, Metadata],
     ciphers: Mapping[int | None, Cipher | None] | None = None,
 ) -> CheckpointView:
-    """Opens a view of one of this package's checkpoints; ``parts`` as in `read_parts`, ``ciphers`` as in
-    `unlock_parts`.
+    """Opens a view of a checkpoint of this package, with ``parts`` of `read_parts` and ``ciphers`` of `unlock_parts`.
 
     Raises `MetadataError`, naming the key, if the stored chunks of a tensor do not make it up. Without ciphers, reading
     encrypted values raises `DecryptionError`.
@@ -427,7 +422,7 @@ def view_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value as one rank has stored it, or all ranks together."""
+    """A value, as one rank or all ranks together have stored it."""
 
     planner_data: Any  # DCP's, with the key's path
     entry: Any  # of DCP's metadata
@@ -445,7 +440,7 @@ class _Value:
         return self._size is None or held == math.prod(self._size)
 
     def may_be_one_with(self, other: _Value) -> bool:
-        """Returns whether both are objects, or chunks of tensors of one shape."""
+        """Returns whether both are objects, or both are chunks of tensors of one shape."""
         return self._size == other._size
 
     @property
