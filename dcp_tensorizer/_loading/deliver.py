@@ -22,7 +22,7 @@ from .._index.chunks import Region
 from .._index.reader import Index, Piece
 from .._runtime.gc_pause import collector_paused
 from .._runtime.spans import Span
-from .._runtime.torch_compat import is_fake, plain_tensor_at, real_tensors
+from .._runtime.torch_compat import plain_tensor_at, real_tensors
 from .._staging.device import CUDA
 from .._storage.base import Storage
 from .._unpickle.objects import advice, unsafe_globals
@@ -133,7 +133,7 @@ def _load(
     nbytes += read_tensors(
         tensors,
         planner,
-        functools.partial(targets_of, path, source.metadata, world_size=world_size(), casts=casts),
+        functools.partial(targets_of, path, source.metadata, world_size(), casts),
         exchange.read if exchange is not None and exchange.exchanges_tensors else read,
         progress,
     )
@@ -249,33 +249,32 @@ def read_tensors(
     if total:
         progress(0, total)
     for batch in _batches(items, planner):
+        resolved_items, targets = [], []
         with collector_paused():
-            tensors = resolved(batch, planner)
-            places = [_place_for(tensor, pieces) for tensor, (_, pieces) in zip(tensors, batch, strict=True)]
-            wanted = zip(batch, places, strict=True)  # only the shape of a fake tensor is wanted, which is known
-            targets = [t for item, place in wanted if not is_fake(place) for t in targets_of(*item, place)]
+            for (read_item, pieces), tensor in zip(batch, resolved(batch, planner), strict=True):
+                place = _place_for(tensor, pieces)
+                targets += targets_of(read_item, pieces, place)
+                resolved_items.append((read_item, tensor, place))
         tell = progress if len(batch) == len(items) else _within(progress, done, total)
         done += read(targets, progress=tell)
-        for (read_item, _), tensor, place in zip(batch, tensors, places, strict=True):
+        for read_item, tensor, place in resolved_items:
             if place is not tensor:
                 tensor.copy_(place)
             planner.commit_tensor(read_item, tensor)
     return done
 
 
-def resolved(items: _Items, planner: LoadPlanner) -> list[torch.Tensor]:
+def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
     """The tensors that receive items, in the order of the items.
 
     torch's planner takes several times as long to find a tensor that an item fills. So it is asked only for others.
     """
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
-    tensors = []
     for read_item, _ in items:
         whole = plain_tensor_at(read_item.dest_index, state)
         if whole is None or whole.shape != read_item.lengths:
             whole = planner.resolve_tensor(read_item)
-        tensors.append(detached(whole))
-    return tensors
+        yield detached(whole)
 
 
 def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
@@ -284,7 +283,7 @@ def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     A wrapper may hold other elements inside, such as scaled ones. Only its class can copy plain elements into it, and
     does so at once.
     """
-    if not pieces or not is_wrapper(tensor):
+    if type(tensor) is torch.Tensor or not pieces or not is_wrapper(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=named_dtype(pieces[0].item.dtype), device="cpu")
 

@@ -213,10 +213,8 @@ class _Executor:
         scratch = iter(self._scratch_views(sizes, slot) if sizes else ())
         own = iter(memories_of([s.targets[0].tensor for s in operation.segments if s.target_offset is not None]))
         return [
-            next(scratch)
-            if segment.target_offset is None
-            else _part(next(own), segment.target_offset, segment.stop - segment.start)
-            for segment in operation.segments
+            next(scratch) if offset is None else next(own)[offset : offset + stop - start]
+            for _, start, stop, _, offset in operation.segments
         ]
 
     def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
@@ -300,10 +298,6 @@ class _Executor:
         )
 
 
-def _part(memory: memoryview, start: int, nbytes: int) -> memoryview:
-    return memory if nbytes == memory.nbytes else memory[start : start + nbytes]
-
-
 def _timed(function: Callable[..., object], *arguments: object) -> float:
     """Calls a function; returns the seconds that it took."""
     began = time.perf_counter()
@@ -323,7 +317,7 @@ def _advice(error: Exception) -> str:
 
 def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:
     """Buffers for consecutive bytes: the segments' memory, and memory for the gaps between them."""
-    starts = [item.offset + start for item, start, *_ in segments]
+    starts = [item.offset + start for item, start, _, _, _ in segments]
     gaps = [after - start - place.nbytes for start, after, place in zip(starts, starts[1:], places, strict=False)]
     room = memoryview(bytearray(max(gaps, default=0)))
     buffers = [places[0]]

@@ -65,7 +65,7 @@ class ModelReader(ForeignReader):
     def _load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         path, casts = self._storage.path, Casts()
         options = self._options
-        wanted = functools.partial(targets_of, path, self._metadata, world_size=world_size(), casts=casts)
+        wanted = functools.partial(targets_of, path, self._metadata, world_size(), casts)
         read = functools.partial(
             fetch, self._storage, threads=options.threads, verify=False, page_cache=options.page_cache
         )

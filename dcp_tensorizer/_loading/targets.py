@@ -21,7 +21,7 @@ from .._format.names import StoredItem
 from .._format.tensor_bytes import named_dtype
 from .._index.chunks import Region
 from .._index.reader import Index, Piece
-from .._runtime.torch_compat import is_plain
+from .._runtime.torch_compat import is_fake, is_plain
 from ..errors import ReadError, listed
 from .validate import check_length
 
@@ -84,25 +84,28 @@ def is_object(pieces: Sequence[Piece]) -> bool:
 def targets_of(
     path: str,
     metadata: Metadata,
+    world_size: int,
+    casts: Casts,
     read_item: ReadItem,
     pieces: Sequence[Piece],
     tensor: torch.Tensor,
-    world_size: int,
-    casts: Casts,
 ) -> list[ReadTarget]:
-    """The targets of one item of a load plan, after checking that it fits.
+    """The targets of one item of a load plan, after checking that it fits; none for a fake tensor, whose shape is
+    known.
 
     ``pieces`` are its stored chunks, and ``tensor`` receives it. ``casts`` gets the key if the tensor has another
     dtype. Raises `ReadError` if it does not fit the tensor, and `MetadataError` if the metadata contradicts itself;
     both name the key.
     """
     key = read_item.dest_index.fqn
-    size = tuple(read_item.lengths)
-    if world_size == 1 and len(pieces) == 1:  # most items: one whole tensor, and a target of its dtype and shape
-        item, shape, region, _ = pieces[0]
-        is_same = region.size == shape == tensor.shape and can_read_in_place(tensor, named_dtype(item.dtype))
-        if is_same and tensor.nbytes == item.length:
+    if world_size == 1 and len(pieces) == 1 and type(tensor) is torch.Tensor:
+        item, shape, region, _ = pieces[0]  # most items: one whole tensor, and a target of its dtype and shape
+        is_same = region.size == shape == tensor.shape and tensor.nbytes == item.length
+        if is_same and can_read_in_place(tensor, named_dtype(item.dtype)):
             return [ReadTarget(key, item, shape, region, tensor, True)]
+    if is_fake(tensor):
+        return []
+    size = tuple(read_item.lengths)
     entry = metadata.state_dict_metadata.get(read_item.storage_index.fqn) if not pieces or world_size > 1 else None
     whole_size = entry.size if isinstance(entry, TensorStorageMetadata) else None
     if not pieces and isinstance(entry, TensorStorageMetadata):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -98,7 +99,15 @@ def targets_in(
     pieces = [Piece(stored_item(40, dtype=dtype), (2, 5), region, region)] if pieces is None else pieces
     zeros, index = torch.Size([0, 0]), MetadataIndex("x", torch.Size([0, 0]))
     read_item = ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, index, zeros, torch.Size(size))
-    return targets_of("/ckpt", METADATA, read_item, pieces, tensor, world_size, {} if casts is None else casts)
+    return targets_of("/ckpt", METADATA, world_size, {} if casts is None else casts, read_item, pieces, tensor)
+
+
+def test_of_a_fake_tensor_nothing_is_read() -> None:
+    """Its shape is all that is wanted, also where it would fit."""
+    with FakeTensorMode():
+        assert targets_in(torch.empty(2, 5)) == targets_in(torch.empty(3)) == []
+    (target,) = targets_in(torch.empty(2, 5))
+    assert (target.region, target.in_place) == (ROWS, True)
 
 
 def test_what_is_read_for_an_item_of_a_plan() -> None:
