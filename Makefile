@@ -73,6 +73,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.scale --only items --sizes 1000 5000 20000
 	$(BIN)/python -m benchmarks.scale --only ranks --sizes 2 8
 	$(BIN)/python -m benchmarks.scale --only replicas --sizes 2 4
+	$(BIN)/python -m benchmarks.history
 
 # The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours.
 compat: $(READY)
