@@ -415,7 +415,7 @@ def load_kept(
     if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
         loaded, own = load(memory.places(head))  # the target is sharded in another way: all parts are needed
         problems = agreement.gathered(own)
-    if problem := _joint(problems):
+    if problem := joint_problem(problems):
         logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
         return problem
     found.forget_all_but(head.id)
@@ -472,10 +472,10 @@ def _chosen(
 
     def refusal() -> str:
         if is_known:
-            return _outdated(head, tip, None if is_other else head.folder, ids, lost)
+            return outdated(head, tip, None if is_other else head.folder, ids, lost)
         # The hosts that kept it are gone. Other hosts number devices in another way, but see the same inode.
         is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
-        return _outdated(head, tip, head.folder if is_same else None, ids, lost)
+        return outdated(head, tip, head.folder if is_same else None, ids, lost)
 
     if words := agreement.decided(refusal):
         logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, words)
@@ -535,7 +535,7 @@ def _loaded(
             return plain, None
 
 
-def _joint(problems: Sequence[Problem | None]) -> Problem | None:
+def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
     """The joint problem of all ranks' loads; raises `CheckpointError` if a complete state does not fit a rank."""
     found = [problem for problem in problems if problem is not None]
     if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
@@ -547,7 +547,7 @@ def _joint(problems: Sequence[Problem | None]) -> Problem | None:
     return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
 
-def _outdated(
+def outdated(
     head: KeptHead,
     tip: Step | None,
     folder: tuple[int, int] | None,

@@ -264,7 +264,7 @@ def _allocate(fd: int, address: int, nbytes: int) -> None:
     os.ftruncate(fd, nbytes)
     is_huge = _has_huge_pages()
     if is_huge:
-        _advise(address, nbytes, _MADV_HUGEPAGE)
+        advise(address, nbytes, _MADV_HUGEPAGE)
     threads = min(cores(), _MAX_THREADS)
     for start in range(0, nbytes, _STEP):
         length = min(_STEP, nbytes - start)
@@ -281,7 +281,7 @@ def _populate(address: int, nbytes: int, threads: int) -> None:
     share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
     parts = [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
     with suppress(RuntimeError):  # no more threads: a limit of the system, or the interpreter is ending
-        in_threads(lambda part: _advise(*part, _MADV_POPULATE_WRITE), parts)
+        in_threads(lambda part: advise(*part, _MADV_POPULATE_WRITE), parts)
 
 
 def _has_huge_pages() -> bool:
@@ -297,7 +297,7 @@ def _reserve(fd: int, start: int, length: int) -> None:
         os.posix_fallocate(fd, start, length)
 
 
-def _advise(address: int, nbytes: int, advice: int) -> None:
+def advise(address: int, nbytes: int, advice: int) -> None:
     """Calls madvise by ctypes: `mmap.madvise` holds the interpreter lock, and training must go on meanwhile.
 
     A kernel that does not know the advice refuses it.

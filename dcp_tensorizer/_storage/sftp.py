@@ -263,13 +263,13 @@ class SftpClient:
 
     def _begin(self) -> None:
         self._free = threading.BoundedSemaphore(_CHANNELS)
-        self._idle: list[Any] = []
+        self.idle: list[Any] = []  # the channels that no thread uses
         self._connection: Any = None
         self._failure: OSError | None = None
 
     def _let_go(self) -> None:
         """Drops the parent's connection in a forked child. The next call makes a new one."""
-        connection, idle = self._connection, self._idle
+        connection, idle = self._connection, self.idle
         self._begin()
         if connection is not None:
             # A channel that is freed tells the server, in the middle of the parent's messages.
@@ -302,7 +302,7 @@ class SftpClient:
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
                 raise type(self._failure)(*self._failure.args)
-            self._idle.clear()
+            self.idle.clear()
             try:
                 self._connection = self._connect()
             except OSError as error:
@@ -315,7 +315,7 @@ class SftpClient:
         """Lends a channel for a block. After a failure the channel is not used again."""
         with self._lock:
             connection = self._connected(known)
-            channel = self._idle.pop() if self._idle else None
+            channel = self.idle.pop() if self.idle else None
         try:
             if channel is None:
                 channel = self._open(connection)
@@ -335,7 +335,7 @@ class SftpClient:
     def _give_back(self, channel: Any, connection: Any) -> None:
         with self._lock:
             if connection is self._connection:
-                self._idle.append(channel)
+                self.idle.append(channel)
 
     def _connect(self) -> Any:
         connection = paramiko.SSHClient()

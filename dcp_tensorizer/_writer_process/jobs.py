@@ -31,7 +31,7 @@ class FileJob:
     """Writes the files of one request.
 
     ``contents`` gives the bytes that a source describes. ``memory`` is that of the parts; it is cleared at the end, but
-    for what it keeps.
+    for what it keeps. ``is_abandoned``: the files are no longer needed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FileJob:
         self._refusals = 0
         self._sinks: list[Sink] = []
         self._memory = memory or PartMemory()
-        self._abandoned = False
+        self.is_abandoned = False
         self._completing = free_in_child(threading.Lock())
         self._open_home = functools.cache(
             lambda location: open_storage(location, options.storage_options, options.limits.timeout)
@@ -127,7 +127,7 @@ class FileJob:
         several times as long.
         """
         for home in file.homes:
-            if self._abandoned or self._clock() > self._adopts_until:
+            if self.is_abandoned or self._clock() > self._adopts_until:
                 break
             if _protocol(home.location) != _protocol(self._storage.location):
                 continue  # opening it may take a second
@@ -148,7 +148,7 @@ class FileJob:
 
         A file that is being completed is waited for: if it were removed before its completion arrived, it would stay.
         """
-        self._abandoned = True
+        self.is_abandoned = True
         with self._completing:
             self.remove()
 
@@ -174,7 +174,7 @@ class FileJob:
         try:
             parts.finish()
             with self._completing:
-                if self._abandoned:
+                if self.is_abandoned:
                     raise WriteError("this file is no longer needed")
                 sink.complete()
         except BaseException:

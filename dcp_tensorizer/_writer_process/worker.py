@@ -52,9 +52,9 @@ _T = TypeVar("_T")
 # durable after 1.0 and 1.4 s, at 76% and 65% of the loop's speed. With 10 it was after 1.6 and 2.0 s, at 79% and 76%,
 # so training lost more. Where cores are idle, a save needs nothing of a busy one: beside a training loop on one of two
 # cores, a niceness of 10 cost the loop 7% of its speed, and 19 cost 1-5%, at the same throughput.
-_NICENESS_BUSY = 7  # also lowers the I/O priority, which follows it unless set apart
+NICENESS_BUSY = 7  # also lowers the I/O priority, which follows it unless set apart
 _NICENESS_SPARE = 19
-_MIN_SPARE_CORES = 0.75  # idle, or used by this process: four threads get less than that where all cores are busy
+MIN_SPARE_CORES = 0.75  # idle, or used by this process: four threads get less than that where all cores are busy
 _SAMPLE_SECONDS = 0.1
 _MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
@@ -97,7 +97,9 @@ def _thread_ids() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
-class _Worker:
+class Worker:
+    """Answers the requests of a trainer."""
+
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
         self._snapshots = snapshots
@@ -131,7 +133,7 @@ class _Worker:
     def _fulfil(self, request: Request | None) -> object:
         match request:
             case WriteRequest():
-                return self._write(request)
+                return self.write(request)
             case SharedWriteRequest():
                 return self._write_shared(request)
             case DigestRequest():
@@ -186,7 +188,8 @@ class _Worker:
 
         return self._run(lambda: request.publication.publish(request.own, progress), lambda: done[0])
 
-    def _write(self, request: WriteRequest) -> WriteDone:
+    def write(self, request: WriteRequest) -> WriteDone:
+        """Writes the files of a request; raises `WriteError`."""
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
@@ -256,7 +259,7 @@ class _Worker:
         samples = 0
         while self._progress is progress:
             time.sleep(_SAMPLE_SECONDS)
-            samples = samples + 1 if spare.since_last() >= _MIN_SPARE_CORES else 0
+            samples = samples + 1 if spare.since_last() >= MIN_SPARE_CORES else 0
             if samples == _MIN_SAMPLES:
                 for thread in _thread_ids() - others:
                     with suppress(OSError):  # it has ended
@@ -281,7 +284,7 @@ def _exit(abandon: Callable[[], None]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Arguments: those of `begin`, and 1 to use GPUs."""
-    channel, trainer, (devices,) = begin(arguments, _NICENESS_BUSY)
+    channel, trainer, (devices,) = begin(arguments, NICENESS_BUSY)
     snapshots = None
     if int(devices):
         import torch  # which takes two seconds and 200 MB: the process does without it where it can
@@ -290,6 +293,6 @@ def main(arguments: Sequence[str]) -> None:
 
         torch.set_num_threads(1)
         snapshots = Snapshots()
-    worker = _Worker(channel, snapshots)
+    worker = Worker(channel, snapshots)
     at_end_of(trainer, functools.partial(_exit, worker.abandon))
     worker.serve()

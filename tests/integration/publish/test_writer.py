@@ -34,6 +34,7 @@ from dcp_tensorizer.tools import list_versions, verify_versions
 
 from ...managers import job_of
 from ...models import weights_of, write_model
+from ...support import workers
 from ...waiting import WAIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -124,6 +125,14 @@ def test_a_save_waits_for_no_version(
     }
 
 
+def wait_until_idle(versions: VersionsOfWriter) -> None:
+    """Returns when nothing is being published, and takes no error from those whom it concerns."""
+    for thread in threading.enumerate():
+        if thread.name == "publish":
+            thread.join(WAIT)
+    assert not versions.is_busy
+
+
 def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there, and is published; the error names the model that is not."""
     original, failures = WriterClient.publish, iter([WriteError("no space left")])
@@ -139,9 +148,7 @@ def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch:
         manager.save(1, {"model": state(1)})
         job = job_of(manager)
         job.saves.wait()
-        versions = job.exports.writer.saver.versions  # type: ignore[union-attr]
-        with versions._changed:  # type: ignore[union-attr]
-            assert versions._changed.wait_for(lambda: not versions.is_busy, WAIT)  # type: ignore[union-attr]
+        wait_until_idle(job.exports.writer.saver.versions)  # type: ignore[union-attr]
         manager.save(2, {"model": state(2)})
         with pytest.raises(WriteError) as caught:
             manager.wait()
@@ -187,13 +194,15 @@ def test_a_job_that_stops_waits_for_a_publication_only_so_long(
 ) -> None:
     """A scheduler that sends SIGTERM does not wait for ever; the model is saved, and the log says what is missing."""
     closes, end_process = threading.Event(), WriterClient.end_process
+    publishing: list[WriterClient] = []
 
     def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+        publishing.append(self)
         assert closes.wait(WAIT)
         raise WriteError("the writer was closed before that")
 
     def ended(self: WriterClient, deadline: Deadline) -> None:
-        if self is client:
+        if self in publishing:
             closes.set()
         end_process(self, deadline)
 
@@ -202,7 +211,7 @@ def test_a_job_that_stops_waits_for_a_publication_only_so_long(
     model = tmp_path / "model-1"
     export = Export(tmp_path / "model-{}", every=1, publish=Publish(tmp_path / "published"))
     manager = CheckpointManager(tmp_path / "run", export=export, limits=SaveLimits(timeout=5.0))
-    client = job_of(manager).exports.writer.saver.versions._client  # type: ignore[union-attr]
+
     os.kill(os.getpid(), signal.SIGTERM)
     manager.save(1, {"model": state(1)})
     assert manager.stopping
@@ -213,14 +222,15 @@ def test_a_job_that_stops_waits_for_a_publication_only_so_long(
 
 def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After the time that closing may take, its process is killed, and no other one is started."""
+    before = workers()
     writer = SafetensorsStorageWriter(publish=Publish(tmp_path / "published"))
     dcp.save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a")
     writer.wait_published()
-    client = writer.saver.versions._client  # type: ignore[attr-defined]
-    os.kill(client._process.pid, signal.SIGSTOP)
+    (process,) = (worker for worker in workers() if worker not in before)
+    process.suspend()
     dcp.save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "b")
     writer.close(0.1)
-    assert not client.is_running
+    assert [worker for worker in workers() if worker not in before] == []
     assert (tmp_path / "b" / "model.safetensors").exists()
     assert [info.version for info in list_versions(tmp_path / "published")] == [1]
     assert "cannot be published: the writer was closed before that" in caplog.text
@@ -254,9 +264,7 @@ def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
         with pytest.raises(WriteError) as caught:
             writer.wait_published()
         dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "c")
-        versions = writer.saver.versions  # type: ignore[attr-defined]
-        with versions._changed:
-            assert versions._changed.wait_for(lambda: not versions.is_busy, WAIT)
+        wait_until_idle(writer.saver.versions)  # type: ignore[attr-defined]
         with pytest.raises(CheckpointException) as of_save:
             dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "d")
     assert str(unwrap(of_save.value)).startswith(f"the model is saved to {tmp_path / 'c'}, and cannot be published: ")

@@ -63,7 +63,7 @@ def test_a_range_is_asked_for_once(open_sftp: Opener, monkeypatch: pytest.Monkey
     """It takes a request for each 32 KiB, and no other, also if each answer is there before the next request."""
     storage = open_sftp()
     put_file(storage, NAME, CONTENT[:200_000])
-    (channel,) = storage.client._idle
+    channel = storage.client.call(lambda channel: channel)
     ask, sent = channel._async_request, []
 
     def ask_and_read(taker: Any, kind: int, *arguments: Any) -> int:
@@ -86,7 +86,7 @@ def test_a_server_that_gives_less(open_sftp: Opener, monkeypatch: pytest.MonkeyP
     """A server may answer with fewer bytes than it was asked for: the rest is asked for again."""
     storage = open_sftp()
     put_file(storage, NAME, CONTENT[:100_000])
-    (channel,) = storage.client._idle
+    channel = storage.client.call(lambda channel: channel)
     ask = channel._async_request
 
     def ask_for_less(taker: Any, kind: int, *arguments: Any) -> int:
@@ -201,7 +201,7 @@ def test_more_threads_than_a_server_allows_channels(open_sftp: Opener) -> None:
     put_file(storage, NAME, b"x" * 100)
     with ThreadPoolExecutor(32) as pool:
         assert list(pool.map(lambda n: storage.head(NAME), range(200))) == [100] * 200
-    assert 1 <= len(storage.client._idle) <= 8
+    assert 1 <= len(storage.client.idle) <= 8
 
 
 def test_connections_end_with_their_storage(open_sftp: Opener) -> None:

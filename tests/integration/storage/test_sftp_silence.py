@@ -58,7 +58,7 @@ def _operation(storage: SftpStorage, what: str, fresh: bool) -> Callable[[], obj
         "head": lambda: storage.head(NAME),
     }
     if fresh:
-        storage.client._idle.clear()
+        storage.client.idle.clear()
     return calls[what]
 
 
@@ -97,7 +97,7 @@ def test_a_connection_that_falls_silent(open_sftp: Opener, tcp: TcpProxy, fresh:
     storage = open_sftp(30.0)
     put_file(storage, NAME, b"x" * 10)
     if fresh:
-        storage.client._idle.clear()
+        storage.client.idle.clear()
     tcp.silent_until = tcp.connections
     assert storage.head(NAME) == 10
     assert tcp.connections == 2

@@ -11,7 +11,7 @@ from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.agreement import Agreement
 from dcp_tensorizer._managing.lineage import RestoreChoice
-from dcp_tensorizer._managing.restart import Problem, _joint, _outdated, load_kept
+from dcp_tensorizer._managing.restart import Problem, joint_problem, load_kept, outdated
 from dcp_tensorizer._managing.restore import Selection
 from dcp_tensorizer._managing.step_folder import Step
 from dcp_tensorizer._restart.client import KeeperConnection
@@ -48,7 +48,7 @@ def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, in
 )
 def test_what_goes_on_from_the_newest_checkpoint(kept: KeptHead, tip: Step | None) -> None:
     """It is used."""
-    assert _outdated(kept, tip, FOLDER) == ""
+    assert outdated(kept, tip, FOLDER) == ""
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_what_goes_on_from_the_newest_checkpoint(kept: KeptHead, tip: Step | Non
 )
 def test_what_does_not(kept: KeptHead, tip: Step | None, words: str) -> None:
     """It is not used, and the log says why."""
-    assert words in _outdated(kept, tip, FOLDER)
+    assert words in outdated(kept, tip, FOLDER)
 
 
 def test_another_folder() -> None:
     """Somebody has removed the job's folder and begun anew; one that had not been made yet has no identity."""
     kept = head(5, None, None)
-    assert "folder is another one" in _outdated(kept, None, (1, 3))
-    assert "folder is another one" in _outdated(kept, None, None)
-    assert _outdated(kept._replace(folder=None), None, (1, 3)) == ""
+    assert "folder is another one" in outdated(kept, None, (1, 3))
+    assert "folder is another one" in outdated(kept, None, None)
+    assert outdated(kept._replace(folder=None), None, (1, 3)) == ""
 
 
 class _Keeper(KeeperConnection):
@@ -111,11 +111,11 @@ def test_a_job_that_had_gone_back() -> None:
     """It is used where the checkpoint that it left is still the newest one, and the one that it went to is there."""
     left = head(5, "four", 4)._replace(left="nine")
     nine = saved(9, "nine", branch=(("a", 0),))
-    assert _outdated(left, nine, FOLDER, {"four", "nine"}) == ""
-    assert "or removed checkpoints" in _outdated(left, nine, FOLDER, {"nine"})
+    assert outdated(left, nine, FOLDER, {"four", "nine"}) == ""
+    assert "or removed checkpoints" in outdated(left, nine, FOLDER, {"nine"})
     ten = saved(10, "ten", job="another")
-    assert "another job has saved step 10 since" in _outdated(left, ten, FOLDER, {"four", "nine", "ten"})
-    assert _outdated(left, saved(4, "four"), FOLDER, {"four"}) == ""
+    assert "another job has saved step 10 since" in outdated(left, ten, FOLDER, {"four", "nine", "ten"})
+    assert outdated(left, saved(4, "four"), FOLDER, {"four"}) == ""
 
 
 def test_what_has_come_of_all_ranks_loads() -> None:
@@ -123,22 +123,22 @@ def test_what_has_come_of_all_ranks_loads() -> None:
     misfit = Problem(MetadataError("no such key"), is_damage=False, is_whole=True, has_touched=False)
     damage = Problem(ReadError("it is gone"), is_damage=True, is_whole=False, has_touched=False)
     with pytest.raises(MetadataError, match="no such key"):
-        _joint([None, damage, misfit])
+        joint_problem([None, damage, misfit])
     part = misfit._replace(is_whole=False)
-    assert _joint([part, part]) == part
-    assert _joint([part, damage]) == part._replace(is_damage=True)
-    assert _joint([None, damage]) == damage._replace(has_touched=True)
-    assert _joint([None, None]) is None
+    assert joint_problem([part, part]) == part
+    assert joint_problem([part, damage]) == part._replace(is_damage=True)
+    assert joint_problem([None, damage]) == damage._replace(has_touched=True)
+    assert joint_problem([None, None]) is None
 
 
 def test_checkpoints_that_were_lost_with_a_node() -> None:
     """They count as never saved: what goes on from the newest one that is there is used, and nothing else."""
     kept = head(9, "eight", 8)._replace(line=("eight", "six", "four"))
-    assert "or removed checkpoints" in _outdated(kept, saved(4, "four"), FOLDER, {"four"})
-    assert _outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight", "six"}) == ""
-    assert _outdated(kept, saved(6, "six"), FOLDER, {"four", "six"}, {"eight"}) == ""
-    assert "or removed checkpoints" in _outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight"})
+    assert "or removed checkpoints" in outdated(kept, saved(4, "four"), FOLDER, {"four"})
+    assert outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight", "six"}) == ""
+    assert outdated(kept, saved(6, "six"), FOLDER, {"four", "six"}, {"eight"}) == ""
+    assert "or removed checkpoints" in outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight"})
     other = saved(5, "five", job="another")
-    assert "another job has saved step 5 since" in _outdated(kept, other, FOLDER, {"five"}, {"eight", "six"})
+    assert "another job has saved step 5 since" in outdated(kept, other, FOLDER, {"five"}, {"eight", "six"})
     first = head(5, "four", 4)._replace(line=("four",))
-    assert _outdated(first, None, FOLDER, (), {"four"}) == ""
+    assert outdated(first, None, FOLDER, (), {"four"}) == ""

@@ -299,7 +299,7 @@ def test_another_process_sees_the_bytes() -> None:
 def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for where the system says that it has them; all is allocated and of its size, whatever it gives."""
     advices: list[int] = []
-    advise = shared_memory._advise
+    advise = shared_memory.advise
 
     def noted(address: int, nbytes: int, advice: int) -> None:
         advices.append(advice)
@@ -307,7 +307,7 @@ def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monke
 
     monkeypatch.setattr(shared_memory, "cores", lambda: 1)
     monkeypatch.setattr(shared_memory, "_SHARED_HUGE_PAGES", tmp_path / "shmem_enabled")
-    monkeypatch.setattr(shared_memory, "_advise", noted)
+    monkeypatch.setattr(shared_memory, "advise", noted)
     monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
     if setting is not None:
         (tmp_path / "shmem_enabled").write_text(f"{setting}\n")
@@ -327,7 +327,7 @@ def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monke
 def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each its share of a step, in whole huge pages; what they do not make is made without them."""
     made: list[tuple[int, int]] = []
-    advise = shared_memory._advise
+    advise = shared_memory.advise
 
     def noted(address: int, nbytes: int, advice: int) -> None:
         made.append((address, nbytes))
@@ -336,7 +336,7 @@ def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.Monkey
     def short(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(shared_memory, "_advise", noted)
+    monkeypatch.setattr(shared_memory, "advise", noted)
     monkeypatch.setattr(shared_memory, "_STEP", 12 << 20)
     monkeypatch.setattr(shared_memory, "cores", lambda: 3)
     if threads == "are short":
@@ -345,7 +345,8 @@ def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.Monkey
     try:
         assert os.fstat(buffer.fd).st_blocks * 512 >= buffer.nbytes
         shares = [(0, 4), (4, 4), (8, 4), (12, 2), (14, 2), (16, 1)]
-        expected = [(buffer._base + (start << 20), length << 20) for start, length in shares]
+        base = buffer.allocate(torch.uint8, (buffer.nbytes,)).data_ptr()
+        expected = [(base + (start << 20), length << 20) for start, length in shares]
         assert sorted(made) == ([] if threads == "are short" else expected)
     finally:
         buffer.close()

@@ -19,9 +19,11 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError
+from dcp_tensorizer._format import encoder
 from dcp_tensorizer._format.encoder import PartMemory
 from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._format.tensor_bytes import host_bytes
+from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.local_io import LocalSink
@@ -70,29 +72,32 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
         storage.remove(name)
 
 
-def test_jobs_may_share_what_they_keep_of_the_memory_for_parts(storage: Storage) -> None:
+def test_jobs_may_share_what_they_keep_of_the_memory_for_parts(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second one takes no fresh memory. One that fails gives back what it had. Without a bound nothing is kept."""
-    memory = PartMemory(kept_bytes=64 << 20)
-    files = {NAMES[0]: {"a": filled(torch.uint8, (100_000,))}}
-    addresses = []
-    for _ in range(2):
-        work = job(storage, files, memory=memory)
+    tensor = filled(torch.uint8, (100_000,))
+    made: list[int] = []
+
+    def noted(nbytes: int) -> Any:
+        made.append(nbytes)
+        return direct_memory(nbytes)
+
+    def made_for_a_job(memory: PartMemory) -> int:
+        made.clear()
+        work = job(storage, {NAMES[0]: {"a": tensor}}, memory=memory)
         work.run()
-        addresses.append({buffer.ctypes.data for buffer in memory._free})
         work.remove()
-    assert addresses[0] == addresses[1] != set()
+        return len(made)
+
+    monkeypatch.setattr(encoder, "direct_memory", noted)
+    memory, unkept = PartMemory(kept_bytes=64 << 20), PartMemory()
+    assert (made_for_a_job(memory), made_for_a_job(memory)) == (1, 0)
+    files, options = [FileRequest(NAMES[0], sources([("a", tensor)]))], WriteOptions(thread_count=2)
     with pytest.raises(WriteError):
-        FileJob(
-            storage,
-            [FileRequest(NAMES[0], sources([("a", torch.ones(9))]))],
-            _gone,
-            WriteOptions(thread_count=1),
-            memory,
-        ).run()
-    assert memory._made == sum(buffer.nbytes for buffer in memory._free)
-    unkept = PartMemory()
-    job(storage, files, memory=unkept).run()
-    assert (unkept._made, unkept._free) == (0, [])
+        FileJob(storage, files, _gone, options, memory).run()
+    assert made_for_a_job(memory) == 0
+    assert (made_for_a_job(unkept), made_for_a_job(unkept)) == (1, 1)
 
 
 def _gone(source: TensorSource) -> memoryview:
@@ -222,7 +227,7 @@ def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
 def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk or a server takes its time to say that a file is there."""
     storage = open_storage(tmp_path)
-    begun, complete, create = threading.Event(), LocalSink._complete, LocalStorage.create
+    begun, complete, create = threading.Event(), LocalSink.complete, LocalStorage.create
 
     def wait_then_complete(sink: LocalSink) -> None:
         assert begun.wait(30)
@@ -233,7 +238,7 @@ def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypat
             begun.set()
         return create(own, name, nbytes, sync=sync)
 
-    monkeypatch.setattr(LocalSink, "_complete", wait_then_complete)
+    monkeypatch.setattr(LocalSink, "complete", wait_then_complete)
     monkeypatch.setattr(LocalStorage, "create", begin)
     done = job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]}).run()
     assert [file.name for file in done.files] == NAMES[:2]
@@ -242,7 +247,7 @@ def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypat
 def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, and nothing is left, although the file behind it may be whole."""
     storage = open_storage(tmp_path)
-    complete = LocalSink._complete
+    complete = LocalSink.complete
     completed: list[LocalSink] = []
 
     def fail_first(sink: LocalSink) -> None:
@@ -251,7 +256,7 @@ def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: 
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         complete(sink)
 
-    monkeypatch.setattr(LocalSink, "_complete", fail_first)
+    monkeypatch.setattr(LocalSink, "complete", fail_first)
     with pytest.raises(WriteError, match=rf"cannot write .*/{re.escape(NAMES[0])}: .*Input/output error"):
         job(storage, {name: {name: filled(torch.float32, (5,))} for name in NAMES}).run()
     assert os.listdir(tmp_path) == []
@@ -278,7 +283,7 @@ def test_nothing_is_written_behind_a_file_that_has_failed(tmp_path: Path, monkey
         begun.append(name)
         return create(own, name, nbytes, sync=sync)
 
-    monkeypatch.setattr(LocalSink, "_complete", fail)
+    monkeypatch.setattr(LocalSink, "complete", fail)
     monkeypatch.setattr(LocalStorage, "create", begin)
     failing = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES})
     monkeypatch.setattr(jobs, "Workers", lambda *_, **__: nullcontext(SimpleNamespace(submit=at_once)))
@@ -291,17 +296,17 @@ def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypa
     """The one that is just being completed is waited for and removed; the next one is refused."""
     work = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]})
     removing = threading.Thread(target=work.abandon)
-    complete = LocalSink._complete
+    complete = LocalSink.complete
     completed: list[LocalSink] = []
 
     def complete_late(sink: LocalSink) -> None:
         removing.start()
-        while not work._abandoned:
+        while not work.is_abandoned:
             assert removing.is_alive()
         complete(sink)
         completed.append(sink)
 
-    monkeypatch.setattr(LocalSink, "_complete", complete_late)
+    monkeypatch.setattr(LocalSink, "complete", complete_late)
     with pytest.raises(WriteError, match="this file is no longer needed"):
         work.run()
     removing.join(30)

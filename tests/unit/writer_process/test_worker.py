@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import WriteError
+from dcp_tensorizer._format import encoder
 from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._runtime.channel import Channel
-from dcp_tensorizer._writer_process import worker
+from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._writer_process.protocol import FileRequest, WriteRequest
-from dcp_tensorizer._writer_process.worker import SpareCores
+from dcp_tensorizer._writer_process.worker import MIN_SPARE_CORES, NICENESS_BUSY, SpareCores, Worker
 from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
@@ -39,23 +40,35 @@ def test_busy_cores_are_not_taken_for_spare_ones() -> None:
 
     A thread's share beside one of training follows from the kernel's weights, which differ by 1.25 for each niceness.
     """
-    weight = 1.25**-worker._NICENESS_BUSY
-    assert 4 * weight / (1 + weight) < worker._MIN_SPARE_CORES
+    weight = 1.25**-NICENESS_BUSY
+    assert 4 * weight / (1 + weight) < MIN_SPARE_CORES
 
 
-def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path) -> None:
+def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of it may never have come back, and each later save would have less. That of others is kept."""
+    made: list[int] = []
+
+    def noted(nbytes: int) -> object:
+        made.append(nbytes)
+        return direct_memory(nbytes)
+
+    monkeypatch.setattr(encoder, "direct_memory", noted)
     options = WriteOptions(sync_files=False, thread_count=1)
     files = (FileRequest(data_file_name(0, 0, "a" * 32), ()),)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        served = worker._Worker(Channel(ours), None)
-        memory = served._part_memory
-        served._write(WriteRequest(str(tmp_path), options, files))
-        assert served._part_memory is memory
+        served = Worker(Channel(ours), None)
+
+        def made_for(name: str) -> int:
+            (tmp_path / name).mkdir()
+            made.clear()
+            served.write(WriteRequest(str(tmp_path / name), options, files))
+            return len(made)
+
+        assert (made_for("a"), made_for("b")) == (1, 0)
         with pytest.raises(WriteError, match="No such file"):
-            served._write(WriteRequest(str(tmp_path / "nowhere"), options, files))
-        assert served._part_memory is not memory
+            served.write(WriteRequest(str(tmp_path / "nowhere"), options, files))
+        assert (made_for("c"), made_for("d")) == (1, 0)
 
 
 def test_no_time_has_passed() -> None:
