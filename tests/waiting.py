@@ -129,13 +129,16 @@ def interrupted_inside(
     assert threading.current_thread() is main
 
     def handle(number: int, frame: object) -> None:
-        called.set()
-        raise Interrupted
+        if not called.is_set():
+            called.set()
+            raise Interrupted
 
     def send() -> None:
         after()
         wait_until_inside(main, function)
-        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+        while not called.is_set():  # a signal right before the system call that waits does not end it, but the next one
+            signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+            called.wait(0.1)
 
     before = signal.signal(signal.SIGUSR1, handle)
     sending = in_thread(send)
