@@ -173,7 +173,7 @@ def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Cal
                 except (CheckpointError, KeyboardInterrupt) as error:
                     code = failed(error, as_json=kwargs["as_json"], damaged=damaged)
                 return flushed(code)
-            except OSError as error:  # of local files; errors of checkpoints are CheckpointErrors
+            except OSError as error:  # an error of a local file; errors of checkpoints are CheckpointErrors
                 return unwritten(error)
 
     return add

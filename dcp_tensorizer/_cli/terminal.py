@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
 _GAP = "  "
 _NAME = 12  # columns for the names in a table that is too wide
 _WORD = re.compile(r"\S*\s*")
-_PIECE = re.compile(r"[^\s./]*[\s./]*")  # of a key or a path
+_PIECE = re.compile(r"[^\s./]*[\s./]*")  # a piece of a key or a path
 
 
 def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:

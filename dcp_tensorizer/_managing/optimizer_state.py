@@ -66,7 +66,7 @@ class OptimizerTarget:
             if param is not None and (before := size_before(param)) is not None:
                 entry = _larger(entry, before, param.size())
             if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
-                continue  # of a parameter that this optimizer does not have
+                continue  # this optimizer does not have the parameter
             value = _room(entry, param, str(path[-1]))
             if len(path) == 3:
                 self._state[number] = value

@@ -181,8 +181,11 @@ class Retaining:
             retaining = weakref.ref(self)  # the future keeps its callbacks, which must not keep the job's memory
 
             def go_on(done: Future[float]) -> None:
-                if (alive := retaining()) is not None:
-                    alive._after_arrival(done, saved)
+                alive = retaining()
+                if alive is not None and done.exception() is None:
+                    alive._begin(lambda: alive._retain(saved))
+                elif alive is not None:  # another run may have claimed the folder; then the next save reports it
+                    alive._begin(alive._owner.claim)
 
             arrival.add_done_callback(go_on)
 
@@ -206,12 +209,6 @@ class Retaining:
             given,
             metric,
         )
-
-    def _after_arrival(self, done: Future[float], saved: Step) -> None:
-        if done.exception() is None:
-            self._begin(lambda: self._retain(saved))
-        else:  # another run may have claimed the folder; then the next save reports it
-            self._begin(self._owner.claim)
 
     def _begin(self, what: Callable[[], None]) -> None:
         running = [other for other in self._running if not other.done()]

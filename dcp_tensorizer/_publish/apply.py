@@ -201,7 +201,7 @@ class _Directory:
         manifest = self._write(sources, Chain(deltas), current, base)
         return Applied(self._version, before, len(deltas), is_whole, manifest.nbytes)
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- the version of the directory -----------------------------------------------------------------------------
 
     def _current(self, target: Manifest) -> Manifest | None:
         """The version of the directory; None if it has no model.

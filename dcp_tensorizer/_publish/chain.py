@@ -55,7 +55,7 @@ class Delta:
 def read_delta(published: Published, manifest: Manifest) -> Delta:
     """Reads the headers of a delta's files.
 
-    Raises `MetadataError` if they are damaged, or not what the manifest says.
+    Raises `MetadataError` if they are damaged, or differ from the manifest.
     """
     storage = published.folder(manifest.version)
     names: dict[str, set[str]] = {}
@@ -94,8 +94,8 @@ class Chain:
     def pieces(self, reader: TensorReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
         """Reads a tensor of the version before from a file, and yields it changed.
 
-        Raises `ChecksumMismatch` if the result is not what was published: the file is of another version, or it or a
-        delta is damaged.
+        Raises `ChecksumMismatch` if the result differs from the published tensor: the file is of another version, or
+        the file or a delta is damaged.
         """
         return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
 

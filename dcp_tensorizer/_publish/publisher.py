@@ -259,7 +259,7 @@ class _Publisher:
             self._folder.clear(self._version)
             self._target.remove_directory()
 
-    # --- whole, or what changed? --------------------------------------------------------------------------------------
+    # --- a whole version, or a delta? -----------------------------------------------------------------------------
 
     def _base(self, others: Mapping[str, FileRecord], max_deltas: int) -> tuple[_Base | None, str]:
         """Returns the version on which a delta can build; or None, and why a whole version is needed."""
@@ -325,7 +325,7 @@ class _Publisher:
             self._progress(block.nbytes)
             yield block
 
-    # --- what changed -------------------------------------------------------------------------------------------------
+    # --- a delta --------------------------------------------------------------------------------------------------
 
     def _write_delta(self, base: _Base, previous: Model | None) -> Manifest:
         before = None if previous is None else _matching(previous, base)
@@ -454,7 +454,7 @@ class _Base(NamedTuple):
     storage: Storage
     manifest: Manifest
     chain: Chain
-    pairs: list[tuple[WeightFile, WeightFile]]  # of the model, and of the whole version, with the same header
+    pairs: list[tuple[WeightFile, WeightFile]]  # a file of the model, and one of the whole version with the same header
 
 
 def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:

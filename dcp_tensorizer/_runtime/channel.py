@@ -247,7 +247,7 @@ class Channel:
             with suppress(OSError, EOFError):  # another thread may close it meanwhile
                 self._sock.shutdown(socket.SHUT_WR)
                 poll = select.poll()
-                poll.register(self.fileno(), 0)  # for POLLHUP, which comes unasked: an answer may be there to read
+                poll.register(self.fileno(), 0)  # only POLLHUP, which always comes: an answer may be there to read
                 poll.poll(timeout * 1000)
 
     def close(self) -> None:

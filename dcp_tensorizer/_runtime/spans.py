@@ -16,7 +16,7 @@ class Span(NamedTuple):
     ended: float
     """Seconds."""
     file: str = ""
-    """The data file that was written or read; empty for what concerns none."""
+    """The data file that was written or read; empty if there is none."""
     nbytes: int = 0
     """Bytes that were written or read."""
     verify_seconds: float = 0.0

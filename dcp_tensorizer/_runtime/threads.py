@@ -94,7 +94,7 @@ class Workers(ThreadPoolExecutor):
             if self._is_shut or not str(error).startswith("cannot schedule"):
                 work.drop()  # no more threads can be started, but a running one may have taken it
                 raise
-        except BaseException:  # of a signal handler: a thread may or may not have taken it
+        except BaseException:  # raised by a signal handler: a thread may or may not have taken the work
             work.drop()
             raise
         inline: Future[_T] = Future()
@@ -241,7 +241,7 @@ def _run(future: Future[_T], operation: Callable[[], _T]) -> None:
 # meanwhile and sets it again later.
 
 _SECONDS = 0.0005
-_FIRST_TURN = 0.0001  # for the other thread to wake up
+_FIRST_TURN = 0.0001  # the time in which the other thread wakes up
 _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 

@@ -458,7 +458,7 @@ class Storage(abc.ABC):
             source_name: Its name there.
             identity: Its expected identity. A file with another identity is not adopted.
             name: The new file's name.
-            sync: Make its data durable, whoever wrote it. The name is durable after `sync_directory`.
+            sync: Make its data durable, also if another job has written it. The name is durable after `sync_directory`.
 
         Returns:
             The new file's identity; None if that is not possible, for whatever reason. Then there is no new file.

@@ -28,7 +28,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     epoch: int  # the number of the run: one more than that of the run before
     id: str
-    host: str  # of the run's first rank, as is the process id
+    host: str  # the host of the run's first rank, to which the process id belongs, too
     process: int
     claimed_at: str  # in UTC
 

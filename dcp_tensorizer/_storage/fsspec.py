@@ -89,7 +89,7 @@ def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> t
 def _timeout_options(protocol: str, timeout: float) -> dict[str, float]:
     """Options that limit the waits of filesystems with connections of their own."""
     if protocol in ("gs", "gcs"):
-        return {"requests_timeout": timeout / 2}  # of a whole request, not of silence
+        return {"requests_timeout": timeout / 2}  # the time of a whole request, not of silence
     if protocol in _AZURE:
         return dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
     return {}
@@ -99,7 +99,7 @@ def _timeout_options(protocol: str, timeout: float) -> dict[str, float]:
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
 """Protocols without an event loop that several threads may use at once."""
-_swapping = free_in_child(threading.Lock())  # of files in this process's memory
+_swapping = free_in_child(threading.Lock())  # held while a file in this process's memory is replaced
 
 
 class StreamStorage(RemoteStorage):

@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 # The file systems on which every process that can reach a directory sees a lock on it. On network file systems a lock
 # may be visible to one machine only.
 _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-_LOCK_SECONDS = 10.0  # to wait for the lock of a small file; replacing the file takes milliseconds
+_LOCK_SECONDS = 10.0  # the longest wait for the lock of a small file, which is held for milliseconds
 # Errors of network mounts that leave the outcome of a request unknown.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
@@ -201,7 +201,7 @@ class LocalStorage(Storage):
         try:
             if not replace:
                 _link(temporary, self._root / name)
-            os.replace(temporary, self._root / name)  # for a link to the same file this does nothing
+            os.replace(temporary, self._root / name)  # does nothing if both are names of one file
         except OSError as error:
             with suppress(ReadError):
                 if self.read(name) == data:
@@ -425,7 +425,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _open_to_lock(path: Path) -> BinaryIO:
-    """Opens a file so that it can be locked: network mounts lock for writing only what is open for writing."""
+    """Opens a file so that it can be locked: network mounts lock only files that are open for writing."""
     _check_kind(path)
     try:
         return path.open("r+b")

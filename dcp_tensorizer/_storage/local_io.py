@@ -175,7 +175,7 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 BLOCK = 4096
 """O_DIRECT's unit. No file system in use needs a larger one."""
 
-_MAX_EDGES = 1024  # in memory: 4 MiB at most
+_MAX_EDGES = 1024  # blocks kept in memory: 4 MiB at most
 
 _OF_OWNER = 0o600
 

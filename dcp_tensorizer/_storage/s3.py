@@ -53,7 +53,7 @@ _CONFIG: dict[str, Any] = {
     # save's own hashes, and reads are not signed either. Parts have a CRC-32 in any case.
     "s3": {"payload_signing_enabled": False},
 }
-_PIECE = 1 << 20  # at most this much is lost when a body breaks off
+_PIECE = 1 << 20  # the most bytes that are lost when a body breaks off
 _ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # only aiobotocore knows these
 # An answer to HEAD has no code but its status: 400.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "400"}
@@ -425,7 +425,7 @@ class S3Storage(RemoteStorage):
         if expected is None:
             return super().put_if(name, None, data, sync=sync, save_id=save_id)
         tag = self._ask(name, lambda name: self.call("head_object", name)["ETag"])
-        if tag is None or self.read(name) != expected:  # in this order: what is replaced must be what was read
+        if tag is None or self.read(name) != expected:  # in this order: the tag must be that of the contents
             return False
         try:
             with self._putting(name, data) as begin:

@@ -221,7 +221,7 @@ _KEEPALIVE = 20
 _CHANNELS = 8  # OpenSSH allows 10 a connection, by default (MaxSessions)
 _FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
 _FSYNC = "fsync@openssh.com"
-_REQUESTS = 256  # to read, under way at a time: 8 MiB
+_REQUESTS = 256  # read requests under way at a time: 8 MiB
 _inherited: list[object] = []
 """A forked child's copies of its parent's connections, which are never freed there."""
 

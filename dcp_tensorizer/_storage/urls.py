@@ -11,7 +11,7 @@ from .._runtime.validation import did_you_mean
 from ..errors import WriteError
 from .redact import redact
 
-_READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # of fsspec
+_READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # fsspec's protocols
 
 
 def protocols_of(url: str) -> list[str]:

@@ -213,7 +213,8 @@ class Flusher:
         try:
             index = self._index(entry)
             if index is not None:
-                replaced = publish(remote, index, commit, self._ids_before(entry), self._check_owner)
+                earlier = {other.id for other in self._queue.entries() if other.number < entry.number}
+                replaced = publish(remote, index, commit, earlier, self._check_owner)
             elif set(commit.files) <= named_files(remote, commit.name):
                 replaced = None
             else:
@@ -254,9 +255,6 @@ class Flusher:
         except MetadataError:
             return None
         return index
-
-    def _ids_before(self, entry: FlushEntry) -> set[str]:
-        return {other.id for other in self._queue.entries() if other.number < entry.number}
 
     def _replaced_before(self, entry: FlushEntry, place: str, name: str) -> set[str]:
         """The files of earlier saves from this folder whose metadata had the same place and name."""
@@ -354,7 +352,7 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
     def read(part: memoryview, start: int) -> None:
         try:
             reader.read_into([part], start)
-        except (OSError, EOFError) as error:  # of the local disk, not of the remote
+        except (OSError, EOFError) as error:  # an error of the local disk, not of the remote
             raise Unreadable(f"cannot read {source.path}/{name}: {error}") from error
 
     try:

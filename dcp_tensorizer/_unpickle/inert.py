@@ -20,7 +20,7 @@ from itertools import repeat
 from typing import Any
 
 _WORK_PER_BYTE = 16  # members that are hashed or copied; without shared values it is less than 2
-_MAX_DEPTH = 64  # of tuples in a key, which Python hashes by unlimited recursion
+_MAX_DEPTH = 64  # nested tuples in a key, which Python hashes by unlimited recursion
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 

@@ -433,7 +433,7 @@ def _scalar(name: str, args: Arguments) -> Value:
 
 NUMPY_CALLED: Mapping[str, Maker] = {"numpy.dtype": _dtype} | {
     f"numpy.{core}.multiarray.{function}": make
-    for core in ("core", "_core")  # of NumPy 1, and of NumPy 2
+    for core in ("core", "_core")  # NumPy 1 and NumPy 2
     for function, make in (("_reconstruct", _reconstruct), ("scalar", _scalar))
 }
 """By name, what a stream may call."""

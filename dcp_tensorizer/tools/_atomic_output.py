@@ -25,7 +25,7 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
 
     Raises `ConversionError` if a URL has no such name or directory, and `WriteError` if the name cannot be a file's.
     """
-    if _is_url(path):
+    if "://" in path or "::" in path:
         folder, _, name = path.rpartition("/")
         if not name or folder.endswith(":/"):
             raise ConversionError(f"{redact(path)} names no file in a directory")
@@ -37,10 +37,6 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
 def shown_path(path: str) -> str:
     """The name of a result for metadata and messages: its final one, without credentials."""
     return redact(str(absolute_path(path)))
-
-
-def _is_url(path: str) -> bool:
-    return "://" in path or "::" in path
 
 
 @contextmanager

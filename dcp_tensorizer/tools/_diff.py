@@ -26,7 +26,7 @@ _Pair = tuple[StoredTensor, StoredTensor]
 
 _BLOCK = 8 << 20
 _THREADS = 4
-_ELEMENTS = 1 << 17  # as float64, eight bytes each
+_ELEMENTS = 1 << 17  # elements at a time, eight bytes each as float64
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
 _TRAILER = 24  # bytes at the end, which distinguish a pickle of this package from torch's
-_MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint
+_MAX_NAMED, _MAX_DEPTH = 3, 2  # the checkpoints that a hint names, and how deep it looks for them
 
 
 @dataclass(frozen=True, slots=True)

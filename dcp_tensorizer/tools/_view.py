@@ -425,7 +425,7 @@ class _Value:
     """A value, as one rank or all ranks together have stored it."""
 
     planner_data: Any  # DCP's, with the key's path
-    entry: Any  # of DCP's metadata
+    entry: Any  # the value's entry in DCP's metadata
     chunks: dict[torch.Size | None, Chunk]  # by their offset in the value
     conflict: str = ""  # why it cannot be read
 

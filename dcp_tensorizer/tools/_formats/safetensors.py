@@ -38,7 +38,7 @@ from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
 from .common import Options, by_key, check_no_objects, naming
 
-_PARTS = "shard-*.safetensors"  # of torch's HuggingFaceStorageWriter(save_distributed=True)
+_PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(save_distributed=True)
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

@@ -45,7 +45,7 @@ from .._view import (
 )
 from .common import FileRange, Options, naming
 
-_ALIGNMENT = 64  # of tensors in the file, like torch.save's
+_ALIGNMENT = 64  # tensors in the file are aligned as torch.save aligns them
 _NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
 # The bytes before an entry's data in a zip file, without its name: a header, the beginning of the extra field with our
 # padding, and one for 64-bit sizes. Readers skip extra fields with unknown tags.
@@ -373,7 +373,7 @@ def check_size(state: Any) -> None:
     Each container is visited once, so that containers with many references to each other take no time here. Flattening
     the state dict would take long.
     """
-    sizes: dict[int, int] = {}  # of containers; 0 while one is being counted
+    sizes: dict[int, int] = {}  # the sizes of containers; 0 while one is being counted
     left = [(state, False)]
     while left:
         node, is_counted = left.pop()
