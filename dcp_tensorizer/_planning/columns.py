@@ -59,7 +59,7 @@ def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
 
 
 class PlannedChunk(NamedTuple):
-    """What a write item says of its value. Those of most tensors of one shape and sharding are equal."""
+    """The properties of a write item beside its key. Most tensors of one shape and sharding have equal ones."""
 
     kind: int  # see `KINDS`
     spec: Spec | None  # None for an object

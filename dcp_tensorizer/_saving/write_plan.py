@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -23,6 +22,7 @@ from .._format.tensor_bytes import check_supported, detached, dtype_name, host_b
 from .._index.locations import InlineItem, RankPlaces, checked_hash
 from .._index.schema import ItemKey, item_key
 from .._runtime.gc_pause import collector_paused
+from .._runtime.ranks import world_size_of_job
 from .._runtime.torch_compat import awaited
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import UNLIMITED
@@ -182,8 +182,7 @@ def _known(planner: SavePlanner) -> type[SavePlanner]:
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
     """The small items of a rank that are not sharded, as many as fit into its share of the index."""
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    room = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size)
+    room = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size_of_job())
     small: list[InlineItem] = []
     for item in items:
         nbytes = item.tensor.nbytes
