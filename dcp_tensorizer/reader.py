@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from ._format.encryption import Cipher, check_decryption, unlock
 from ._index.reader import Index
-from ._loading.deliver import LoadOptions, LoadSource, load_items, world_size
+from ._loading.deliver import LoadOptions, LoadSource, load_items
 from ._loading.exchange import identity_of, members_of, reads_alone
 from ._loading.report import LoadClock, LoadReport, publish
 from ._loading.targets import Located, RetainedPlan
@@ -39,6 +39,7 @@ from ._loading.validate import (
 )
 from ._runtime.gc_pause import collector_paused
 from ._runtime.progress import TransferProgress
+from ._runtime.ranks import world_size_of_job
 from ._runtime.validation import check_callable, check_count, check_path, check_storage_options, check_timeout
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
@@ -339,7 +340,7 @@ class TensorizerStorageReader(StorageReader):
         storage = self._storage = self._open(self._path)
         index = self._index = read_index(storage, rank)
         if rank is not None:
-            check_world_size(storage, index is not None, world_size())
+            check_world_size(storage, index is not None, world_size_of_job())
         if index is None:  # DCP then asks again with `rank=`
             raise not_committed(storage.path) if rank is None else nothing_committed(storage)
         metadata = index.metadata()

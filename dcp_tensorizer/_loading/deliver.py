@@ -21,6 +21,7 @@ from .._format.tensor_bytes import detached, is_wrapper, named_dtype
 from .._index.chunks import Region
 from .._index.reader import Index, Piece
 from .._runtime.gc_pause import collector_paused
+from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
 from .._runtime.torch_compat import plain_tensor_at, real_tensors
 from .._staging.device import CUDA
@@ -57,11 +58,6 @@ class LoadSource:
     cipher: Cipher | None  # for encrypted items
     is_own: bool  # each rank saved for itself
     group: dist.ProcessGroup | None  # the ranks that exchange what they read
-
-
-def world_size() -> int:
-    """The number of ranks."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def load_items(
@@ -133,7 +129,7 @@ def _load(
     nbytes += read_tensors(
         tensors,
         planner,
-        functools.partial(targets_of, path, source.metadata, world_size(), casts),
+        functools.partial(targets_of, path, source.metadata, world_size_of_job(), casts),
         exchange.read if exchange is not None and exchange.exchanges_tensors else read,
         progress,
     )

@@ -23,9 +23,10 @@ from .._index.chunks import Region
 from .._index.placement import Box, Placed, place
 from .._index.reader import Piece
 from .._publish.model import StoredBytes, WeightFile, check_unreplaced
+from .._runtime.ranks import world_size_of_job
 from .._storage.base import Storage
 from ..errors import MetadataError, ReadError, listed
-from .deliver import LoadOptions, read_tensors, world_size
+from .deliver import LoadOptions, read_tensors
 from .dequantise import DequantisingPlanner, Quantised, quantised
 from .executor import fetch
 from .foreign_reader import ForeignReader
@@ -65,7 +66,7 @@ class ModelReader(ForeignReader):
     def _load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         path, casts = self._storage.path, Casts()
         options = self._options
-        wanted = functools.partial(targets_of, path, self._metadata, world_size(), casts)
+        wanted = functools.partial(targets_of, path, self._metadata, world_size_of_job(), casts)
         read = functools.partial(
             fetch, self._storage, threads=options.threads, verify=False, page_cache=options.page_cache
         )
