@@ -370,8 +370,9 @@ class S3Storage(RemoteStorage):
         self.complete_upload(file.name, file.token, parts, file.save_id)
 
     def owner(self, name: str) -> str | None:
-        with suppress(OSError, KeyError):
-            return str(self.call("head_object", name)["Metadata"][_SAVE])
+        with suppress(OSError):
+            metadata = self.call("head_object", name).get("Metadata", {})
+            return next((value for key, value in metadata.items() if key.lower() == _SAVE), None)
         return None
 
     def abort_shared(self, file: SharedFile) -> None:

@@ -287,6 +287,27 @@ def test_a_session_of_the_users_goes_through_s3fs(s3: S3Server, prefix: str) -> 
     storage.filesystem.close_session(storage.filesystem.loop, storage.filesystem._s3creator)
 
 
+def test_the_owner_of_an_object_is_known_whatever_the_case_of_the_header(
+    storage: S3Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers and proxies that are written in Go may change it to X-Amz-Meta-Dcp-Tensorizer-Save."""
+    file = storage.begin_shared(NAME, len(CONTENT), save_id="a" * 32)
+    sink = storage.open_shared(file, sync=True)
+    sink.put(0, on_a_page(CONTENT[: storage.granule_of(len(CONTENT))]))
+    parts, original = sink.finish(), storage.call
+    storage.complete_shared(file, parts, replace=True)
+
+    def titled(operation: str, name: str, **arguments: Any) -> Any:
+        answer = original(operation, name, **arguments)
+        return answer | {"Metadata": {key.title(): value for key, value in answer.get("Metadata", {}).items()}}
+
+    monkeypatch.setattr(storage, "call", titled)
+    assert storage.owner(NAME) == "a" * 32
+    storage.complete_shared(file, parts, replace=True)  # again, because an answer was lost
+    put_file(storage, NAME, b"another's")
+    assert storage.owner(NAME) is None
+
+
 # --- open uploads ----------------------------------------------------------------------------------------------------
 
 
