@@ -151,9 +151,13 @@ class ModelDestination(Destination):
 
     def _forget(self, *names: str) -> None:
         """Removes the record of the save, and the temporary names in it."""
+        self._unmark(*names)
+        with suppress(Exception):
+            remove_uploads(self.storage, self._save_id)
+
+    def _unmark(self, *names: str) -> None:
         with suppress(Exception):
             self.storage.unmark(self._save_id, *names)
-            remove_uploads(self.storage, self._save_id)
             remove_records(self.storage, [self._save_id])
 
     def commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
@@ -230,7 +234,7 @@ class ModelDestination(Destination):
             if remove(self.storage, names):
                 with suppress(Exception):
                     remove_uploads(self.storage, *self._dead)
-                self._forget(*names)
+                self._unmark(*names)  # the uploads of this save may be recorded again by now, by one that replaces it
 
         names = tuple(names)
         self._after_held(lambda: self._clean_up(clean_up))

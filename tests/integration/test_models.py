@@ -32,6 +32,7 @@ from dcp_tensorizer import (
     WriterProcessDied,
     unwrap,
 )
+from dcp_tensorizer._format.names import is_record_file_name, save_id_in
 from dcp_tensorizer._format.safetensors import NAMES, PAIRS
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.base import Refused
@@ -520,6 +521,38 @@ def test_a_save_whose_files_another_has_removed_is_refused(s3: S3Server, monkeyp
     index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
     named = set(json.loads(index)["weight_map"].values())
     assert set(s3.objects(prefix)) == {f"model/{name}" for name in (INDEX, *named)}
+    for key in s3.objects(prefix):
+        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
+
+
+def test_a_replaced_model_keeps_its_record_until_it_is_removed(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own save, which removes older files only after a later save has written the record, leaves the record."""
+    prefix = uuid.uuid4().hex
+    url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
+    shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
+    state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+    goes_on, original, seen = threading.Event(), WriterClient.publish, list[list[str]]()
+
+    def held(self: WriterClient, *arguments: Any) -> Any:
+        seen.append(s3.objects(prefix))
+        assert goes_on.wait(WAIT)
+        return original(self, *arguments)
+
+    with SafetensorsStorageWriter(url, publish=Publish(tmp_path), **shards) as writer:
+        dcp.save(state, storage_writer=writer)
+        assert writer.wait_published() is not None
+        monkeypatch.setattr(WriterClient, "publish", held)
+        for _ in range(2):
+            dcp.save(state, storage_writer=writer)
+        goes_on.set()
+        assert writer.wait_published() is not None
+    objects = [key.rpartition("/")[2] for key in seen[-1]]  # the files of the first save are removed by then
+    (record,) = filter(is_record_file_name, objects)
+    assert len([name for name in objects if save_id_in(record) in name]) == 3, "the second save's record and two files"
+    assert len(objects) == 6, "the files of the third save, and its index"
+    assert len(s3.objects(prefix)) == 3
     for key in s3.objects(prefix):
         s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
 
