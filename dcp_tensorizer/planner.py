@@ -15,6 +15,7 @@ state dict --create_local_plan()--> read items          one made for each layout
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from ._format.tensor_bytes import is_ordinary
 from ._index.schema import ItemKey
 from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_rows, item_of, rows_of
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
-from ._planning.plan import Answer, CompactPlan, History, Items, Reference
+from ._planning.plan import Answer, CompactPlan, Histories, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
 from ._runtime.gc_pause import collector_paused
 from ._runtime.torch_compat import ShardedTensor, plain_local, plain_tensor_at
@@ -64,7 +65,7 @@ class SavePlanner(DefaultSavePlanner):
     """
 
     plans_as_torch: ClassVar[type[DefaultSavePlanner]]
-    _history: History | None = None
+    _histories: Histories | None = None
     written_elsewhere: frozenset[str] = frozenset()
     """Keys of this rank's tensors that other ranks write, according to the plan of the last save."""
 
@@ -80,12 +81,12 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(
             flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
         )
-        self._history = History() if enable_plan_caching else None
+        self._histories = Histories() if enable_plan_caching else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the history: a copy has sent nothing yet."""
+        """Leaves out the histories: a copy has sent nothing yet."""
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_A_SAVE}
-        return {**state, "_history": None if self._history is None else History()}
+        return {**state, "_histories": copy.copy(self._histories)}
 
     @collector_paused()
     def set_up_planner(
@@ -97,14 +98,15 @@ class SavePlanner(DefaultSavePlanner):
     @collector_paused()
     def create_local_plan(self) -> SavePlan:
         """Plans what this rank could write."""
-        if self._history is not None:
-            self._history.begin()
+        history = self._history
+        if history is not None:
+            history.begin()
         try:
             rows = rows_of(self.state_dict, is_coordinator=self.is_coordinator)
             columns, _ = columns_of_rows(rows, self.mappings if self.flatten_state_dict else None)
         except Unsupported:
             return super().create_local_plan()
-        self.plan = CompactPlan.of(Items(columns, history=self._history if self._may_refer() else None), None)
+        self.plan = CompactPlan.of(Items(columns, history=history if self._may_refer() else None), None)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -114,15 +116,16 @@ class SavePlanner(DefaultSavePlanner):
             WriteError: chunks overlap, are missing or lie outside their tensor; names the keys.
         """
         tables: dict[bytes, Table] = {}
-        plans = [self._resolved(rank, plan, tables) for rank, plan in enumerate(all_plans)]
+        history = self._history
+        plans = [self._resolved(rank, plan, tables, history) for rank, plan in enumerate(all_plans)]
         try:
             sources = [encoded(plan) for plan in plans]
             if self._plans_its_own_way():
                 raise Unsupported
         except Unsupported:
             return super().create_global_plan(plans)
-        result = self._planned(sources, tables)
-        coordinator = None if self._history is None else self._history.id
+        result = self._planned(sources, tables, history)
+        coordinator = None if history is None else history.id
         shared: dict[bytes, Table] = {}  # only the tables that are in use, not all that were decoded
         self.global_plan = [
             CompactPlan.of(Items(source, choice, coordinator=coordinator, tables=shared), plan.storage_data)
@@ -133,11 +136,12 @@ class SavePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Finishes the plan of the items that this rank writes."""
-        if self._history is not None:
+        history = self._history
+        if history is not None:
             if isinstance(new_plan.items, Answer):
-                columns = self._history.answered(new_plan.items)
+                columns = history.answered(new_plan.items)
                 new_plan = CompactPlan.of(Items(columns, new_plan.items.choice), new_plan.storage_data)
-            self._history.end()
+            history.end()
         self.written_elsewhere = new_plan.items.not_chosen() if isinstance(new_plan.items, Items) else frozenset()
         return super().finish_plan(new_plan)
 
@@ -175,26 +179,33 @@ class SavePlanner(DefaultSavePlanner):
         names = ("_dedup_save_plans", "_create_global_plan")
         return any(getattr(type(self), name, None) is not getattr(DefaultSavePlanner, name, None) for name in names)
 
-    def _resolved(self, rank: int, plan: SavePlan, tables: dict[bytes, Table]) -> SavePlan:
+    @property
+    def _history(self) -> History | None:
+        """What is remembered of the plans of this save's process group."""
+        return None if self._histories is None else self._histories.of_save()
+
+    def _resolved(self, rank: int, plan: SavePlan, tables: dict[bytes, Table], history: History | None) -> SavePlan:
         """A rank's plan with its items, even if the rank sent only a digest."""
         items = plan.items
         if isinstance(items, Reference):
-            history = self._history or History()  # an empty one raises for an unknown digest
+            history = history or History()  # an empty one raises for an unknown digest
             return CompactPlan.of(Items(history.received(rank, items), tables=tables), plan.storage_data)
         if isinstance(items, Items) and isinstance(items.source, EncodedColumns):
             items.tables = tables
         return plan
 
-    def _planned(self, sources: list[EncodedColumns], tables: dict[bytes, Table]) -> GlobalPlan:
+    def _planned(
+        self, sources: list[EncodedColumns], tables: dict[bytes, Table], history: History | None
+    ) -> GlobalPlan:
         """Plans for all ranks, or returns the earlier result for the same plans."""
         options = {"to_lowest_rank": self.dedup_save_to_lowest_rank, "merges_paths": self.flatten_state_dict}
-        if self._history is None:
+        if history is None:
             return make_global_plan([source.decode(tables) for source in sources], **options)
         key = (tuple(source.digest for source in sources), *options.values())
-        result: GlobalPlan | None = self._history.find(key)
+        result: GlobalPlan | None = history.find(key)
         if result is None:
             result = make_global_plan([source.decode(tables) for source in sources], **options)
-        self._history.planned(key, sources, result)
+        history.planned(key, sources, result)
         return result
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import uuid
 import weakref
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
@@ -274,13 +274,13 @@ _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 # Repeated plans are neither sent nor made again.
 
 # A job that saves its model and its optimizer in turn, and other states between them, alternates between four plans.
-# The coordinator remembers more saves than the ranks, because some may have failed after it planned them.
+# The coordinator remembers more plans of a rank than the rank does, because saves may fail after it planned them.
 _SAVES = 4
 _SAVES_OF_COORDINATOR = 4 * _SAVES
 
 
 class History:
-    """A planner's memory of plans that it has sent as a rank, and received and made as the coordinator.
+    """A planner's memory of plans that it has sent as a rank, and received and made as the coordinator of a group.
 
     Plans are identified by their contents, so that different state dicts may be saved in any order. ``id`` identifies
     the planner as a coordinator.
@@ -288,25 +288,18 @@ class History:
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        self._group: weakref.ref[Any] | None = None
         self._sent: tuple[Columns, bytes] | None = None
         self._is_answered = True
         self._known: Recent[Reference] = Recent(_SAVES)
-        self._received: deque[dict[bytes, EncodedColumns]] = deque(maxlen=_SAVES_OF_COORDINATOR)
+        # Of each rank by itself: what a rank remembers must be here, however often others, or other plans, are saved.
+        self._received: defaultdict[int, Recent[EncodedColumns]] = defaultdict(lambda: Recent(_SAVES_OF_COORDINATOR))
         self._planned: Recent[Any] = Recent(_SAVES_OF_COORDINATOR)
 
     def begin(self) -> None:
-        """Begins a save. After a save that was not planned, or in another process group, whole plans are sent again."""
-        if not self._is_answered or not self._is_same_group():
+        """Begins a save. After a save that was not planned, whole plans are sent again."""
+        if not self._is_answered:
             self._known = Recent(_SAVES)
         self._is_answered = True
-
-    def _is_same_group(self) -> bool:
-        """Returns whether this save has the process group of the save before, whose coordinator knows the plans."""
-        group = group_of_save() or (dist.group.WORLD if dist.is_available() else None)
-        same = (None if self._group is None else self._group()) is group
-        self._group = None if group is None else weakref.ref(group)
-        return same
 
     # --- as a rank ----------------------------------------------------------------------------------------------
 
@@ -329,9 +322,9 @@ class History:
 
     def received(self, rank: int, reference: Reference) -> EncodedColumns:
         """The columns that a rank refers to; raises `WriteError` if they are unknown."""
-        for plans in reversed(self._received):
-            if reference.coordinator == self.id and reference.digest in plans:
-                return plans[reference.digest]
+        plan = self._received[rank].find(reference.digest) if reference.coordinator == self.id else None
+        if plan is not None:
+            return plan
         raise WriteError(
             f"rank {rank} refers to a plan that this coordinator does not know: its planner has saved with another "
             f"coordinator. The next save sends the whole plan. Keep one planner on every rank for all saves."
@@ -343,7 +336,26 @@ class History:
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
         """Remembers the ranks' plans, and the result."""
-        referable = {plan.digest: plan for plan in plans if plan.may_refer}
-        if referable:  # saves of a single rank must not displace others
-            self._received.append(referable)
+        for rank, plan in enumerate(plans):
+            if plan.may_refer:
+                self._received[rank].keep(plan.digest, plan)
         self._planned.keep(key, result)
+
+
+class Histories:
+    """A planner's histories: one for each process group, as each has a coordinator of its own. A copy has none."""
+
+    def __init__(self) -> None:
+        self._of_groups: weakref.WeakKeyDictionary[Any, History] = weakref.WeakKeyDictionary()
+
+    def __copy__(self) -> Histories:
+        return Histories()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Histories, ()
+
+    def of_save(self) -> History:
+        """The history of the group of the save on this thread."""
+        group = group_of_save() or (dist.group.WORLD if dist.is_available() else None) or Histories  # which is no group
+        history = self._of_groups.get(group)
+        return self._of_groups.setdefault(group, History()) if history is None else history

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp_tensorizer import SavePlanner, WriteError
+from dcp_tensorizer._planning import plan as plans
 
 from ..planned import Place, Planned, Shards, plan_save, shard
 
@@ -213,6 +214,34 @@ def test_alternating_state_dicts_are_all_remembered() -> None:
             planned = plan_save(planners, states)
             compared(planned, plan_save([DefaultSavePlanner() for _ in range(RANKS)], states))
             assert (max(planned.sent) < 250) == (number > 0)
+
+
+def test_what_is_saved_rarely_is_remembered() -> None:
+    """The coordinator remembers what a rank does, however often other plans are repeated in between."""
+    planners = [SavePlanner() for _ in range(RANKS)]
+    plan_save(planners, states_of())
+    for number in range(20):
+        plan_save(planners, [{"x": torch.zeros(3), "n": torch.zeros(number)}, *[{"x": torch.zeros(3)}] * (RANKS - 1)])
+    planned = plan_save(planners, states_of())
+    compared(planned, plan_save([DefaultSavePlanner() for _ in range(RANKS)], states_of()))
+    assert [nbytes < 250 for nbytes in planned.sent] == [False, True, True, True]
+
+
+def test_each_process_group_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group saves often, with a coordinator that is in both: the other one still sends digests."""
+    planners, others = ([SavePlanner() for _ in range(RANKS)] for _ in range(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        some, all_ranks = dist.new_group([0]), dist.group.WORLD
+        monkeypatch.setattr(plans, "group_of_save", lambda: all_ranks)
+        plan_save(planners, states_of())
+        monkeypatch.setattr(plans, "group_of_save", lambda: some)
+        costs = [plan_save([planners[0], *others[1:]], [{"x": torch.zeros(3)}] * RANKS).sent for _ in range(20)]
+        monkeypatch.setattr(plans, "group_of_save", lambda: all_ranks)
+        assert max(plan_save(planners, states_of()).sent) < 250
+        assert min(costs[0]) > 250 > max(max(costs[1:]))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_rank_that_changes_sends_its_plan() -> None:
