@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..._format.encryption import check_decryption
 from ..._format.names import metadata_file_name
 from ..._format.renaming import Renaming
 from ..._index.container import is_index, looks_like_pickle
@@ -73,8 +74,10 @@ def open_all(
     """Opens several checkpoints, of which only some may be encrypted; see `open_checkpoint`.
 
     With ``look_at_files``, a `ReadError` is raised if data files of this package's checkpoints are missing or have
-    other sizes.
+    other sizes. A key that is none is a `TypeError`, before anything is read.
     """
+    if encryption is not None:
+        check_decryption(encryption)
     located = [_locate(path, options) for path in paths]
     for location in located if look_at_files else ():
         files = data_files(location.parts)
