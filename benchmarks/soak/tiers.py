@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import NotCommitted, TensorizerStorageReader, TensorizerStorageWriter, unwrap
 from dcp_tensorizer._tiers.queue import OPEN, Queue
+from dcp_tensorizer.tools import collect
 
 from .tally import HANG, Part, Tally
 
@@ -165,7 +166,11 @@ def _pick_up(tally: Tally, folder: Path) -> None:
 
 
 def _look_at_the_end(tally: Tally, folder: Path, durable: dict[str, int]) -> None:
-    """Without the local folder everything is there; and in that folder nothing but the newest."""
+    """Without the local folder everything is there; and in that folder nothing but the newest.
+
+    A save that was killed before its local commit leaves files, which the next save there or ``gc`` removes.
+    """
+    collect(folder / "local")
     steps = [path.name for path in (folder / "local").iterdir() if path.name != ".flush"]
     if len(steps) > 1:
         tally.blame("left", f"the local folder holds {', '.join(sorted(steps))}")
