@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +386,21 @@ def test_a_manager_that_keeps_no_copy_exports_nothing(tmp_path: Path, options: d
         CheckpointManager(tmp_path, export=Export(tmp_path / "model"), **options)
 
 
+@pytest.fixture
+def prefix(s3: S3Server) -> Iterator[str]:
+    """A place for objects, which are gone afterwards."""
+    name = uuid.uuid4().hex
+    yield name
+    for key in s3.objects(name):
+        s3.client().delete_object(Bucket=s3.bucket, Key=f"{name}/{key}")
+
+
+def in_shards(storage_options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The options of a writer that replaces a model, and a state that takes two files with them."""
+    options = {"max_shard_bytes": 1_000_000, "storage_options": storage_options, "overwrite": True}
+    return options, {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+
+
 _KILLED = """
 import os, signal, sys, torch, torch.distributed.checkpoint as dcp
 from dcp_tensorizer import SafetensorsStorageWriter
@@ -450,9 +465,8 @@ def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -
 
 
 @pytest.mark.parametrize("has_index", [True, False], ids=["several files", "one file"])
-def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, has_index: bool) -> None:
+def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, prefix: str, has_index: bool) -> None:
     """The next save with overwrite=True removes them; until then, also after a save that fails, their record stays."""
-    prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
     shards = {"max_shard_bytes": 1_000_000} if has_index else {}
@@ -471,15 +485,12 @@ def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, has_index: b
     save(url, state, storage_options=options, overwrite=True, **shards)
     assert len(s3.objects(prefix)) == len(before)
     assert left.isdisjoint(s3.objects(prefix))
-    for key in s3.objects(prefix):
-        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
 
 
 @pytest.mark.parametrize("moment", ["unmark", "remove"], ids=["after the index", "before the first file"])
 @pytest.mark.parametrize("end", ["save", "gc"])
-def test_files_that_a_killed_coordinator_was_to_remove(s3: S3Server, moment: str, end: str) -> None:
+def test_files_that_a_killed_coordinator_was_to_remove(s3: S3Server, prefix: str, moment: str, end: str) -> None:
     """The next save removes the replaced model, and so does gc; not what another has put under its names meanwhile."""
-    prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
     save(url, state := {"a": torch.ones(250_000), "b": torch.ones(250_000)}, **shards)
@@ -496,16 +507,14 @@ def test_files_that_a_killed_coordinator_was_to_remove(s3: S3Server, moment: str
     index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
     named = {f"model/{name}" for name in json.loads(index)["weight_map"].values()}
     assert set(s3.objects(prefix)) == {*named, f"model/{INDEX}", others}
-    for key in s3.objects(prefix):
-        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
 
 
-def test_a_save_whose_files_another_has_removed_is_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_whose_files_another_has_removed_is_refused(
+    s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stops before its index, and another save takes its files for a dead one's: the model is the other's, whole."""
-    prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
-    shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
-    state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+    shards, state = in_shards(options)
     save(url, state, **shards)
     other = [warm.python(), "-c", _KILLED, url, repr(options), "adopt", "overwrite"]
     original, puts = S3Storage.put_if, []
@@ -521,18 +530,14 @@ def test_a_save_whose_files_another_has_removed_is_refused(s3: S3Server, monkeyp
     index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
     named = set(json.loads(index)["weight_map"].values())
     assert set(s3.objects(prefix)) == {f"model/{name}" for name in (INDEX, *named)}
-    for key in s3.objects(prefix):
-        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
 
 
 def test_a_replaced_model_keeps_its_record_until_it_is_removed(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own save, which removes older files only after a later save has written the record, leaves the record."""
-    prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
-    shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
-    state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+    shards, state = in_shards(options)
     goes_on, original, seen = threading.Event(), WriterClient.publish, list[list[str]]()
 
     def held(self: WriterClient, *arguments: Any) -> Any:
@@ -553,18 +558,14 @@ def test_a_replaced_model_keeps_its_record_until_it_is_removed(
     assert len([name for name in objects if save_id_in(record) in name]) == 3, "the second save's record and two files"
     assert len(objects) == 6, "the files of the third save, and its index"
     assert len(s3.objects(prefix)) == 3
-    for key in s3.objects(prefix):
-        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
 
 
 def test_files_that_are_being_published_are_not_those_of_a_dead_save(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stay until they are published, also where a killed save has left files, and other saves follow meanwhile."""
-    prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
-    shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
-    state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
+    shards, state = in_shards(options)
     goes_on, original = threading.Event(), WriterClient.publish
 
     def held(self: WriterClient, *arguments: Any) -> Any:
@@ -592,5 +593,3 @@ def test_files_that_are_being_published_are_not_those_of_a_dead_save(
         assert version is not None
         assert version.version == 3
     assert len(s3.objects(prefix)) == 3
-    for key in s3.objects(prefix):
-        s3.client().delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
