@@ -109,9 +109,10 @@ def begin_group() -> None:
 
 
 def pinned_copy(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of one copy from the GPU to pinned memory: the bus, as torch gives it."""
-    source = torch.ones(int(4 * _GIGA * scale), dtype=torch.uint8, device=GPU)
-    target = pinned(source.numel())
+    """GB/s of one copy between the GPU and pinned memory: the bus, as torch gives it."""
+    on_gpu = torch.ones(int(4 * _GIGA * scale), dtype=torch.uint8, device=GPU)
+    on_host = pinned(on_gpu.numel())
+    target, source = (on_host, on_gpu) if name == "device to host" else (on_gpu, on_host)
     seconds = [timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(6)]
     return {"gb_per_s": [source.nbytes / _GIGA / value for value in seconds[1:]]}
 
@@ -376,6 +377,35 @@ def overlap(scale: float, name: str, folder: Path) -> Result:
     return result
 
 
+def pieces(scale: float, name: str, folder: Path) -> Result:
+    """Overlapping staging by the size of one copy, in MiB: GB/s, and the longest `.item()` meanwhile."""
+    state = large_state(int(8 * _GIGA * scale), 40)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    one = torch.ones(1, device=GPU)
+    result: Result = {}
+    for mib in (4, 8, 16, 32, 64, 1024):
+        device_module.PIECE_BYTES = mib << 20
+        stager = Stager(overlap_staging=True)
+        stager.prewarm(state)
+        stager.saves.wait_prewarmed()
+        rates, items = [], []
+        for _ in range(4):
+            synchronize()
+            started = time.perf_counter()
+            staged = stager.stage(state)
+            waiting = threading.Thread(target=staged.staged_save.wait_copied)
+            waiting.start()
+            while waiting.is_alive():
+                began = time.perf_counter()
+                one.add_(1).item()
+                items.append((time.perf_counter() - began) * 1e3)
+            rates.append(nbytes / _GIGA / (time.perf_counter() - started))
+            del staged
+        stager.saves.close()
+        result |= {f"{mib}_mib_gb_per_s": rates[1:], f"{mib}_mib_item_ms": [max(items), statistics.median(items)]}
+    return result
+
+
 # --- loads ------------------------------------------------------------------------------------------------------------
 
 
@@ -399,25 +429,23 @@ def load(scale: float, name: str, folder: Path) -> Result:
     return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}
 
 
-def limits(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of the disk, and of the bus from pinned memory."""
+def disk(scale: float, name: str, folder: Path) -> Result:
+    """GB/s of the disk: a file that is written and flushed, and O_DIRECT reads of it by eight threads."""
     path = folder / uuid.uuid4().hex
-    nbytes = int(4 * _GIGA * scale) // 4096 * 4096
-    if name == "host to device":
-        source, target = pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=GPU)
-        seconds = [timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(4)]
-    else:
-        with open(path, "wb") as file:
-            block = os.urandom(1 << 20)
-            for _ in range(nbytes >> 20):
+    block = os.urandom(16 << 20)
+    nbytes = int(4 * _GIGA * scale) // len(block) * len(block) or len(block)
+    result: Result = {"written_gb_per_s": [], "read_gb_per_s": []}
+    for _ in range(2):
+        started = time.perf_counter()
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(nbytes // len(block)):
                 file.write(block)
-        nbytes = path.stat().st_size
-        seconds = []
-        for _ in range(4):
-            evict(folder)
-            seconds.append(direct_read_seconds(path, nbytes, 8))
+            os.fsync(file)
+        result["written_gb_per_s"].append(nbytes / _GIGA / (time.perf_counter() - started))
+        evict(folder)
+        result["read_gb_per_s"].append(nbytes / _GIGA / direct_read_seconds(path, nbytes, 8))
         path.unlink()
-    return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}
+    return result
 
 
 def _ours(state: State, folder: Path, name: str) -> Callable[[], object]:
@@ -528,7 +556,8 @@ _CASES: dict[str, Callable[[float, str, Path], Any]] = {
     "latencies": latencies,
     "overlap": overlap,
     "load": load,
-    "limits": limits,
+    "disk": disk,
+    "pieces": pieces,
 }
 
 

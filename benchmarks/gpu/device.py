@@ -48,18 +48,6 @@ def describe() -> dict[str, object]:
     return found
 
 
-def touch_memory(nbytes: int) -> float:
-    """Uses so many bytes of host memory once, as a balloon gives them back only then; returns the seconds."""
-    started = time.perf_counter()
-    step = 1 << 30
-    held = []
-    for start in range(0, nbytes, step):
-        held.append(torch.ones(min(step, nbytes - start), dtype=torch.uint8))
-    seconds = time.perf_counter() - started
-    del held
-    return seconds
-
-
 def _driver() -> str:
     try:
         with open("/proc/driver/nvidia/version") as version:

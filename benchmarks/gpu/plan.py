@@ -1,4 +1,4 @@
-"""The plan of the hour on a GPU: calls of at most nine minutes, each a few steps, the most valuable first.
+"""The plan for a machine with a GPU: calls of at most nine minutes, each a few steps, the most valuable first.
 
 It knows of no torch, so that it can be read where there is none.
 """
@@ -50,7 +50,7 @@ class Step:
         name: Of the file.
         seconds: That it may take; what has not been measured by then is an error in the file.
         what: The kind of its cases; "tests" runs tests.
-        names: Of its cases, or the paths of its tests.
+        names: Of its cases, or the paths of its tests, which run beside each other.
     """
 
     name: str
@@ -61,12 +61,25 @@ class Step:
 
 CALLS: tuple[tuple[Step, ...], ...] = (
     (
-        Step("tests-first", 200, "tests", ("tests/gpu/test_staging.py", "tests/gpu/test_saves.py")),
-        Step("pinned-copy", 40, "pinned copy", ("",)),
+        Step(
+            "tests",
+            200,
+            "tests",
+            tuple(f"tests/gpu/test_{name}.py" for name in ("staging", "saves", "loads", "scenarios")),
+        ),
+        Step("tests-memory", 60, "tests", ("tests/gpu/test_memory.py",)),
+        Step("pinned-copy", 30, "pinned copy", ("device to host", "host to device")),
+        Step("disk", 60, "disk", ("",)),
         Step("staging", 60, "staging", ("300 large", "5,000 small")),
-        Step("saving-4", 240, "saving", tuple(f"{name} | 4 GB" for name in (*SAVERS, *OURS_ALONE))),
     ),
     (
+        Step("saving-4", 240, "saving", tuple(f"{name} | 4 GB" for name in (*SAVERS, *OURS_ALONE))),
+        Step("pieces", 60, "pieces", ("",)),
+        Step("overlap", 90, "overlap", ("buffer, 300 tensors", "buffer, 2,200 tensors", "device, 300 tensors")),
+        Step("training", 150, "training", TRAINERS),
+    ),
+    (
+        Step("loading", 220, "load", LOADERS),
         Step("saving-small", 180, "saving", tuple(f"{name} | 5,000 small" for name in (*SAVERS, *OURS_ALONE))),
         Step(
             "registration",
@@ -74,15 +87,8 @@ CALLS: tuple[tuple[Step, ...], ...] = (
             "registration",
             tuple(f"{pages}, {way}" for pages in ("small pages", "huge pages") for way in ("in chunks", "whole")),
         ),
-        Step("overlap", 120, "overlap", ("buffer, 300 tensors", "buffer, 2,200 tensors", "device, 300 tensors")),
-        Step("limits", 60, "limits", ("host to device", "O_DIRECT read")),
     ),
     (
-        Step("loading", 320, "load", LOADERS),
-        Step("tests-second", 200, "tests", ("tests/gpu/test_loads.py", "tests/gpu/test_scenarios.py")),
-    ),
-    (
-        Step("training", 240, "training", TRAINERS),
         Step(
             "saving-20",
             280,

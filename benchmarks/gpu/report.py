@@ -34,7 +34,7 @@ def collect(folder: Path) -> dict[str, Any]:
             content["ended"] |= call["ended"]
         elif file.suffix == ".json" and file.stem in steps:
             content["steps"][file.stem] = json.loads(file.read_text())
-        elif file.suffix == ".xml" and file.stem in steps:
+        elif file.suffix == ".xml" and file.stem.startswith("test_"):
             content["tests"][file.stem] = _counts(file)
     return content
 

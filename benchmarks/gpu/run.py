@@ -1,12 +1,13 @@
 """Runs a call of the plan from a parcel, on the machine with the GPU: ``python run.py 1``, up to 4.
 
 Results go to the folder that ``OUT`` names, a file a step, as they come: a call that is cut off leaves what it has. To
-run a call again, or some of its steps (``python run.py 1 staging``), is always possible. It needs nothing installed
-but torch and NumPy: the wheels of the parcel are unpacked beside it.
+run a call again, or some of its steps (``python run.py 1 staging``), is always possible. ``--seconds 200`` ends it by
+then. It needs nothing installed but torch and NumPy: the wheels of the parcel are unpacked beside it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,13 +23,19 @@ SCALE = 0.01 if REHEARSAL else 1.0
 
 
 def main() -> None:
-    number, names = int(sys.argv[1]), sys.argv[2:]
     sys.path[:0] = [str(HERE)]
     from benchmarks.gpu.plan import CALL_SECONDS, CALLS
 
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("number", type=int, choices=range(1, len(CALLS) + 1))
+    parser.add_argument("names", nargs="*", help="of its steps; by default all")
+    parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="that the call may take")
+    options = parser.parse_args()
+    number: int = options.number
+    names: list[str] = options.names
     out = Path(os.environ["OUT"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(_unpacked())])}
-    deadline = time.monotonic() + CALL_SECONDS
+    deadline = time.monotonic() + options.seconds
     ended: dict[str, str] = {}
     for step in CALLS[number - 1]:
         if names and step.name not in names:
@@ -38,7 +45,7 @@ def main() -> None:
         if seconds < 10:
             ended[step.name] = "left out: no time was left"
         elif step.what == "tests":
-            ended[step.name] = _test(step.names, out / f"{step.name}.xml", seconds, environment)
+            ended[step.name] = _test(step.names, out, seconds, environment)
         else:
             ended[step.name] = _measure(step.what, step.names, out / f"{step.name}.json", seconds, environment)
         print(f"{step.name}: {ended[step.name]}", flush=True)
@@ -64,12 +71,31 @@ def _unpacked() -> Path:
     return site
 
 
-def _test(paths: tuple[str, ...], file: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Runs tests; in a rehearsal they are collected, as they need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir=tests/gpu", *paths]
-    command += ["--collect-only"] if REHEARSAL else [f"--junitxml={file}", "--timeout=60", "-x", "--maxfail=12"]
-    code = _run(command, seconds, environment)
-    return "done" if code == 0 else f"pytest ended with {code}"
+def _test(paths: tuple[str, ...], out: Path, seconds: float, environment: dict[str, str]) -> str:
+    """Runs tests, a process for each file; in a rehearsal they are collected, as they need a GPU."""
+    deadline = time.monotonic() + seconds
+    environment = environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's may be of another pytest
+    running = {}
+    for path in paths:
+        name = Path(path).stem
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
+        command += ["--confcutdir=tests/gpu", path]
+        command += (
+            ["--collect-only"] if REHEARSAL else [f"--junitxml={out / name}.xml", "--timeout=60", "--durations=3"]
+        )
+        running[name] = subprocess.Popen(
+            command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    bad = []
+    for name, process in running.items():
+        try:
+            said, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+        print(said[-6000:], flush=True)
+        bad += [f"{name} ended with {process.returncode}"] if process.returncode else []
+    return ", ".join(bad) or "done"
 
 
 def _measure(what: str, names: tuple[str, ...], file: Path, seconds: float, environment: dict[str, str]) -> str:
@@ -90,13 +116,6 @@ def _measure(what: str, names: tuple[str, ...], file: Path, seconds: float, envi
             print(f"  {name or what}: {result.get('error', 'measured')}", flush=True)
     failed = [str(result["name"]) for result in results if "error" in result]
     return f"failed: {failed}" if failed else "done"
-
-
-def _run(command: list[str], seconds: float, environment: dict[str, str]) -> int:
-    try:
-        return subprocess.run(command, cwd=HERE, env=environment, timeout=seconds).returncode
-    except subprocess.TimeoutExpired:
-        return -1
 
 
 def _machine(environment: dict[str, str]) -> object:

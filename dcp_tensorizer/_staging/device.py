@@ -151,7 +151,7 @@ class SideStreams(dict[int, SideStream]):
             stream.mark().synchronize()
 
 
-def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int = PIECE_BYTES) -> list[tuple[int, int]]:
+def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int) -> list[tuple[int, int]]:
     """Cuts host memory into pieces of at most ``most`` bytes, each for one copy; returns their starts and ends in it.
 
     ``borders`` are the sorted addresses at which registrations begin. No copy may cross one.
@@ -199,7 +199,7 @@ class _CudaStream(SideStream):
         if target.is_cuda == source.is_cuda:
             return [(target, source)]
         host = source if target.is_cuda else target
-        cuts = pieces_of(host.data_ptr(), _span(host), self._borders())
+        cuts = pieces_of(host.data_ptr(), _span(host), self._borders(), PIECE_BYTES)
         if len(cuts) == 1:
             return [(target, source)]
         if target.dtype == source.dtype and is_plain(target) and is_plain(source):

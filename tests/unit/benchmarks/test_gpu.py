@@ -41,13 +41,13 @@ def test_what_came_back_becomes_a_page(tmp_path: Path) -> None:
     (tmp_path / "1" / "staging.json").write_text(json.dumps(results))
     tests = {"c": "<failure/>", "d": "", "e": "<skipped/>"}
     suite = "".join(f'<testcase classname="a.b" name="{name}">{said}</testcase>' for name, said in tests.items())
-    (tmp_path / "tests-first.xml").write_text(f"<testsuites><testsuite>{suite}</testsuite></testsuites>")
+    (tmp_path / "test_staging.xml").write_text(f"<testsuites><testsuite>{suite}</testsuite></testsuites>")
     machine = {"gpu": "a GPU", "torch": "2.11", "cuda": "13", "cores": 16, "rehearsal": False}
-    ended = {"staging": "failed: ['5,000 small']", "tests-first": "done"}
+    ended = {"staging": "failed: ['5,000 small']", "tests": "done"}
     (tmp_path / "1" / "call-1.json").write_text(json.dumps({"ended": ended, "machine": machine}))
     page = render(collect(tmp_path))
     assert page.startswith("a GPU, torch 2.11, CUDA 13, 16 cores.")
     assert "| 300 large | 45 (40-50) |" in page
     assert "| 5,000 small | failed: RuntimeError: no |" in page
-    assert "| tests-first | 2 | b::c |" in page
+    assert "| test_staging | 2 | b::c |" in page
     assert "| staging | failed: ['5,000 small'] |" in page
