@@ -55,7 +55,7 @@ class SimulatedStream(SideStream):
         if any(target != source for target, source in places):
             self.device.crossings.append(len(targets))
         for (target, source), t, s in zip(places, targets, sources, strict=True):
-            if target is None and source is not None:  # else torch would make a temporary tensor on the device
+            if target != source:  # else torch would make a temporary tensor on the device
                 assert t.is_contiguous() and s.is_contiguous() and not s.is_conj() and not s.is_neg()
                 assert t.dtype == s.dtype
         self.queue.append((None, lambda: [self._copy(t, s) for t, s in zip(targets, sources, strict=True)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,15 @@ _NOTES = """
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """What the files of a folder, and of those below, hold; of two files of a step, the newer one counts."""
+    """What the files of a folder, and of those below, hold; of two files with a step, the newer one counts."""
     files = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime)
     content: dict[str, Any] = {"machines": {}, "ended": {}, "steps": {}, "tests": {}}
-    steps = {step.name: step for call in CALLS for step in call}
     for file in files:
         if file.name.startswith("call-") and file.suffix == ".json":
             call = json.loads(file.read_text())
             content["machines"][file.stem] = call["machine"]
             content["ended"] |= call["ended"]
-        elif file.suffix == ".json" and file.stem in steps:
-            content["steps"][file.stem] = json.loads(file.read_text())
+            content["steps"] |= call["steps"]
         elif file.suffix == ".xml" and file.stem.startswith("test_"):
             content["tests"][file.stem] = _counts(file)
     return content
@@ -43,7 +42,9 @@ def _counts(file: Path) -> dict[str, Any]:
     found = outcomes(file)
     failed = [f"{one.where.rpartition('.')[2]}::{one.name}" for one in found if one.is_bad]
     skipped = sum(one.outcome == "skipped" for one in found)
-    return {"tests": len(found), "failed": failed, "skipped": skipped}
+    properties = ElementTree.parse(file).getroot().iter("property")
+    recorded = {one.get("name"): one.get("value") for one in properties}
+    return {"tests": len(found), "failed": failed, "skipped": skipped, "recorded": recorded}
 
 
 def render(content: dict[str, Any]) -> str:
@@ -57,19 +58,22 @@ def render(content: dict[str, Any]) -> str:
     ]
     rows = [(name, *_test_row(found)) for name, found in content["tests"].items()]
     if rows:
-        parts += ["## Tests", table(("file", "run", "failed"), rows)]
+        parts += ["## Tests", table(("file", "run", "failed", "recorded"), rows)]
     for call in CALLS:
         for step in call:
             if step.name in content["steps"]:
-                parts += [f"## {step.name}", _table_of(content["steps"][step.name])]
+                results = content["steps"][step.name]
+                places = sorted({result["files"] for result in results})
+                parts += [f"## {step.name}", f"Files in `{'`, `'.join(places)}`.", _table_of(results)]
     left = {name: word for name, word in content["ended"].items() if word != "done"}
     if left:
         parts += ["## Not whole", table(("step", "how it ended"), sorted(left.items()))]
     return "\n\n".join([*parts, _NOTES.strip()])
 
 
-def _test_row(found: dict[str, Any]) -> tuple[str, str]:
-    return str(found["tests"] - found["skipped"]), ", ".join(found["failed"]) or "none"
+def _test_row(found: dict[str, Any]) -> tuple[str, str, str]:
+    recorded = ", ".join(f"{name}: {value}" for name, value in found["recorded"].items())
+    return str(found["tests"] - found["skipped"]), ", ".join(found["failed"]) or "none", recorded
 
 
 def _table_of(results: Sequence[dict[str, Any]]) -> str:

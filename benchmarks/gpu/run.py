@@ -1,8 +1,9 @@
 """Runs a call of the plan from a parcel, on the machine with the GPU: ``python run.py 1``, up to 4.
 
-Results go to the folder that ``OUT`` names, a file a step, as they come: a call that is cut off leaves what it has. To
-run a call again, or some of its steps (``python run.py 1 staging``), is always possible. ``--seconds 200`` ends it by
-then. It needs nothing installed but torch and NumPy: the wheels of the parcel are unpacked beside it.
+Results go to the folder that ``OUT`` names, as they come: a call that is cut off leaves what it has. To run a call
+again, or some of its steps (``python run.py 1 staging``), is always possible. ``--seconds 200`` ends it by then.
+``PARCEL_DISK`` names the folder that cases write to. It needs nothing installed but torch and NumPy: the wheels of the
+parcel are unpacked beside it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent if (Path(__file__).parent / "wheels").is_dir() else Path.cwd()
 REHEARSAL = os.environ.get("DCP_TENSORIZER_REHEARSAL") == "1"
 SCALE = 0.01 if REHEARSAL else 1.0
+PLACE = os.environ.get("PARCEL_DISK") or tempfile.gettempdir()
 
 
 def main() -> None:
@@ -37,6 +40,13 @@ def main() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(_unpacked())])}
     deadline = time.monotonic() + options.seconds
     ended: dict[str, str] = {}
+    steps: dict[str, object] = {}
+    machine = _machine(environment)
+
+    def write() -> None:
+        content = {"machine": machine, "ended": ended, "steps": steps}
+        (out / f"call-{number}.json").write_text(json.dumps(content, indent=1))
+
     for step in CALLS[number - 1]:
         if names and step.name not in names:
             continue
@@ -47,9 +57,11 @@ def main() -> None:
         elif step.what == "tests":
             ended[step.name] = _test(step.names, out, seconds, environment)
         else:
-            ended[step.name] = _measure(step.what, step.names, out / f"{step.name}.json", seconds, environment)
+            results: list[dict[str, object]] = []
+            steps[step.name] = results
+            ended[step.name] = _measure(step.what, step.names, seconds, environment, results, write)
         print(f"{step.name}: {ended[step.name]}", flush=True)
-    (out / f"call-{number}.json").write_text(json.dumps({"ended": ended, "machine": _machine(environment)}, indent=1))
+        write()
     if any(word != "done" for word in ended.values()):
         sys.exit(f"call {number}: {ended}")
 
@@ -80,9 +92,11 @@ def _test(paths: tuple[str, ...], out: Path, seconds: float, environment: dict[s
         name = Path(path).stem
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
         command += ["--confcutdir=tests/gpu", path]
-        command += (
-            ["--collect-only"] if REHEARSAL else [f"--junitxml={out / name}.xml", "--timeout=60", "--durations=3"]
-        )
+        if REHEARSAL:
+            command.append("--collect-only")
+        else:  # of this family of reports, because it has the properties that tests record
+            command += [f"--junitxml={out / name}.xml", "--override-ini=junit_family=xunit1"]
+            command += ["--timeout=60", "--durations=3"]
         running[name] = subprocess.Popen(
             command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -98,21 +112,27 @@ def _test(paths: tuple[str, ...], out: Path, seconds: float, environment: dict[s
     return ", ".join(bad) or "done"
 
 
-def _measure(what: str, names: tuple[str, ...], file: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Runs one case after the other, and stores what each has measured as soon as it has."""
+def _measure(
+    what: str,
+    names: tuple[str, ...],
+    seconds: float,
+    environment: dict[str, str],
+    results: list[dict[str, object]],
+    write: Callable[[], None],
+) -> str:
+    """Runs one case after the other, adds to the results what each has measured, and has them written."""
     from benchmarks.harness import run_case
 
     deadline = time.monotonic() + seconds
-    results = []
-    with tempfile.TemporaryDirectory(dir=os.environ.get("PARCEL_DISK")) as folder:
+    with tempfile.TemporaryDirectory(dir=PLACE) as folder:
         for name in names:
             case = {"what": what, "name": name, "scale": SCALE, "folder": folder}
             left = max(0.1, deadline - time.monotonic())
             found = run_case("benchmarks.gpu.cases:measure", case, left, environment)
-            result: dict[str, object] = {"what": what, "name": name}
+            result: dict[str, object] = {"what": what, "name": name, "files": PLACE}
             result |= {"values": found["ranks"]} if "ranks" in found else found
             results.append(result)
-            file.write_text(json.dumps(results, indent=1))
+            write()
             print(f"  {name or what}: {result.get('error', 'measured')}", flush=True)
     failed = [str(result["name"]) for result in results if "error" in result]
     return f"failed: {failed}" if failed else "done"

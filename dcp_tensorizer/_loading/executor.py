@@ -339,8 +339,8 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
     """
     for target in segment.targets:
         queued = slot is not None and slot.pool.is_for(target)
-        # Rows of a few bytes would cross the bus through unpinned memory, so all bytes around them are sent instead.
-        sent = slot.send(data, target) if queued and slot is not None and target.run is None else data
+        # Only runs of bytes cross the bus. The device picks rows out of them, converts them, and writes to any strides.
+        sent = slot.send(data, target) if queued and slot is not None and not target.has_stored_layout else data
         for destination, source in _parts(target, segment, sent):
             if queued:
                 assert slot is not None

@@ -112,7 +112,7 @@ class Slot:
         return sent
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy from this slot to a device. Elements are converted to the target's dtype there."""
+        """Queues a copy to a device, from this slot or from what was sent there."""
         index = self.pool.device.index_of(target)
         assert index is not None
         self._copied_to.add(index)

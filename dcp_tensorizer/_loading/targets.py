@@ -60,6 +60,14 @@ class ReadTarget:
         return named_dtype(self.item.dtype).itemsize
 
     @property
+    def has_stored_layout(self) -> bool:
+        """Returns whether its elements have the stored dtype, and their bytes are one run here and in the stored
+        tensor.
+        """
+        is_same = self.tensor.dtype == named_dtype(self.item.dtype) and is_plain(self.tensor)
+        return is_same and self.run is not None
+
+    @property
     def run(self) -> tuple[int, int] | None:
         """The region's first byte in the stored tensor and the one after its last, if its bytes are one run; otherwise
         None.

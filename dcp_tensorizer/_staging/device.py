@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from .._runtime.forks import free_in_child
-from .._runtime.torch_compat import copy_all, is_plain
+from .._runtime.torch_compat import copy_all
 from ..errors import StagingError
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -60,8 +60,10 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies to, from or on the device. Host memory should be pinned, and must not change until they are
-        made.
+        """Queues copies to, from or on the device.
+
+        Host memory should be pinned, and must not change until they are made. Over the bus tensors go as they are: both
+        are contiguous, and of one dtype. Otherwise torch would take memory on the device for each copy.
         """
 
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -176,11 +178,16 @@ class _CudaStream(SideStream):
         self._index = index
         self._borders = borders
         self._lanes = [torch.cuda.Stream(device=index) for _ in range(LANES)]
+        self._followed = torch.cuda.current_stream(index)
 
     def follow(self) -> None:
-        queued = torch.cuda.Event()
         with torch.cuda.device(self._index):
-            queued.record(torch.cuda.current_stream(self._index))
+            self._follow(torch.cuda.current_stream(self._index))
+
+    def _follow(self, stream: torch.cuda.Stream) -> None:
+        self._followed = stream
+        queued = torch.cuda.Event()
+        queued.record(stream)
         for lane in self._lanes:
             lane.wait_event(queued)
 
@@ -202,16 +209,22 @@ class _CudaStream(SideStream):
         cuts = pieces_of(host.data_ptr(), _span(host), self._borders(), PIECE_BYTES)
         if len(cuts) == 1:
             return [(target, source)]
-        if target.dtype == source.dtype and is_plain(target) and is_plain(source):
-            into, out = _bytes(target), _bytes(source)
-            return [(into[start:stop], out[start:stop]) for start, stop in cuts]
-        if host is source:  # both are on the device, or elements are converted: one copy
-            return [(target, source.clone())]
-        raise AssertionError("staged tensors are contiguous, and copied without conversion")
+        into, out = _bytes(target), _bytes(source)
+        return [(into[start:stop], out[start:stop]) for start, stop in cuts]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        device = torch.device("cuda", self._index)
         with self.current():
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:
+                # torch keeps what training has freed for the stream that used it, and this may be all that there is.
+                with torch.cuda.stream(self._followed):
+                    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._follow(self._followed)  # kernels queued there may still use it
+                for lane in self._lanes:
+                    memory.record_stream(lane)
+                return memory
 
     def mark(self) -> _CudaEvent:
         # Blocking: a thread that waits for it must not spin on a core that training needs.

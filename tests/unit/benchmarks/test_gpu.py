@@ -13,9 +13,9 @@ from ...support import PACKAGE
 
 
 def test_each_call_fits_its_limits() -> None:
-    """The seconds of its steps, and the files that come back from it: one a step, and one of the call."""
+    """The seconds of its steps, and the files that it leaves: one for each file of tests, and one of the call."""
     assert [sum(step.seconds for step in call) <= CALL_SECONDS for call in CALLS] == [True] * len(CALLS)
-    assert max(len(call) + 1 for call in CALLS) <= 8
+    assert max(1 + sum(len(step.names) for step in call if step.what == "tests") for call in CALLS) <= 8
     names = [step.name for call in CALLS for step in call]
     assert sorted(set(names)) == sorted(names)
 
@@ -35,19 +35,21 @@ def test_what_came_back_becomes_a_page(tmp_path: Path) -> None:
     """Figures with their spread, failures with their reason, tests with their counts, and what was left out."""
     (tmp_path / "1").mkdir()
     results = [
-        {"what": "staging", "name": "300 large", "values": {"gb_per_s": [40.0, 50.0, 45.0]}},
-        {"what": "staging", "name": "5,000 small", "error": "Traceback\nRuntimeError: no"},
+        {"what": "staging", "name": "300 large", "files": "/tmp", "values": {"gb_per_s": [40.0, 50.0, 45.0]}},
+        {"what": "staging", "name": "5,000 small", "files": "/tmp", "error": "Traceback\nRuntimeError: no"},
     ]
-    (tmp_path / "1" / "staging.json").write_text(json.dumps(results))
     tests = {"c": "<failure/>", "d": "", "e": "<skipped/>"}
-    suite = "".join(f'<testcase classname="a.b" name="{name}">{said}</testcase>' for name, said in tests.items())
+    suite = '<properties><property name="mib" value="7"/></properties>'
+    suite += "".join(f'<testcase classname="a.b" name="{name}">{said}</testcase>' for name, said in tests.items())
     (tmp_path / "test_staging.xml").write_text(f"<testsuites><testsuite>{suite}</testsuite></testsuites>")
     machine = {"gpu": "a GPU", "torch": "2.11", "cuda": "13", "cores": 16, "rehearsal": False}
     ended = {"staging": "failed: ['5,000 small']", "tests": "done"}
-    (tmp_path / "1" / "call-1.json").write_text(json.dumps({"ended": ended, "machine": machine}))
+    (tmp_path / "1" / "call-1.json").write_text(
+        json.dumps({"ended": ended, "machine": machine, "steps": {"staging": results}})
+    )
     page = render(collect(tmp_path))
     assert page.startswith("a GPU, torch 2.11, CUDA 13, 16 cores.")
     assert "| 300 large | 45 (40-50) |" in page
     assert "| 5,000 small | failed: RuntimeError: no |" in page
-    assert "| test_staging | 2 | b::c |" in page
+    assert "| test_staging | 2 | b::c | mib: 7 |" in page
     assert "| staging | failed: ['5,000 small'] |" in page
