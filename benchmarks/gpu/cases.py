@@ -420,7 +420,7 @@ def load(scale: float, name: str, folder: Path) -> Result:
     try:
         read = _LOADERS[loader.split(",")[0]](state, target, loader)
         seconds = []
-        for _ in range(4):
+        for _ in range(3):
             if source == "disk":
                 evict(target)
             seconds.append(timed(read))

@@ -27,18 +27,18 @@ TRAINERS = (
     "torch_checkpointing, background",
 )
 LOADERS = (
-    "dcp_tensorizer, 8 threads | page cache",
-    "dcp_tensorizer, 16 threads | page cache",
-    "dcp_tensorizer, 16 threads, not verified | page cache",
-    "dcp_tensorizer | tmpfs",
-    "dcp_tensorizer | disk",
+    "dcp_tensorizer | page cache",
     "safetensors | page cache",
     "fastsafetensors | page cache",
     "InstantTensor | page cache",
     "Run:ai streamer | page cache",
     "torch FileSystemReader | page cache",
+    "dcp_tensorizer, not verified | page cache",
+    "dcp_tensorizer | tmpfs",
+    "dcp_tensorizer | disk",
     "torch FileSystemReader | disk",
     "tensorizer | page cache",
+    "dcp_tensorizer, 16 threads | page cache",
 )
 
 
@@ -73,14 +73,14 @@ CALLS: tuple[tuple[Step, ...], ...] = (
         Step("staging", 60, "staging", ("300 large", "5,000 small")),
     ),
     (
-        Step("saving-4", 240, "saving", tuple(f"{name} | 4 GB" for name in (*SAVERS, *OURS_ALONE))),
-        Step("pieces", 60, "pieces", ("",)),
-        Step("overlap", 90, "overlap", ("buffer, 300 tensors", "buffer, 2,200 tensors", "device, 300 tensors")),
-        Step("training", 150, "training", TRAINERS),
+        Step("loading", 160, "load", LOADERS),
+        Step("saving-small", 140, "saving", tuple(f"{name} | 5,000 small" for name in (*SAVERS, *OURS_ALONE))),
+        Step("training", 100, "training", TRAINERS),
+        Step("overlap", 60, "overlap", ("buffer, 300 tensors", "buffer, 2,200 tensors", "device, 300 tensors")),
+        Step("pieces", 40, "pieces", ("",)),
     ),
     (
-        Step("loading", 220, "load", LOADERS),
-        Step("saving-small", 180, "saving", tuple(f"{name} | 5,000 small" for name in (*SAVERS, *OURS_ALONE))),
+        Step("saving-4", 240, "saving", tuple(f"{name} | 4 GB" for name in (*SAVERS, *OURS_ALONE))),
         Step(
             "registration",
             140,

@@ -7,6 +7,7 @@ and returns the slot. Its next user waits for those copies.
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -14,9 +15,11 @@ from contextlib import contextmanager
 
 import torch
 
-from .._runtime.forks import free_in_child
-from .._staging.device import Device, Event
-from .._staging.shared_memory import SharedBuffer, aligned
+from .._runtime.direct_memory import direct_memory
+from .._runtime.forks import free_in_child, keep_from_children
+from .._runtime.memory_limit import check_headroom
+from .._staging.device import Device, Event, pin_if_possible
+from .._staging.shared_memory import aligned
 from ..errors import ReadError, StagingError
 from .read_planner import ReadOperation
 from .targets import ReadTarget
@@ -124,20 +127,28 @@ class Slot:
 
 
 class PinnedPool:
-    """Pinned slots for loads to one or more devices; raises `ReadError` if there is no memory for them."""
+    """Pinned slots for loads to one or more devices; raises `ReadError` if there is no memory for them.
+
+    They are private memory, because that has huge pages where shared memory has small ones, which take several times as
+    long to make and to register.
+    """
 
     def __init__(self, device: Device, indices: Collection[int], count: int, nbytes: int) -> None:
         self.device, self.count, self.nbytes = device, count, nbytes
         self.streams = {index: device.side_streams[index] for index in sorted(indices)}
         self.follow()
+        step = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            self._buffer = SharedBuffer(count * aligned(nbytes))
-        except StagingError as error:
+            check_headroom(count * step)
+            memory = direct_memory(count * step)
+        except (StagingError, OSError, MemoryError) as error:
             raise ReadError(f"no memory for reads on their way to a GPU: {error}") from error
-        self._buffer.pin(device, next(iter(self.streams)))
+        keep_from_children(memory.obj)  # type: ignore[arg-type]
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._unpin = pin_if_possible(device, self._memory.data_ptr(), count * step, next(iter(self.streams)))
         self._slots: queue.SimpleQueue[tuple[torch.Tensor, list[Event]]] = queue.SimpleQueue()
-        for _ in range(count):
-            self._slots.put((self._buffer.allocate(torch.uint8, (aligned(nbytes),)), []))
+        for slot in self._memory.split(step):
+            self._slots.put((slot, []))
 
     def is_enough(self, indices: Collection[int], count: int, nbytes: int) -> bool:
         """Returns whether the pool serves a read that needs this many slots of this size."""
@@ -170,9 +181,9 @@ class PinnedPool:
             stream.mark().synchronize()
 
     def close(self) -> None:
-        """Waits until all copies have arrived, and frees the memory."""
+        """Waits until all copies have arrived, and gives the memory back; the pool is of no use then."""
         try:
             self.settle()
         finally:
+            self._unpin()
             self._slots = queue.SimpleQueue()
-            self._buffer.close()

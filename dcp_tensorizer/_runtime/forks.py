@@ -12,9 +12,11 @@ does not have. So each such object registers, when it is made, what happens to i
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import itertools
+import mmap
 import os
 import resource
 import tempfile
@@ -46,6 +48,18 @@ def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
                 _owners.pop(number, None)
         _most = max(_FEW, 2 * len(_owners))
     _owners[next(_numbers)] = weakref.ref(owner), let_go
+
+
+def keep_from_children(mapping: mmap.mmap) -> None:
+    """Leaves the pages of a mapping to this process: forked children have a hole there, and never unmap it."""
+    in_child(mapping, _never_free)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DONTFORK)
+
+
+def _never_free(mapping: mmap.mmap) -> None:
+    """Keeps the mapping's Python object: freeing it would unmap what the child has put at that address."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 def free_in_child(lock: _T) -> _T:

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import threading
+import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -60,7 +61,7 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies to, from or on the device.
+        """Queues copies, all of them to the device, from it, or on it.
 
         Host memory should be pinned, and must not change until they are made. Over the bus tensors go as they are: both
         are contiguous, and of one dtype. Otherwise torch would take memory on the device for each copy.
@@ -153,6 +154,17 @@ class SideStreams(dict[int, SideStream]):
             stream.mark().synchronize()
 
 
+def pin_if_possible(device: Device, address: int, nbytes: int, index: int) -> Callable[[], None]:
+    """Registers host memory as `Device.pin` does. If the system refuses, a warning says so: copies are slower then, but
+    correct.
+    """
+    try:
+        return device.pin(address, nbytes, index)
+    except StagingError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+        return lambda: None
+
+
 def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int) -> list[tuple[int, int]]:
     """Cuts host memory into pieces of at most ``most`` bytes, each for one copy; returns their starts and ends in it.
 
@@ -192,19 +204,24 @@ class _CudaStream(SideStream):
             lane.wait_event(queued)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        pairs = [piece for pair in zip(targets, sources, strict=True) for piece in self._pieces(*pair)]
+        if not (targets[0].is_cuda and sources[0].is_cuda):
+            targets, sources = zip(*self._cut(targets, sources), strict=True)
         with self.current():
-            _queue(pairs)
+            _queue(targets, sources)
 
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        pairs = [piece for pair in zip(targets, sources, strict=True) for piece in self._pieces(*pair)]
+        pairs = self._cut(targets, sources)
         for number, lane in enumerate(self._lanes[: len(pairs)]):
             with torch.cuda.device(self._index), torch.cuda.stream(lane):
-                _queue(pairs[number::LANES])
+                _queue(*zip(*pairs[number::LANES], strict=True))
+
+    def _cut(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cuts pairs of which one is in host memory into pieces that can be copied."""
+        return [piece for pair in zip(targets, sources, strict=True) for piece in self._pieces(*pair)]
 
     def _pieces(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if target.is_cuda == source.is_cuda:
-            return [(target, source)]
         host = source if target.is_cuda else target
         cuts = pieces_of(host.data_ptr(), _span(host), self._borders(), PIECE_BYTES)
         if len(cuts) == 1:
@@ -245,13 +262,13 @@ class _CudaStream(SideStream):
             yield
 
 
-def _queue(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _queue(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Queues copies on the current stream."""
     with torch.no_grad():
-        if len(pairs) == 1:  # unlike `copy_all`, it takes every dtype, and needs no temporary copy of lazy views
-            pairs[0][0].copy_(pairs[0][1], non_blocking=True)
-        elif pairs:
-            copy_all(*map(list, zip(*pairs, strict=True)), non_blocking=True)
+        if len(targets) == 1:  # unlike `copy_all`, it takes every dtype, and needs no temporary copy of lazy views
+            targets[0].copy_(sources[0], non_blocking=True)
+        else:
+            copy_all(targets, sources, non_blocking=True)
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -314,11 +331,11 @@ class Cuda:
                     _forget_error(index)
                     undo()
                     raise StagingError(
-                        f"the {nbytes:,} bytes of the staging buffer could not be pinned for GPU {index}: "
-                        f"cudaHostRegister says {int(status)} ({_name_of(cudart, status)}) at byte "
-                        f"{start - address:,}. Copies from the GPU will be several times slower. Reasons are: the "
-                        f"machine or the container is short of memory that can be pinned, the virtual machine or the "
-                        f"sandbox has a limit of its own, or the driver does not register memory of files."
+                        f"{nbytes:,} bytes of host memory could not be pinned for GPU {index}: cudaHostRegister says "
+                        f"{int(status)} ({_name_of(cudart, status)}) at byte {start - address:,}. Copies from and to "
+                        f"the GPU will be several times slower. Reasons are: the machine or the container is short of "
+                        f"memory that can be pinned, the virtual machine or the sandbox has a limit of its own, or the "
+                        f"driver does not register memory of files."
                     )
                 registered.append(start)
                 self._know(new=start)

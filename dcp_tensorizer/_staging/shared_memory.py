@@ -15,7 +15,6 @@ import math
 import mmap
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,12 +24,12 @@ from typing import NamedTuple
 
 import torch
 
-from .._runtime.forks import Descriptor, Finalizer, anonymous_file, in_child, too_large
+from .._runtime.forks import Descriptor, Finalizer, anonymous_file, keep_from_children, too_large
 from .._runtime.memory_limit import check_headroom
 from .._runtime.threads import cores, in_threads
 from .._runtime.torch_compat import is_plain
 from ..errors import StagingError
-from .device import Device
+from .device import Device, pin_if_possible
 
 # A multiple of vector loads, of the largest element, and of a cache line.
 _ALIGNMENT = 64
@@ -44,15 +43,6 @@ _SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _ids = itertools.count()
 
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
-
-
-def _let_go(mapping: mmap.mmap) -> None:
-    """Keeps a forked child from ever freeing the mapping's Python object.
-
-    The child does not have the pages (MADV_DONTFORK). Freeing the object would unmap what the child has put at that
-    address.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 class _Layout(NamedTuple):
@@ -98,9 +88,7 @@ class SharedBuffer:
                 f"the memory limit, or shard the state dict over more ranks"
             ) from error
         self._mapping = weakref.ref(self._map)
-        in_child(self._map, _let_go)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            self._map.madvise(mmap.MADV_DONTFORK)
+        keep_from_children(self._map)
         self._used = 0
         self._layout: _Layout | None = None  # the tensors that `allocate_all` has made last
         self.is_kept = False
@@ -119,16 +107,12 @@ class SharedBuffer:
         return self._descriptor.is_ours
 
     def pin(self, device: Device, index: int) -> None:
-        """Registers all of it for copies from a GPU at full speed, once; undone before the memory is unmapped.
-
-        If the system refuses, a warning says so, once per buffer: copies are slower then, but correct.
+        """Registers all of it for copies from a GPU at full speed, once, as `pin_if_possible` does; undone before the
+        memory is unmapped.
         """
         if not self._pinning:
             self._pinning = True
-            try:
-                self.at_close(device.pin(self._base, self.nbytes, index))
-            except StagingError as error:
-                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            self.at_close(pin_if_possible(device, self._base, self.nbytes, index))
 
     def at_close(self, undo: Callable[[], None]) -> None:
         """Registers a function to call before the memory is freed."""

@@ -16,7 +16,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import torch
 
@@ -47,6 +48,8 @@ class GatherLimits:
 
 DEFAULT_LIMITS = GatherLimits()
 _BATCH = 1024  # tensors that are gathered in one call
+# Small tensors of several dtypes, or of one that is not fused, are gathered as integers.
+_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -138,15 +141,20 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
     Staged tensors are C-contiguous, on the host. One copy over the bus fills those of small tensors of one element size
     that are adjacent in memory. Those of another dtype are cast on the device.
     """
-    small = sorted((pair for pair in pairs if limits.is_small(pair[1])), key=lambda pair: pair[0].data_ptr())
-    large = [pair for pair in pairs if not limits.is_small(pair[1])]
-    plain = [pair for pair in large if _are_same_bytes(*pair)]
-    strided = [pair for pair in large if not _are_same_bytes(*pair)]
+    small: list[_Small] = []
+    plain: list[Pair] = []
+    strided: list[Pair] = []
+    for staged, source in pairs:
+        is_same = staged.dtype is source.dtype and is_plain(source)
+        if limits.is_small(source):
+            small.append(_Small(staged.data_ptr(), staged.nbytes, is_same, staged, source))
+        else:
+            (plain if is_same else strided).append((staged, source))
     if plain:
         stream.spread(*zip(*plain, strict=True))
     if small or strided:
         buffer = stream.buffer(limits.buffer_bytes, limits.small_bytes)
-        for batch in _batches(small, buffer.nbytes):
+        for batch in _batches(sorted(small, key=itemgetter(0)), buffer.nbytes):
             _gather(batch, buffer, stream)
         for staged, source in strided:
             for part, piece in _pieces_within(staged, source, buffer.nbytes):
@@ -155,46 +163,56 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
                 stream.copy([part], [gathered])
 
 
-def _are_same_bytes(staged: torch.Tensor, source: torch.Tensor) -> bool:
-    return staged.dtype is source.dtype and is_plain(source)
+class _Small(NamedTuple):
+    """A small tensor on a device, and its staged tensor."""
+
+    address: int  # of the staged tensor
+    nbytes: int
+    is_same: bool  # whether its bytes are those of the staged tensor
+    staged: torch.Tensor
+    source: torch.Tensor
 
 
-def _batches(pairs: Iterable[Pair], nbytes: int) -> Iterator[list[Pair]]:
-    """Runs of adjacent staged tensors of one element size, of ``nbytes`` bytes at most."""
-    batch: list[Pair] = []
-    start = end = 0
-    for staged, source in pairs:
-        follows = batch and staged.data_ptr() == end and staged.itemsize == batch[0][0].itemsize
-        if not follows or len(batch) == _BATCH or end + aligned(staged.nbytes) - start > nbytes:
+def _batches(small: Iterable[_Small], most: int) -> Iterator[list[_Small]]:
+    """Runs of adjacent staged tensors of one element size, of ``most`` bytes at most."""
+    batch: list[_Small] = []
+    start = end = itemsize = 0
+    for one in small:
+        address, nbytes, _, staged, _ = one
+        after = address + aligned(nbytes)
+        follows = address == end and staged.itemsize == itemsize
+        if not follows or len(batch) == _BATCH or after - start > most:
             if batch:
                 yield batch
-            batch, start = [], staged.data_ptr()
-        batch.append((staged, source))
-        end = staged.data_ptr() + aligned(staged.nbytes)
+            batch, start, itemsize = [], address, staged.itemsize
+        batch.append(one)
+        end = after
     if batch:
         yield batch
 
 
-def _gather(batch: Sequence[Pair], buffer: torch.Tensor, stream: SideStream) -> None:
-    """Copies small tensors side by side on the device, and from there to their staged tensors in one copy.
-
-    They are copied as integers, for which there is a fused kernel. Some rarer dtypes have none.
-    """
-    unit = _INTEGER.get(batch[0][0].itemsize, torch.int64)
-    total = sum(aligned(staged.nbytes) for staged, _ in batch)
-    sizes = [n // unit.itemsize for staged, _ in batch for n in (staged.nbytes, aligned(staged.nbytes) - staged.nbytes)]
-    slots = buffer[:total].view(unit).split_with_sizes(sizes)[::2]
-    plain = [
-        (slot, _flat(source).view(unit))
-        for slot, (staged, source) in zip(slots, batch, strict=True)
-        if _are_same_bytes(staged, source)
-    ]
-    if plain:
-        stream.copy(*zip(*plain, strict=True))
-    for slot, (staged, source) in zip(slots, batch, strict=True):
-        if not _are_same_bytes(staged, source):
+def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -> None:
+    """Copies small tensors side by side on the device, and from there to their staged tensors in one copy."""
+    dtypes = {one.staged.dtype for one in batch}
+    unit = next(iter(dtypes))
+    if len(dtypes) > 1 or unit not in _FUSED:
+        unit = _INTEGER.get(unit.itemsize, torch.int64)
+    size = unit.itemsize
+    extents = [n // size for one in batch for n in (one.nbytes, aligned(one.nbytes) - one.nbytes)]
+    total = sum(extents) * size
+    slots = buffer[:total].view(unit).split_with_sizes(extents)[::2]
+    into, out = [], []
+    for slot, (_, _, is_same, _, source) in zip(slots, batch, strict=True):
+        if is_same:
+            flat = source if source.dim() == 1 else _flat(source)
+            into.append(slot)
+            out.append(flat if flat.dtype is unit else _flat(flat).view(unit))
+    if into:
+        stream.copy(into, out)
+    for slot, (_, _, is_same, staged, source) in zip(slots, batch, strict=True):
+        if not is_same:
             stream.copy([slot.view(staged.dtype).view(staged.shape)], [source])
-    stream.copy([_memory(batch[0][0], total)], [buffer[:total]])
+    stream.copy([_memory(batch[0].staged, total)], [buffer[:total]])
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:
