@@ -10,7 +10,6 @@ from typing import Any
 
 from ..harness import cell, spread, table
 from ..junit import outcomes
-from .plan import CALLS
 
 _UNITS = {"gb_per_s": "GB/s", "s_per_gb": "s/GB"}
 _NOTES = """
@@ -59,12 +58,9 @@ def render(content: dict[str, Any]) -> str:
     rows = [(name, *_test_row(found)) for name, found in content["tests"].items()]
     if rows:
         parts += ["## Tests", table(("file", "run", "failed", "recorded"), rows)]
-    for call in CALLS:
-        for step in call:
-            if step.name in content["steps"]:
-                results = content["steps"][step.name]
-                places = sorted({result["files"] for result in results})
-                parts += [f"## {step.name}", f"Files in `{'`, `'.join(places)}`.", _table_of(results)]
+    for name, results in content["steps"].items():
+        places = sorted({result["files"] for result in results})
+        parts += [f"## {name}", f"Files in `{'`, `'.join(places)}`.", _table_of(results)]
     left = {name: word for name, word in content["ended"].items() if word != "done"}
     if left:
         parts += ["## Not whole", table(("step", "how it ended"), sorted(left.items()))]
@@ -81,7 +77,9 @@ def _table_of(results: Sequence[dict[str, Any]]) -> str:
     rows = []
     for result in results:
         failed = [f"failed: {result['error'].splitlines()[-1]}", *[""] * (len(fields) - 1)] if "error" in result else []
-        rows.append((result["name"] or result["what"], *(failed or _cells(result["values"], fields))))
+        rows.append(
+            (result["name"].replace(" | ", ": ") or result["what"], *(failed or _cells(result["values"], fields)))
+        )
     return table(("", *(_UNITS.get(field, field) for field in fields or ["result"])), rows)
 
 

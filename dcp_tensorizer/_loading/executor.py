@@ -266,6 +266,8 @@ class _Executor:
     def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> float:
         check = DigestCheck(segment.item, segment.start, place.nbytes) if self._verify else None
         verifying, step = 0.0, self._slice_bytes
+        if check is not None and step < place.nbytes:
+            step = max(1, step // segment.item.block) * segment.item.block
         for start in range(0, place.nbytes, step):
             data = place[start : start + step]
             file.read_into([data], segment.offset + start)
@@ -338,15 +340,33 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
     some targets are on a GPU: copies to those are queued.
     """
     for target in segment.targets:
-        queued = slot is not None and slot.pool.is_for(target)
+        copy = slot.copy if slot is not None and slot.pool.is_for(target) else torch.Tensor.copy_
+        if target.has_stored_layout:
+            copy(*_with_copy_kernel(*_run(target, segment, data)))
+            continue
         # Only runs of bytes cross the bus. The device picks rows out of them, converts them, and writes to any strides.
-        sent = slot.send(data, target) if queued and slot is not None and not target.has_stored_layout else data
+        sent = slot.send(data, target) if slot is not None and slot.pool.is_for(target) else data
         for destination, source in _parts(target, segment, sent):
-            if queued:
-                assert slot is not None
-                slot.copy(destination, source)
-            else:
-                destination.copy_(source)
+            copy(destination, source)
+
+
+def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a target of the stored layout and of the segment's elements that belong there, in few calls of torch.
+
+    Each call lets the interpreter go, and other threads take it.
+    """
+    assert target.run is not None
+    begin, end = target.run
+    first, stop = max(segment.start, begin), min(segment.stop, end)
+    size = target.itemsize
+    count = (stop - first) // size
+    dtype = target.tensor.dtype
+    if isinstance(data, torch.Tensor):
+        source = data[first - segment.start : stop - segment.start].view(dtype)
+    else:
+        source = torch.frombuffer(data, dtype=dtype, count=count, offset=first - segment.start)
+    offset = target.tensor.storage_offset() + (first - begin) // size
+    return target.tensor.as_strided((count,), (1,), offset), source
 
 
 def _parts(

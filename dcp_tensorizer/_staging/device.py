@@ -191,6 +191,7 @@ class _CudaStream(SideStream):
         self._borders = borders
         self._lanes = [torch.cuda.Stream(device=index) for _ in range(LANES)]
         self._followed = torch.cuda.current_stream(index)
+        self._spreads = self._joined = 0  # how often copies were spread, and how many of these the first lane waits for
 
     def follow(self) -> None:
         with torch.cuda.device(self._index):
@@ -214,6 +215,7 @@ class _CudaStream(SideStream):
         for number, lane in enumerate(self._lanes[: len(pairs)]):
             with torch.cuda.device(self._index), torch.cuda.stream(lane):
                 _queue(*zip(*pairs[number::LANES], strict=True))
+        self._spreads += 1  # after the copies: whoever reads it then waits for them
 
     def _cut(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -247,11 +249,14 @@ class _CudaStream(SideStream):
         # Blocking: a thread that waits for it must not spin on a core that training needs.
         event = torch.cuda.Event(blocking=True)
         first, *others = self._lanes
+        spreads = self._spreads
         with torch.cuda.device(self._index):
-            for lane in others:
-                done = torch.cuda.Event()
-                done.record(lane)
-                first.wait_event(done)
+            if spreads != self._joined:
+                for lane in others:
+                    done = torch.cuda.Event()
+                    done.record(lane)
+                    first.wait_event(done)
+                self._joined = spreads
             event.record(first)
         return _CudaEvent(event, self._index)
 

@@ -48,8 +48,9 @@ class GatherLimits:
 
 DEFAULT_LIMITS = GatherLimits()
 _BATCH = 1024  # tensors that are gathered in one call
-# Small tensors of several dtypes, or of one that is not fused, are gathered as integers.
-_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
+# Small tensors are gathered as integers, for which there is a fused kernel, unless they are all of one of these dtypes.
+# The kernel for half precision takes float32 between, which changes the bits of a NaN.
+_FUSED = {torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64}
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 

@@ -19,6 +19,7 @@ from .._runtime.threads import cores, in_threads
 from ..errors import NotCommitted, ReadError, WriteError
 from .base import (
     TAKEN,
+    UNLIMITED,
     DirectoryLock,
     FileIdentity,
     FileInfo,
@@ -53,6 +54,7 @@ _GRANULE = 1 << 20  # the largest page of a network mount's cache, and of its se
 
 
 _HEAD_BYTES = 64  # enough of a file to recognise its format
+_FEW_CORES = 4
 
 
 class LocalStorage(Storage):
@@ -70,7 +72,9 @@ class LocalStorage(Storage):
         self.reads = ReadTuning(
             max_threads=min(8, 4 * cores()),
             min_threads=min(8, cores()),  # more would share fewer caches, and read cached files no faster
-            slice_bytes=1 << 20,  # the size of a second-level cache
+            # On few cores slices of the size of a second-level cache are 5% faster, as they are hashed there. On 16
+            # cores, eight threads wait for the interpreter after each: 6.5 GB/s to a GPU, and 8.0 without slices.
+            slice_bytes=1 << 20 if cores() <= _FEW_CORES else UNLIMITED,
         )
 
     @property
