@@ -137,7 +137,9 @@ class Keeper:
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower_priority, initargs=(_NICENESS,))
+        # Peers wait for a live state, but nobody for those that are kept in case that the trainer ends.
+        niceness = _NICENESS if seconds else 0
+        self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower_priority, initargs=(niceness,))
 
     def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
         """Answers the requests of one connection until its other end is gone."""
