@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -66,6 +66,20 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.T
     high = 2 if dtype is torch.bool else 256
     raw = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def is_mapped(address: int) -> bool:
+    """Returns whether this process has memory at an address."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
+def is_so_in_child(look: Callable[[], bool]) -> bool:
+    """Returns whether a function returns True in a forked child."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if look() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def raw(tensor: torch.Tensor) -> bytes:

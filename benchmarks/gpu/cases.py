@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,14 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._staging import device as device_module
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 
 from ..case import Case
@@ -429,6 +433,25 @@ def load(scale: float, name: str, folder: Path) -> Result:
     return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}
 
 
+def buffer(scale: float, name: str, folder: Path) -> Result:
+    """Seconds a GB to make a staging buffer, to register it, and to free it."""
+    nbytes = int(4 * _GIGA * scale)
+    result: Result = {"made_s_per_gb": [], "registered_s_per_gb": [], "freed_s_per_gb": []}
+    torch.ones(1, device=GPU)
+    for _ in range(3):
+        moments = [time.perf_counter()]
+        made = SharedBuffer(nbytes)
+        moments.append(time.perf_counter())
+        if not REHEARSAL:
+            made.pin(device_module.CUDA, 0)
+        moments.append(time.perf_counter())
+        made.close()
+        moments.append(time.perf_counter())
+        for key, (began, ended) in zip(result, itertools.pairwise(moments), strict=True):
+            result[key].append((ended - began) / (nbytes / _GIGA))
+    return result
+
+
 def disk(scale: float, name: str, folder: Path) -> Result:
     """GB/s of the disk: a file that is written and flushed, and O_DIRECT reads of it by eight threads."""
     path = folder / uuid.uuid4().hex
@@ -454,6 +477,33 @@ def _ours(state: State, folder: Path, name: str) -> Callable[[], object]:
     threads = next((int(found) for found in re.findall(r"(\d+) threads", name)), None)
     verify = "not verified" not in name
     return lambda: dcp.load(state, storage_reader=TensorizerStorageReader(folder, verify=verify, thread_count=threads))
+
+
+def _bare(state: State, folder: Path, name: str) -> Callable[[], object]:
+    """Reads of 8 MiB, a hash of each, and its copy to the GPU, by so many threads: what a verified load cannot beat."""
+    path = folder / "bytes"
+    step, threads = 8 << 20, int(re.findall(r"(\d+) threads", name)[0])
+    count = max(1, sum(tensor.nbytes for tensor in state.values()) // step)
+    with open(path, "wb") as file:
+        for _ in range(count):
+            file.write(os.urandom(1 << 20) * 8)
+    own = threading.local()
+
+    def one(start: int) -> None:
+        if not hasattr(own, "host"):
+            own.host, own.gpu = pinned(step), torch.empty(step, dtype=torch.uint8, device=GPU)
+            own.stream = nullcontext() if REHEARSAL else torch.cuda.stream(torch.cuda.Stream())
+        memory = memoryview(own.host.numpy())
+        os.preadv(descriptor, [memory], start)
+        xxhash.xxh3_64_digest(memory)
+        with own.stream:
+            own.gpu.copy_(own.host, non_blocking=True)
+            if not REHEARSAL:
+                torch.cuda.current_stream().synchronize()
+
+    descriptor = os.open(path, os.O_RDONLY)
+    pool = ThreadPoolExecutor(threads)
+    return lambda: list(pool.map(one, range(0, count * step, step)))
 
 
 def _torch(state: State, folder: Path, name: str) -> Callable[[], object]:
@@ -540,6 +590,7 @@ def _tensorizer(state: State, folder: Path, name: str) -> Callable[[], object]:
 
 _LOADERS: dict[str, Callable[[State, Path, str], Callable[[], object]]] = {
     "dcp_tensorizer": _ours,
+    "bare reads": _bare,
     "torch FileSystemReader": _torch,
     "safetensors": _safetensors,
     "fastsafetensors": _fastsafetensors,
@@ -557,6 +608,7 @@ _CASES: dict[str, Callable[[float, str, Path], Any]] = {
     "overlap": overlap,
     "load": load,
     "disk": disk,
+    "buffer": buffer,
     "pieces": pieces,
 }
 

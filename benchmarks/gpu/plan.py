@@ -28,6 +28,7 @@ TRAINERS = (
 )
 LOADERS = (
     "dcp_tensorizer | page cache",
+    "bare reads, 8 threads | page cache",
     "safetensors | page cache",
     "fastsafetensors | page cache",
     "InstantTensor | page cache",
@@ -70,6 +71,7 @@ CALLS: tuple[tuple[Step, ...], ...] = (
         Step("tests-memory", 60, "tests", ("tests/gpu/test_memory.py",)),
         Step("pinned-copy", 30, "pinned copy", ("device to host", "host to device")),
         Step("disk", 60, "disk", ("",)),
+        Step("buffer", 30, "buffer", ("",)),
         Step("staging", 60, "staging", ("300 large", "5,000 small")),
     ),
     (

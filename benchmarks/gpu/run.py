@@ -43,13 +43,15 @@ def main() -> None:
     out = Path(os.environ["OUT"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(_unpacked())])}
     deadline = time.monotonic() + options.seconds
+    file = out / f"call-{number}.json"
+    before = json.loads(file.read_text()) if file.exists() else {"ended": {}, "steps": {}}
     ended: dict[str, str] = {}
     steps: dict[str, object] = {}
     machine = _machine(environment)
 
     def write() -> None:
-        content = {"machine": machine, "ended": ended, "steps": steps}
-        (out / f"call-{number}.json").write_text(json.dumps(content, indent=1))
+        content = {"machine": machine, "ended": before["ended"] | ended, "steps": before["steps"] | steps}
+        file.write_text(json.dumps(content, indent=1))
 
     for step in CALLS[number - 1]:
         if names and step.name not in names:
@@ -141,7 +143,7 @@ def _measure(
 
 
 def _in_child(case: dict[str, object], seconds: float, environment: dict[str, str]) -> dict[str, object]:
-    """What a case has measured, in a child of this process, which has imported all that cases need.
+    """Measures a case in a child of this process, which has imported all that cases need.
 
     An import takes ten seconds on a machine whose disk is far away. Nothing here may use CUDA, which a child could not
     use any more.
@@ -168,9 +170,9 @@ def _in_child(case: dict[str, object], seconds: float, environment: dict[str, st
         os.write(writer, json.dumps(answer).encode())  # a pipe takes 64 KiB at once
         os._exit(0)
     os.close(writer)
-    with open(reader, "rb") as answers:
-        ready, _, _ = select.select([answers], [], [], seconds)
-        said = answers.read(1 << 16) if ready else b""
+    ready, _, _ = select.select([reader], [], [], seconds)
+    said = os.read(reader, 1 << 16) if ready else b""
+    os.close(reader)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # whatever is left of it
     os.waitpid(child, 0)

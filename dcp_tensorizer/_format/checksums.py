@@ -105,9 +105,8 @@ def digests_of(data: bytes | memoryview) -> bytes:
 class DigestCheck:
     """Checks blocks of an item against their digests, as `check_digests` does, when they arrive in pieces.
 
-    All pieces but the last are of whole blocks, so that each block is hashed by one call: a call for each of its parts
-    takes turns with other threads for the interpreter lock, and those turns took half of the time of a load by eight
-    threads.
+    All pieces but the last are of whole blocks, so that each block is hashed by one call. After each call a thread may
+    have to wait for the interpreter lock.
     """
 
     def __init__(self, item: StoredItem, start: int, nbytes: int) -> None:

@@ -28,7 +28,7 @@ from .._index.chunks import regions_of_range
 from .._runtime.forks import free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.spans import Span
-from .._runtime.threads import Workers, cores, ranks_of_node
+from .._runtime.threads import Workers, ranks_of_node
 from .._staging.device import CUDA
 from .._staging.shared_memory import aligned
 from .._storage.base import UNLIMITED, MemoryReader, RangeReader, Storage
@@ -36,8 +36,6 @@ from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .pinned_pool import PinnedPool, PinnedPools, Slot
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
 from .targets import ReadTarget, in_turns, part_of
-
-_MAX_DEVICE_THREADS = 16  # each reads, hashes and passes on a few GB/s, and the bus takes about 50
 
 
 def limits_of(storage: Storage) -> ReadLimits:
@@ -104,8 +102,6 @@ def fetch(
     with ExitStack() as stack:
         pools = pools or stack.enter_context(PinnedPools(CUDA))
         min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
-        if threads is None and pools.takes(targets):  # the bus takes more than the readers that suit a disk can deliver
-            max_threads = max(max_threads, min(_MAX_DEVICE_THREADS, cores()))
         pool = stack.enter_context(pools.pool_for(operations, max_threads))
         files = stack.enter_context(closing(_OpenFiles(storage, operations, in_memory)))
         executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
@@ -332,6 +328,9 @@ def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list
 
 # --- from scratch memory to the targets -------------------------------------------------------------------------------
 
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor, and the one whose elements it gets."""
+
 
 def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None = None) -> None:
     """Copies to each target its part of a segment.
@@ -340,38 +339,41 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
     some targets are on a GPU: copies to those are queued.
     """
     for target in segment.targets:
-        copy = slot.copy if slot is not None and slot.pool.is_for(target) else torch.Tensor.copy_
+        is_queued = slot is not None and slot.pool.is_for(target)
+        copy = slot.copy if slot is not None and is_queued else torch.Tensor.copy_
         if target.has_stored_layout:
-            copy(*_with_copy_kernel(*_run(target, segment, data)))
-            continue
-        # Only runs of bytes cross the bus. The device picks rows out of them, converts them, and writes to any strides.
-        sent = slot.send(data, target) if slot is not None and slot.pool.is_for(target) else data
-        for destination, source in _parts(target, segment, sent):
-            copy(destination, source)
+            pairs = _run(target, segment, data)
+        elif slot is not None and is_queued:
+            # Only runs of bytes cross the bus. The device picks rows out of them, converts them, and writes to any
+            # strides.
+            pairs = _parts(target, segment, slot.send(data, target))
+        else:
+            pairs = _parts(target, segment, data)
+        for pair in pairs:
+            copy(*pair)
 
 
-def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a target of the stored layout and of the segment's elements that belong there, in few calls of torch.
+def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
+    """As `_parts`, for a target of the stored layout: one pair at most, and few calls of torch.
 
     Each call lets the interpreter go, and other threads take it.
     """
     assert target.run is not None
     begin, end = target.run
     first, stop = max(segment.start, begin), min(segment.stop, end)
-    size = target.itemsize
-    count = (stop - first) // size
-    dtype = target.tensor.dtype
+    if first >= stop:
+        return
+    dtype, size = target.tensor.dtype, target.itemsize
     if isinstance(data, torch.Tensor):
         source = data[first - segment.start : stop - segment.start].view(dtype)
     else:
+        count = (stop - first) // size
         source = torch.frombuffer(data, dtype=dtype, count=count, offset=first - segment.start)
     offset = target.tensor.storage_offset() + (first - begin) // size
-    return target.tensor.as_strided((count,), (1,), offset), source
+    yield _with_copy_kernel(target.tensor.as_strided((source.numel(),), (1,), offset), source)
 
 
-def _parts(
-    target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _parts(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
     """Views of a target and of the segment's elements that belong there."""
     content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
     elements = content.view(named_dtype(target.item.dtype))
@@ -392,7 +394,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
     """The tensors as bytes if their elements are bytes: torch has no copy kernel for some one-byte dtypes."""
     if target.dtype == source.dtype and source.itemsize == 1:
         return target.view(torch.uint8), source.view(torch.uint8)

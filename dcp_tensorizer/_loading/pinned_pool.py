@@ -10,13 +10,13 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from .._runtime.direct_memory import direct_memory
-from .._runtime.forks import free_in_child, keep_from_children
+from .._runtime.forks import Finalizer, free_in_child, keep_from_children
 from .._runtime.memory_limit import check_headroom
 from .._staging.device import Device, Event, pin_if_possible
 from .._staging.shared_memory import aligned
@@ -41,10 +41,6 @@ class PinnedPools:
 
     def __exit__(self, *error: object) -> None:
         self._keep(None)
-
-    def takes(self, targets: Iterable[ReadTarget]) -> bool:
-        """Returns whether any target is on a device."""
-        return any(self._device.index_of(target.tensor) is not None for target in targets)
 
     @contextmanager
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
@@ -144,10 +140,11 @@ class PinnedPool:
         except (StagingError, OSError, MemoryError) as error:
             raise ReadError(f"no memory for reads on their way to a GPU: {error}") from error
         keep_from_children(memory.obj)  # type: ignore[arg-type]
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-        self._unpin = pin_if_possible(device, self._memory.data_ptr(), count * step, next(iter(self.streams)))
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        unpin = pin_if_possible(device, whole.data_ptr(), count * step, next(iter(self.streams)))
+        self._unpin = Finalizer(self, unpin)  # in case that an interrupt keeps it from being closed
         self._slots: queue.SimpleQueue[tuple[torch.Tensor, list[Event]]] = queue.SimpleQueue()
-        for slot in self._memory.split(step):
+        for slot in whole.split(step):
             self._slots.put((slot, []))
 
     def is_enough(self, indices: Collection[int], count: int, nbytes: int) -> bool:

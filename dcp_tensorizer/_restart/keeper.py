@@ -9,11 +9,12 @@ trainer was gone.
 
 While the trainer lives, nobody waits for digests and copies. So their threads have low priorities, and so has the
 session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does wait, and
-so the keeper has the usual priority once its trainer is gone.
+so the keeper has the usual priority once its trainer is gone. So has a keeper whose trainer heals other replicas.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -137,9 +138,9 @@ class Keeper:
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        # Peers wait for a live state, but nobody for those that are kept in case that the trainer ends.
-        niceness = _NICENESS if seconds else 0
-        self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower_priority, initargs=(niceness,))
+        # Peers wait for the digests of a live state, and nobody for those of one that is kept in case the trainer ends.
+        lower = functools.partial(lower_priority, _NICENESS) if seconds else None
+        self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
 
     def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
         """Answers the requests of one connection until its other end is gone."""

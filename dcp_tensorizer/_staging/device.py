@@ -191,14 +191,14 @@ class _CudaStream(SideStream):
         self._borders = borders
         self._lanes = [torch.cuda.Stream(device=index) for _ in range(LANES)]
         self._followed = torch.cuda.current_stream(index)
-        self._spreads = self._joined = 0  # how often copies were spread, and how many of these the first lane waits for
+        self._is_spread = False  # copies have been queued on all lanes, not only on the first
 
     def follow(self) -> None:
         with torch.cuda.device(self._index):
-            self._follow(torch.cuda.current_stream(self._index))
+            self._followed = torch.cuda.current_stream(self._index)
+            self._wait_for(self._followed)
 
-    def _follow(self, stream: torch.cuda.Stream) -> None:
-        self._followed = stream
+    def _wait_for(self, stream: torch.cuda.Stream) -> None:
         queued = torch.cuda.Event()
         queued.record(stream)
         for lane in self._lanes:
@@ -212,10 +212,10 @@ class _CudaStream(SideStream):
 
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         pairs = self._cut(targets, sources)
+        self._is_spread = True
         for number, lane in enumerate(self._lanes[: len(pairs)]):
             with torch.cuda.device(self._index), torch.cuda.stream(lane):
                 _queue(*zip(*pairs[number::LANES], strict=True))
-        self._spreads += 1  # after the copies: whoever reads it then waits for them
 
     def _cut(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -232,31 +232,27 @@ class _CudaStream(SideStream):
         return [(into[start:stop], out[start:stop]) for start, stop in cuts]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        device = torch.device("cuda", self._index)
+        device, followed = torch.device("cuda", self._index), self._followed
         with self.current():
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:
                 # torch keeps what training has freed for the stream that used it, and this may be all that there is.
-                with torch.cuda.stream(self._followed):
+                with torch.cuda.stream(followed):
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                self._follow(self._followed)  # kernels queued there may still use it
-                for lane in self._lanes:
-                    memory.record_stream(lane)
+                self._wait_for(followed)  # kernels queued there may still use it
+                memory.record_stream(self._lanes[0])
                 return memory
 
     def mark(self) -> _CudaEvent:
         # Blocking: a thread that waits for it must not spin on a core that training needs.
         event = torch.cuda.Event(blocking=True)
         first, *others = self._lanes
-        spreads = self._spreads
         with torch.cuda.device(self._index):
-            if spreads != self._joined:
-                for lane in others:
-                    done = torch.cuda.Event()
-                    done.record(lane)
-                    first.wait_event(done)
-                self._joined = spreads
+            for lane in others if self._is_spread else ():  # a load spreads nothing
+                done = torch.cuda.Event()
+                done.record(lane)
+                first.wait_event(done)
             event.record(first)
         return _CudaEvent(event, self._index)
 

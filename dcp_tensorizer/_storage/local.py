@@ -73,7 +73,7 @@ class LocalStorage(Storage):
             max_threads=min(8, 4 * cores()),
             min_threads=min(8, cores()),  # more would share fewer caches, and read cached files no faster
             # On few cores slices of the size of a second-level cache are 5% faster, as they are hashed there. On 16
-            # cores, eight threads wait for the interpreter after each: 6.5 GB/s to a GPU, and 8.0 without slices.
+            # cores, eight threads wait for the interpreter after each: 6.2 GB/s to a GPU, and 8.0 without slices.
             slice_bytes=1 << 20 if cores() <= _FEW_CORES else UNLIMITED,
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import mmap
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,15 @@ import torch
 from dcp_tensorizer import ChecksumMismatch, ReadError
 from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._loading import pinned_pool
 from dcp_tensorizer._loading.executor import fetch, limits_of
 from dcp_tensorizer._loading.pinned_pool import PinnedPools
 from dcp_tensorizer._loading.targets import ReadTarget
+from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._storage.base import Storage
 
 from ...simulated import SimulatedDevice
-from ...support import ALL_DTYPES, dtype_name, filled, same
+from ...support import ALL_DTYPES, dtype_name, filled, is_mapped, is_so_in_child, same
 from .stored import as_plain, part, target_for, write_file
 
 
@@ -189,3 +193,41 @@ def test_a_large_read_between_many_small_ones(storage: Storage, device: Simulate
         registered.append(*device.pinned)
     assert registered[0] != registered[1]
     assert registered[1:] == registered[1:2] * 3
+
+
+def test_forked_children_have_nothing_of_the_slots(
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools
+) -> None:
+    """A child that is forked during a load would otherwise share pages that the device writes from."""
+    stored = torch.arange(1000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    target = device.declare(torch.zeros_like(stored))
+    fetch(storage, [landing("t", item, stored, target)], threads=1, verify=True, pools=pools)
+    ((address, _),) = device.pinned
+    assert is_mapped(address)
+    assert is_so_in_child(lambda: not is_mapped(address))
+
+
+def test_slots_are_freed_when_the_load_ends(
+    storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever still refers to the pools: a traceback does after an error."""
+    made: list[weakref.ref[mmap.mmap]] = []
+
+    def noted(nbytes: int) -> memoryview:
+        memory = direct_memory(nbytes)
+        assert isinstance(memory.obj, mmap.mmap)
+        made.append(weakref.ref(memory.obj))
+        return memory
+
+    monkeypatch.setattr(pinned_pool, "direct_memory", noted)
+    stored = torch.arange(1000)
+    (item,) = write_file(storage, "f", {"t": stored}).values()
+    pools = PinnedPools(device)
+    with pools:
+        fetch(storage, [landing("t", item, stored, device.declare(torch.zeros_like(stored)))], verify=True, pools=pools)
+        kept = pools._kept
+        assert [memory() is not None for memory in made] == [True]
+    assert kept is not None
+    assert [memory() for memory in made] == [None]
+    assert device.pinned == []

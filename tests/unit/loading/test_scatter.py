@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer._format import names as layout_module
 from dcp_tensorizer._index.chunks import Region
-from dcp_tensorizer._loading.executor import copy_elements, fetch
-from dcp_tensorizer._loading.read_planner import ReadLimits
+from dcp_tensorizer._loading.executor import copy_elements, fetch, scatter
+from dcp_tensorizer._loading.read_planner import ReadLimits, Segment
 from dcp_tensorizer._loading.targets import part_of
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
@@ -135,7 +135,7 @@ def small_blocks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Tensors, Items]:
-    """Two files of tensors whose blocks are of 16 bytes, in a storage that is read in slices of 24 bytes."""
+    """Two files of tensors whose blocks are of 16 bytes, in a storage that is read in small slices."""
     storage = open_storage(tmp_path_factory.mktemp("several"))
     storage.reads = replace(storage.reads, slice_bytes=24)
     tensors = {str(n): torch.arange(math.prod(shape)).view(shape).to(DTYPES[n]) for n, shape in enumerate(SHAPES)}
@@ -162,6 +162,21 @@ def test_any_regions_into_any_targets(
         fetch(storage, targets, threads=2, verify=check, limits=limits)
     for target, (number, region, _) in zip(targets, chosen, strict=True):
         assert torch.equal(target.tensor, part(tensors[str(number)], region).to(target.tensor.dtype))
+
+
+@pytest.mark.parametrize("kind", ["as it is", "transposed"])
+def test_a_segment_fills_its_part_of_each_target_and_no_other_target(storage: Storage, kind: str) -> None:
+    """An exchange delivers segments to all targets of a tensor, also to those that want none of their bytes."""
+    stored = torch.arange(80, dtype=torch.int32).view(20, 4)
+    item = write_file(storage, "f", {"t": stored})["t"]
+    regions = [Region((0, 0), (5, 4)), Region((5, 0), (5, 4)), Region((12, 0), (8, 4))]
+    targets = tuple(target_for("t", item, stored, empty_target(r, torch.int32, kind), r) for r in regions)
+    segment = Segment(item, 3 * 16, 7 * 16, targets, None)  # rows 3 to 6
+    scatter(segment, memoryview(bytearray(stored[3:7].numpy().tobytes())))
+    assert targets[0].tensor[:3].count_nonzero() == 0
+    assert torch.equal(targets[0].tensor[3:], stored[3:5])
+    assert torch.equal(targets[1].tensor[:2], stored[5:7])
+    assert [int(target.tensor.count_nonzero()) for target in targets] == [8, 8, 0]
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)

@@ -356,6 +356,24 @@ def test_copies_are_of_low_priority(source: KeeperProcess, partner: KeeperProces
     source.forget(["a"])
 
 
+@pytest.mark.parametrize(("seconds", "lower"), [(0.0, False), (60.0, True)], ids=["live", "kept"])
+def test_digests_have_a_low_priority_unless_replicas_wait_for_them(
+    buffer: SharedBuffer, seconds: float, lower: bool
+) -> None:
+    """Replicas wait for those of a live state; nobody for those of a state that is kept in case the trainer ends."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    keeper = KeeperProcess("test-digests", "run", seconds)
+    try:
+        remote = RemotePart(keeper.open_to_peers("127.0.0.1", SECRET), "a", 0)
+        keeper.keep(part("a"), buffer)
+        remote.record(60.0)  # the digests are taken
+        remote.let_go()
+        tasks = Path(f"/proc/{keeper.pid}/task").iterdir()
+        assert {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks} == {own} | ({10} if lower else set())
+    finally:
+        keeper.end()
+
+
 def test_a_successor_does_not_wait_behind_others(source: KeeperProcess) -> None:
     """A keeper whose trainer is gone has the priority of any other process."""
     source.leave()

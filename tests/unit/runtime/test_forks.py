@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import re
 import select
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from dcp_tensorizer._runtime.forks import Finalizer, Home, free_in_child, in_child
+from dcp_tensorizer._runtime.forks import Finalizer, Home, free_in_child, in_child, keep_from_children
 
-from ...support import PACKAGE
+from ...support import PACKAGE, is_mapped, is_so_in_child
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
 
 
 class _Owner:
     """May be referred to weakly."""
-
-
-def _is_so_in_child(look: Callable[[], bool]) -> bool:
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if look() else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
@@ -43,8 +39,8 @@ def test_a_lock_of_another_thread_is_free_in_a_child(make: Callable[[], threadin
     holder.start()
     is_held.wait()
     try:
-        assert _is_so_in_child(lambda: lock.acquire(blocking=False))
-        assert _is_so_in_child(lambda: not plain.acquire(blocking=False))
+        assert is_so_in_child(lambda: lock.acquire(blocking=False))
+        assert is_so_in_child(lambda: not plain.acquire(blocking=False))
         assert not lock.acquire(blocking=False)
     finally:
         may_end.set()
@@ -60,7 +56,7 @@ def test_a_lock_that_the_forking_thread_holds_is_given_back_by_it() -> None:
         return lock.acquire(blocking=False)
 
     with lock:
-        assert _is_so_in_child(leaves_the_block)
+        assert is_so_in_child(leaves_the_block)
 
 
 def test_a_finalizer_ends_nothing_in_a_child() -> None:
@@ -73,7 +69,7 @@ def test_a_finalizer_ends_nothing_in_a_child() -> None:
         owners.clear()
         return ended == [] and not finalizer.alive and finalizer() is None
 
-    assert _is_so_in_child(goes)
+    assert is_so_in_child(goes)
     owners.clear()
     assert ended == ["ended"]
 
@@ -97,7 +93,7 @@ def test_an_owner_that_only_another_thread_holds_ends_nothing_in_a_child() -> No
     thread.start()
     is_ready.wait()
     try:
-        assert _is_so_in_child(lambda: not select.select([ended[0]], [], [], 0)[0] and lock.acquire(blocking=False))
+        assert is_so_in_child(lambda: not select.select([ended[0]], [], [], 0)[0] and lock.acquire(blocking=False))
     finally:
         goes_on.set()
         thread.join()
@@ -110,11 +106,11 @@ def test_a_copy_is_not_at_home_in_a_child(monkeypatch: pytest.MonkeyPatch) -> No
     """Also where the child has the same number, in a namespace of its own."""
     home = Home()
     assert home.is_here
-    assert _is_so_in_child(lambda: not home.is_here)
+    assert is_so_in_child(lambda: not home.is_here)
     monkeypatch.setattr(os, "getpid", lambda: 1)
     of_first = Home()
     assert of_first.is_here
-    assert _is_so_in_child(lambda: not of_first.is_here)
+    assert is_so_in_child(lambda: not of_first.is_here)
 
 
 def test_each_owner_lets_go_once() -> None:
@@ -130,7 +126,7 @@ def test_each_owner_lets_go_once() -> None:
     in_child(second, lambda owner: asked.append("gone"))
     in_child(third, lambda owner: asked.append("lets go"))
     del second
-    assert _is_so_in_child(lambda: asked == ["fails", "lets go"])
+    assert is_so_in_child(lambda: asked == ["fails", "lets go"])
     assert asked == []
 
 
@@ -153,3 +149,13 @@ def test_locks_and_finalizers_are_made_for_forks() -> None:
         if path != PACKAGE / "_runtime" / "forks.py"
     }
     assert {name: uses for name, uses in found.items() if uses} == {}
+
+
+def test_a_mapping_may_stay_with_its_process() -> None:
+    """A child has nothing at its address, and does not free it either."""
+    mapping = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    keep_from_children(mapping)
+    references = sys.getrefcount(mapping)
+    assert is_so_in_child(lambda: not is_mapped(address) and sys.getrefcount(mapping) == references + 1)
+    assert is_mapped(address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -122,3 +123,96 @@ def test_other_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     tensors: list[Any] = [types.SimpleNamespace(device=torch.device(name)) for name in ("xpu:1", "mps", "cpu", "xpu:1")]
     settle_other_devices(tensors)
     assert sorted(waited) == ["mps", "xpu:1 stream"]
+
+
+# --- streams, of a torch.cuda that writes down what is asked of it ----------------------------------------------------
+
+
+class FakeStream:
+    """Its events, and those that it waits for, in order."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.calls.append(("waits for", event.stream))
+
+
+class FakeEvent:
+    """Knows the stream that it was recorded in."""
+
+    stream: FakeStream
+
+    def __init__(self, **options: object) -> None:
+        pass
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+
+class FakeCuda:
+    """Streams and events of `torch.cuda`, with one current stream."""
+
+    Stream, Event = FakeStream, FakeEvent
+
+    def __init__(self) -> None:
+        self.now = self.training = FakeStream()
+
+    def current_stream(self, index: int) -> FakeStream:
+        return self.now
+
+    def device(self, index: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    return fake
+
+
+def test_a_mark_is_after_all_that_was_spread(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an interrupt comes between the streams: some copies are under way then. Loads use only the first one."""
+    stream: Any = Cuda().new_stream(0)
+    first, *others = stream._lanes
+    assert stream.mark()._event.stream is first
+    assert first.calls == []
+
+    def interrupted(targets: object, sources: object) -> None:
+        if cuda.now is others[-1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_module, "_queue", interrupted)
+    tensors = [torch.zeros(1) for _ in range(8)]
+    with pytest.raises(KeyboardInterrupt):
+        stream.spread(tensors, tensors)
+    stream.mark()
+    assert first.calls == [("waits for", lane) for lane in others]
+
+
+def test_memory_comes_from_what_training_has_freed_if_there_is_no_other(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps it for the stream of training. The copies wait for what is queued there; training for them."""
+    stream: Any = Cuda().new_stream(0)
+    (first, *_) = stream._lanes
+    stream.follow()
+    first.calls.clear()
+    users: list[object] = []
+
+    def empty(nbytes: int, **options: object) -> object:
+        if cuda.now is not cuda.training:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return types.SimpleNamespace(nbytes=nbytes, record_stream=users.append)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert stream.allocate(100).nbytes == 100
+    assert first.calls == [("waits for", cuda.training)]
+    assert users == [first]
