@@ -119,7 +119,12 @@ def _is_ours(case: Case) -> bool:
 
 
 def _keep_total(totals: list[int]) -> Callable[[int, int], None]:
-    return lambda done, total: totals.append(total) if not totals else None
+    """The total that a load says last: before the first read, it is an estimate."""
+
+    def keep(done: int, total: int) -> None:
+        totals[:] = [total]
+
+    return keep
 
 
 def measure(case: Case, folder: Path) -> list[Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
@@ -239,8 +240,7 @@ def read_tensors(
     reader. ``targets_of`` checks that an item fits a tensor, and returns what to read; ``read`` is `executor.fetch` or
     alike.
     """
-    # An estimate: parts are smaller, whole blocks larger.
-    total = sum(piece.item.length for _, pieces in items for piece in pieces)
+    total = sum(_wanted_bytes(piece) for _, pieces in items for piece in pieces)  # whole blocks of them are read
     done = 0
     if total:
         progress(0, total)
@@ -295,6 +295,13 @@ def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
         yield items
     else:
         yield from ([item] for item in items)
+
+
+def _wanted_bytes(piece: Piece) -> int:
+    item, shape, region, _ = piece
+    if region.size == shape:
+        return item.length
+    return item.length * math.prod(region.size) // math.prod(shape)
 
 
 def _within(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:

@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import (
@@ -316,6 +318,25 @@ def test_progress(weights, caplog):
         load(path, {"w": torch.zeros(200, 500)}, on_progress=lambda done, total: calls.append((done, total)))
     assert (calls[0], calls[-1]) == ((0, expected.nbytes), (expected.nbytes, expected.nbytes))
     assert "GB/s" in caplog.text
+
+
+class Rows(DefaultLoadPlanner):
+    """Loads some rows of a matrix, as the planner of a rank does that holds these."""
+
+    def create_local_plan(self):
+        origin, rows = torch.Size((0, 0)), torch.Size((50, 0))
+        item = (MetadataIndex("w"), origin, MetadataIndex("w", origin, 0), rows, torch.Size((100, 500)))
+        return LoadPlan([ReadItem(LoadItemType.TENSOR, *item)])
+
+
+def test_progress_of_a_part_begins_with_its_own_bytes(weights):
+    """A rank that needs half of a stored tensor is not told of the other half."""
+    path, expected = weights
+    calls = []
+    target, reader = torch.zeros(100, 500), TensorizerStorageReader(path, on_progress=lambda *call: calls.append(call))
+    dcp.load({"w": target}, storage_reader=reader, planner=Rows())
+    assert torch.equal(target, expected[50:150])
+    assert calls[0] == (0, target.nbytes)
 
 
 def test_each_load_is_reported(tmp_path, caplog):
