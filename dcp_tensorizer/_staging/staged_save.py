@@ -96,6 +96,7 @@ class StagedSave:
         # collector that drops a staged state dict, may interrupt its holder.
         self._changed = free_in_child(threading.Condition())
         self._progress = StagingState.STAGING
+        self._is_awaited = False  # somebody has waited for progress
         self._dropped = False  # nothing refers to the staged state dict any more
         self._future: Callable[[], StagingFuture | None] = _no_future
 
@@ -164,12 +165,19 @@ class StagedSave:
         if self.error is not None:
             raise StagingError(str(self.error))  # a new one, because a traceback would keep this save's frames alive
 
+    def wait_awaited(self, timeout: float) -> None:
+        """Waits until somebody waits for this, such as the thread of its save; at most ``timeout`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_awaited, timeout)
+
     def wait_unused(self, deadline: Deadline) -> bool:
         """Waits until nothing is copied to the buffer any more; False if that is not so in time."""
         return not self.is_interrupted and self._wait_for(StagingState.COPIED, deadline.left)
 
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
         with self._changed:
+            self._is_awaited = True
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: self._progress >= progress, timeout)
 
     # --- training may change the state --------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
 logger = logging.getLogger("dcp_tensorizer")
 
+_RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from staging until it returns
+
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
@@ -158,7 +160,7 @@ class Stager:
             if self._overlap_staging:
                 if staged_save.shared is not None:  # in case its save ends without writing anything
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
-                copying = threading.Thread(target=self._copy, args=(snapshot, staged, is_kept), name="stage")
+                copying = threading.Thread(target=self._copy_beside, args=(snapshot, staged, is_kept), name="stage")
                 staged_save.stager = copying
                 copying.start()
             else:
@@ -209,6 +211,14 @@ class Stager:
         """An empty staged state dict, which is not yet one of the saves that others wait for."""
         staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer)
         return StagedStateDict({}, staged_save, self.wait_turn)
+
+    def _copy_beside(self, snapshot: _Snapshot, staged: StagedStateDict, is_kept: bool) -> None:
+        """Copies on a thread of its own, which would take the interpreter from ``async_save`` until it returns.
+
+        So it begins when the thread of the save waits for it: that is the last thing that ``async_save`` starts.
+        """
+        staged.staged_save.wait_awaited(_RETURN_SECONDS)
+        self._copy(snapshot, staged, is_kept)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_tensorizer import StagingError, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._staging import stager as stager_module
 from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer._staging.stager import Stager
 
@@ -91,6 +92,22 @@ def test_overlapped_staging_says_when_the_state_may_change(tmp_path):
         response.upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
     assert set(weight.plain.tolist()) == {0.0}
+
+
+@pytest.mark.parametrize("wait", [StagedSave.wait_built, StagedSave.hold_training, StagedSave.wait_copied])
+def test_copying_begins_when_somebody_waits_for_it(wait, monkeypatch):
+    """Until then `async_save` has the interpreter to itself, and returns."""
+    monkeypatch.setattr(stager_module, "_RETURN_SECONDS", WAIT)
+    stager = Stager(overlap_staging=True)
+    result = stager.stage({"w": torch.ones(1000)})
+    staged_save = result.staged_save
+    assert staged_save.stager.is_alive()
+    assert staged_save.buffer is None
+    wait(staged_save)
+    staged_save.stager.join(WAIT)
+    assert dict(result)["w"].tolist() == [1.0] * 1000
+    del result
+    stager.saves.close()
 
 
 def test_an_optimizer_that_is_held_waits_by_itself(tmp_path):
