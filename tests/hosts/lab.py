@@ -379,8 +379,12 @@ class Host:
         root = Path(f"/proc/{self.init}/root")
         for folder in (f"run/user/{self.user}", "dev/shm", str(DISK)[1:]):
             found += [str(path) for path in (root / folder).rglob("*") if not path.is_dir()]
-        others = [path for path in (root / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
-        return found + [str(path) for path in others if not path.is_mount()]
+        mounts = [Path(line.split()[4]) for line in Path(f"/proc/{self.init}/mountinfo").read_text().splitlines()]
+        for path in (root / "tmp").iterdir():
+            leads_to_mount = any(mount.is_relative_to(Path("/tmp") / path.name) for mount in mounts)  # or is one
+            if not leads_to_mount and not path.name.startswith("torchinductor_"):
+                found.append(str(path))
+        return found
 
     def cut(self) -> None:
         """Takes it from the network: what is sent to it or by it is lost, and nobody is told."""

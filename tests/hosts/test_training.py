@@ -64,7 +64,7 @@ def test_a_host_is_lost_in_each_phase(lab: Lab) -> None:
     job = start(lab, ranks, more=9)
     has_restored(lab, job, len(ranks), least)
     assert job.wait() == [0] * len(ranks), job.account()
-    assert eventually(lambda: not ranks[0].left_over())
+    assert eventually(lambda: not ranks[0].left_over()), ranks[0].left_over()
 
 
 def test_a_host_is_lost_with_its_disk_in_a_flush(lab: Lab) -> None:
