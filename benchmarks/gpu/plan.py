@@ -48,8 +48,8 @@ class Step:
     """A part of a call, with a file of results of its own.
 
     Attributes:
-        name: Of the file.
-        seconds: That it may take; what has not been measured by then is an error in the file.
+        name: In the results.
+        seconds: That it may take; what has not been measured by then is an error in the results.
         what: The kind of its cases; "tests" runs tests.
         names: Of its cases, or the paths of its tests, which run beside each other.
     """

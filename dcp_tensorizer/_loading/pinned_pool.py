@@ -142,7 +142,7 @@ class PinnedPool:
         keep_from_children(memory.obj)  # type: ignore[arg-type]
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         unpin = pin_if_possible(device, whole.data_ptr(), count * step, next(iter(self.streams)))
-        self._unpin = Finalizer(self, unpin)  # in case that an interrupt keeps it from being closed
+        self._unpin = Finalizer(self, unpin)  # in case an interrupt keeps it from being closed
         self._slots: queue.SimpleQueue[tuple[torch.Tensor, list[Event]]] = queue.SimpleQueue()
         for slot in whole.split(step):
             self._slots.put((slot, []))
