@@ -44,9 +44,9 @@ def _here_or_before(context: typer.Context, given: bool) -> bool:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
+        from .._version import environment
 
-        typer.echo(f"dcp-tensorizer {__version__}")
+        typer.echo(environment())
         raise typer.Exit
 
 
@@ -54,7 +54,13 @@ Json = Annotated[
     bool, typer.Option("--json", help="One JSON document on stdout, for scripts.", callback=_here_or_before)
 ]
 Version = Annotated[
-    bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    bool,
+    typer.Option(
+        "--version",
+        help="Show the version, and what it runs on; exit.",
+        callback=_show_version,
+        is_eager=True,
+    ),
 ]
 StorageOptions = Annotated[
     list[str] | None,

@@ -21,10 +21,9 @@ import msgspec
 import xxhash
 
 from .._format.names import Seal, is_data_file_name
+from .._version import INDEX_VERSION
 from ..errors import MetadataError, UnsupportedFormat
 from .schema import DataFile, Head, Section, SectionKind, decode_head, encode_rows
-
-INDEX_VERSION = 1
 
 FIRST_BYTES = 1 << 20
 """How much of an index to read first. Up to a hundred ranks that is all of it; the rest takes another request."""

@@ -27,7 +27,6 @@ import xxhash
 from safetensors.torch import load_file
 from tensorizer import EncryptionParams
 
-import dcp_tensorizer
 from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
@@ -35,6 +34,7 @@ from dcp_tensorizer._format.encryption import encryption_cipher
 from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._version import environment
 from dcp_tensorizer.tools import Collected, _find, _gc
 from dcp_tensorizer.tools._gc import Removal
 from dcp_tensorizer.tools._view import read_parts
@@ -475,7 +475,7 @@ for arguments in (["--version"], ["--help"], ["convert", "--help"], ["convert", 
 """
     lines = run_python(script, fresh=True).stdout.splitlines()
     assert [line for line in lines if line.startswith(("True ", "False "))] == ["False False"] * 4
-    assert run("--version")[:2] == (0, f"dcp-tensorizer {dcp_tensorizer.__version__}\n")
+    assert run("--version")[:2] == (0, f"{environment()}\n")
 
 
 def test_shells_complete_formats(monkeypatch: pytest.MonkeyPatch) -> None:
