@@ -15,7 +15,7 @@ from .. import warm
 from .pages import ROOT, Block, blocks_of, name_of, pages
 
 RUN = {"python", "bash", "console", "toml"}
-SHOWN = {"diff", "json", "text"}
+SHOWN = {"diff", "json", "text", "yaml"}
 # Pages whose blocks are about the checkpoints that `make demo` leaves.
 OF_THE_DEMO = {"docs/guides/command-line.md", "docs/guides/report.md", "docs/guides/serving.md"}
 # Commands for whoever has a checkout, or has yet to install the package; the tests are themselves run by such a one.
