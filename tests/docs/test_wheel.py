@@ -67,6 +67,13 @@ def test_a_clean_environment_runs_the_readme(clean, tmp_path):
     assert "No broken requirements" in _run(*PIP, clean, "check")
 
 
+def test_the_licences_of_all_that_is_installed_are_listed():
+    """The table of compatibility.md has each package that comes with this one, and no other."""
+    table = (ROOT / "docs" / "compatibility.md").read_text().partition("| package | licence | required by |")[2]
+    names = [row.split("|")[1] for row in table.partition("\n\n")[0].splitlines() if row.count("|") == 4][1:]
+    assert {name.strip() for row in names for name in row.split(",")} == _required("dcp_tensorizer")
+
+
 def test_the_page_of_a_package_index_has_no_relative_links(clean):
     """The README in the wheel leads to the repository, and so does its picture."""
     code = "from importlib.metadata import metadata; print(metadata('dcp_tensorizer').get_payload())"
