@@ -1,4 +1,4 @@
-"""What the site shows of files outside docs/: the changelog, and the benchmarks' results and pictures.
+"""What the site shows of files outside docs/: the README, the changelog, and the benchmarks' results and pictures.
 
 Pages link to them by their places in the repository, as readers of the repository need it. The hook takes those files
 into the site, and turns the links to them. A link to any other file of the repository becomes plain text.
@@ -22,7 +22,8 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 def _taken() -> dict[str, str]:
     """Where the files that the site takes in have their place in it."""
     results = sorted(path for path in RESULTS.iterdir() if path.suffix in {".md", ".png"})
-    return {"CHANGELOG.md": "changelog.md"} | {f"benchmarks/results/{p.name}": f"figures/{p.name}" for p in results}
+    texts = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+    return texts | {f"benchmarks/results/{p.name}": f"figures/{p.name}" for p in results}
 
 
 def on_files(files: Files, config: Any) -> Files:

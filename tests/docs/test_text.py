@@ -64,7 +64,7 @@ def test_the_commands_come_first_in_the_readme() -> None:
 def test_the_site_shows_every_page() -> None:
     """Each page is in the navigation of the site once, and the navigation names no other page of docs/."""
     named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2])
-    made = {"changelog.md", *(f"figures/{path.name}" for path in RESULTS.glob("*.md"))}
+    made = {"index.md", "changelog.md", *(f"figures/{path.name}" for path in RESULTS.glob("*.md"))}
     assert sorted(named) == sorted(made | {p.relative_to(DOCS).as_posix() for p in pages()[1:]})
 
 
