@@ -30,7 +30,6 @@ _PACKAGES = (
     "fsspec",
     "s3fs",
     "adlfs",
-    "obstore",
     "paramiko",
     "s3torchconnector",
     "boto3",
