@@ -31,7 +31,7 @@ storage-docs: $(READY)
 	$(BIN)/python -m pytest tests/integration/storage tests/docs $(WITH_DOCS)
 
 e2e: $(READY)
-	$(BIN)/python -m pytest tests/e2e $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
+	$(BIN)/python -m pytest tests/e2e tests/soak $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
 
 # As root: disks that are full, broken or frozen, and several hosts made of namespaces. It needs iproute2, util-linux and
 # e2fsprogs, and says so.
@@ -119,8 +119,8 @@ $(VENV)/azurite: $(READY)
 	$(BIN)/python -m tests.clouds.azurite
 
 soak: $(READY)
-	$(BIN)/python -m benchmarks.soak
-	$(BIN)/python -m benchmarks.differential
+	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.soak.differential
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -70,7 +70,9 @@ def run(
         plot: Draws the picture.
         bad: What is wrong with the results: then the command fails.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec is not None else None
+    parser = argparse.ArgumentParser(prog=prog, description=about)
     for option, settings in options.items():
         parser.add_argument(f"--{option}", **settings)
     parser.add_argument(

@@ -66,20 +66,22 @@ def page(
         title: Of the page.
         what: What was measured.
         how_often: In how many rounds.
-        again: The name of the benchmark's module, and what is to be said on its command line.
+        again: The name of a module of `benchmarks`, or a whole name with dots, and the options of its command line.
         sections: Tables and texts; empty ones are left out.
         spreads: There are any, to be explained.
     """
     machine = content["machine"]
-    name, packages = again.split()[0], machine["packages"].items()
+    name, *given = again.split()
+    name, packages = name if "." in name else f"benchmarks.{name}", machine["packages"].items()
+    stem = name.rpartition(".")[2]
     versions = ", ".join(f"{package} {version}" for package, version in packages if version != "not installed")
     facts = (
         ("What", what),
         ("Machine and code", machine_line(machine)),
         ("Software", f"Python {machine['python']}, {versions}."),
         ("How often", how_often),
-        ("Again", f"`python -m benchmarks.{again}` measures it again."),
-        ("Without measuring", f"`python -m benchmarks.{name} --redraw` makes this page again from `{name}.json`."),
+        ("Again", f"`python -m {' '.join((name, *given))}` measures it again."),
+        ("Without measuring", f"`python -m {name} --redraw` makes this page again from `{stem}.json`."),
     )
     legend = (
         "A cell like `0.92 (0.85-1.05)` is a median, with the lowest and the highest value in brackets. "

@@ -1,6 +1,6 @@
 """A job trains with FSDP2 on several hosts, and something happens to one of them in a phase of a save.
 
-``python -m benchmarks.soak`` does the same at random, with more phases, faults, conditions and kinds of disks.
+``python -m tests.soak`` does the same at random, with more phases, faults, conditions and kinds of disks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mutated files of every format that is read (see `benchmarks.fuzz`): data or one of our errors, in bounded time."""
+"""Mutated files of every format that is read (see `tests.soak.fuzz`): data or one of our errors, in bounded time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz import KINDS, TARGETS, Change, run_case
+from ...soak.fuzz import KINDS, TARGETS, Change, run_case
 
 CHANGES = st.lists(
     st.builds(

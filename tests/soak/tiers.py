@@ -63,7 +63,7 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
 
 
 def _round(chance: random.Random, tally: Tally, folder: Path, first: int, durable: dict[str, int]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.soak.tiers", str(folder), str(first)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.soak.tiers", str(folder), str(first)]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert killed.stdout is not None
     dies_in = chance.choice(("trainer", "writer process"))

@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import CheckpointError, SaveLimits, TensorizerStorageWriter, unwrap
-from tests.proxy import Fault, Request, S3Proxy, s3_proxy
-from tests.servers import KEY, OTHER_KEY, SECRET, S3Server, s3_server
-from tests.support import quietly
 
+from ..proxy import Fault, Request, S3Proxy, s3_proxy
+from ..servers import KEY, OTHER_KEY, SECRET, S3Server, s3_server
+from ..support import quietly
 from .checks import left_over, load, state
 from .tally import HANG, Part, Tally
 

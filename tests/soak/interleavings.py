@@ -25,8 +25,8 @@ from dcp_tensorizer._format.names import is_data_file_name, save_id_in
 from dcp_tensorizer._saving.commit import put_records
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
-from tests.support import quietly
 
+from ..support import quietly
 from .actors import COMPOSITE, KEEP, LOADER_RANKS, NUMBERS, Event, Places, act
 from .checks import collect_all, left_over, load, state
 from .history import History

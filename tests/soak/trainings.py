@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.copied_job import copied_step, events
-from tests.hosts.disks import Disk, command
-from tests.hosts.lab import DISK, SHARED, Host, Job, Lab
-from tests.hosts.requirements import missing
-from tests.hosts.trained_job import PHASES, go_on, start
-
+from ..hosts.copied_job import copied_step, events
+from ..hosts.disks import Disk, command
+from ..hosts.lab import DISK, SHARED, Host, Job, Lab
+from ..hosts.requirements import missing
+from ..hosts.trained_job import PHASES, go_on, start
 from .checks import collect_all, left_over
 from .tally import Part, Tally, Unavailable
 

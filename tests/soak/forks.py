@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 
 from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._restart import keeper
-from tests.support import quietly
 
+from ..support import quietly
 from .checks import left_over, same, state
 from .tally import HANG, Part, Tally
 
@@ -74,7 +74,7 @@ def _job(
     kills_after: int | None,
 ) -> None:
     """Runs a job, kills it after so many saves if it is to be, and compares what it says with what must be."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.soak.forks", str(folder), kind, *map(str, what)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.soak.forks", str(folder), kind, *map(str, what)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -6,8 +6,7 @@ import random
 import subprocess
 from pathlib import Path
 
-from tests.preempted_job import Preempted, losses
-
+from ..preempted_job import Preempted, losses
 from .tally import Part, Tally
 
 __all__ = ["PART", "judge", "run"]

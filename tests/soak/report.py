@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..harness import table
-from ..pages import page
+from benchmarks.harness import table
+from benchmarks.pages import page
+
 from .tally import HANG, Part
 
 __all__ = ["render"]
@@ -24,7 +25,7 @@ def render(content: dict[str, Any], parts: Mapping[str, Part]) -> str:
     sections = [_section(parts[name], ran) for name, ran in done.items()]
     how_often = ", ".join(f"{ran['tally']['rounds']:,} {parts[name].unit}" for name, ran in done.items())
     parts_of_page = ("## All parts", _summary(done, parts), _LEGEND, *sections)
-    return page(content, "Saves with faults", _WHAT, f"{how_often}.", "soak", *parts_of_page, spreads=False)
+    return page(content, "Saves with faults", _WHAT, f"{how_often}.", "tests.soak", *parts_of_page, spreads=False)
 
 
 def _summary(done: dict[str, Any], parts: Mapping[str, Part]) -> str:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..harness import Content, machine, run, stored
+from benchmarks.harness import Content, machine, run, stored
+
 from . import (
     crashes,
     disks,

@@ -1,6 +1,6 @@
 """Mutated files of every format that is read: each case gives data or one of this package's errors, in bounded time.
 
-    python -m benchmarks.fuzz --cases 100000 --seed 1
+    python -m tests.soak.fuzz --cases 100000 --seed 1
 
 A case is a whole file, of which some bytes are flipped, cut out, moved, or replaced by numbers at the edge of what
 fits. Where the format has a digest of everything, data must be what was saved. Some cases run in
@@ -261,7 +261,7 @@ def random_changes(chance: random.Random) -> list[Change]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=100_000, help="in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=list(TARGETS), action="append")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.soak.tally import Tally, added
+from .tally import Tally, added
 
 
 def ran(seed: int, tally: Tally) -> dict[str, object]:

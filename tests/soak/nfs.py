@@ -1,6 +1,6 @@
 """Two clients of one NFS 4.2 server, in a kernel that has NFS: user-mode Linux, a process of this machine.
 
-``python -m benchmarks.soak.nfs ROUNDS SEED`` is what runs in that kernel, where the server exports an ext4 and each
+``python -m tests.soak.nfs ROUNDS SEED`` is what runs in that kernel, where the server exports an ext4 and each
 client is a network namespace with a mount of its own.
 """
 
@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, SaveLimits
-from tests.hosts.disks import command
 
+from ..hosts.disks import command
 from .checks import collect_all, left_over
 from .tally import Part, Tally, Unavailable
 
@@ -68,7 +68,7 @@ for n in {" ".join(map(str, _CLIENTS))}; do
     mkdir /mnt/client$n; nsenter --net=/run/netns/client$n mount -t nfs -o vers=4.2,sec=sys 10.8.0.1:/ /mnt/client$n
 done
 mount -t nfs4 | sed 's/(.*vers=/ version /; s/,.*//'
-cd "$WHERE"; "$PYTHON" -m benchmarks.soak.nfs "$ROUNDS" "$SEED"
+cd "$WHERE"; "$PYTHON" -m tests.soak.nfs "$ROUNDS" "$SEED"
 "$PYTHON" -S -c 'import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)'
 """
 

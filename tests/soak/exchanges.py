@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 from dcp_tensorizer import ReadError, TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.exchange import Exchange
-from tests.e2e.ranks import Rank, attempt, run_ranks
-from tests.support import quietly
 
+from ..e2e.ranks import Rank, attempt, run_ranks
+from ..support import quietly
 from .tally import HANG, Part, Tally
 
 __all__ = ["PART", "run"]

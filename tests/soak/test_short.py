@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from benchmarks.soak import (
+from .. import warm
+from . import (
     crashes,
     disks,
     exchanges,
@@ -19,11 +20,9 @@ from benchmarks.soak import (
     surroundings,
     tiers,
 )
-from benchmarks.soak.actors import Event
-from benchmarks.soak.history import History
-from benchmarks.soak.tally import Tally
-
-from .. import warm
+from .actors import Event
+from .history import History
+from .tally import Tally
 
 
 def blamed(tally):

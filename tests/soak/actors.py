@@ -32,8 +32,8 @@ from dcp_tensorizer._format.names import is_record_file_name
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools._gc import Removal, plan_collection, remove
-from tests.support import quietly
 
+from ..support import quietly
 from .checks import cause_of, load, state
 from .tally import HANG
 

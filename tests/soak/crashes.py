@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.crash_scenarios import SCENARIOS, enumerate_crashes
-from tests.support import quietly
-
+from ..crash_scenarios import SCENARIOS, enumerate_crashes
+from ..support import quietly
 from .tally import Part, Tally
 
 __all__ = ["PART", "run"]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support import quietly
-
+from ..support import quietly
 from .tally import HANG, Tally, Unavailable
 
 __all__ = ["apart"]

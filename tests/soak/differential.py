@@ -1,4 +1,4 @@
-"""Many cases with torch's own storage and with ours: `python -m benchmarks.differential` (about half an hour).
+"""Many cases with torch's own storage and with ours: `python -m tests.soak.differential` (about half an hour).
 
 The cases, and what is compared, are those of the tests: see ``tests/differential``. Every case runs with both storages.
 Each of its values, keys, types, errors and fields of metadata must be the same, or a difference that the documentation
@@ -16,11 +16,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.differential.check import Tally, check
-from tests.differential.explained import ALWAYS, DIFFERENCES
+from benchmarks.harness import Content, run, table
+from benchmarks.pages import page
 
-from .harness import Content, run, table
-from .pages import page
+from ..differential.check import Tally, check
+from ..differential.explained import ALWAYS, DIFFERENCES
 
 _JOBS = 2
 _SHOWN = 500  # cases between two lines of progress
@@ -63,7 +63,7 @@ def render(content: dict[str, Any]) -> str:
         (name, str(tally["explained"].get(name, 0)), "yes" if name in ALWAYS else "no") for name in DIFFERENCES
     ]
     how_often = f"{tally['cases']} cases, in {_JOBS} processes. The run took {content['seconds']:.0f} s."
-    again = f"differential --cases {content['cases']} --seed {content['seed']}"
+    again = f"tests.soak.differential --cases {content['cases']} --seed {content['seed']}"
     return page(
         content,
         "Against torch's own storage",

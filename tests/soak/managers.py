@@ -8,10 +8,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.manager_model import ManagerModel
-from tests.servers import s3_server
-from tests.support import quietly
-
+from ..manager_model import ManagerModel
+from ..servers import s3_server
+from ..support import quietly
 from .tally import Part, Tally
 
 __all__ = ["PART", "run"]

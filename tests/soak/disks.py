@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import CheckpointError, SaveLimits, TensorizerStorageWriter, unwrap
 from dcp_tensorizer._tiers.queue import OPEN, Queue
-from tests.hosts.disks import Disk
 
+from ..hosts.disks import Disk
 from .checks import collect_all, left_over, load, state
 from .mounts import apart
 from .tally import HANG, Part, Tally

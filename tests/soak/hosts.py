@@ -6,10 +6,9 @@ import random
 import time
 from pathlib import Path
 
-from tests.hosts.copied_job import copied_step, damage, events, start
-from tests.hosts.lab import Host, Job, Lab
-from tests.hosts.requirements import missing
-
+from ..hosts.copied_job import copied_step, damage, events, start
+from ..hosts.lab import Host, Job, Lab
+from ..hosts.requirements import missing
 from .tally import Part, Tally, Unavailable
 
 __all__ = ["PART", "run"]
