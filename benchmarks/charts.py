@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from .harness import RESULTS, Spread, compare
+from .harness import RESULTS, Spread, compare, stored
 
 _DARK, _BAND, _BAND_TEXT = "#1a1a1a", "#cc79a7", "#9b3d70"
 # Okabe and Ito's colours, told apart also by those who see fewer; overlap has a pattern besides.
@@ -94,7 +95,7 @@ class Panel:
 
 
 def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], columns: int, size: Any) -> None:
-    """Writes ``results/{name}.png``: rows of panels that share their names, a legend, and notes below."""
+    """Stores a picture: rows of panels that share their names, a legend, and notes below."""
     heights = [
         sum(len(bars) + bool(group) for group, bars in panel.groups.items()) + 2.5 for panel in panels[::columns]
     ]
@@ -106,8 +107,19 @@ def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], c
             _draw_panel(grid[number // columns][number % columns], panel, named=number % columns == 0)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
         _finish(figure, notes, panels)
-        figure.savefig(RESULTS / f"{name}.png", dpi=160)
+        store(name, figure)
         plt.close(figure)
+
+
+def store(name: str, figure: Figure) -> None:
+    """Writes ``results/{name}.png``; its metadata has the commit and the digest of the results that it shows."""
+    figure.savefig(RESULTS / f"{name}.png", dpi=160, metadata=source(name))
+
+
+def source(name: str) -> dict[str, str]:
+    """What a picture's metadata must have: see `store`."""
+    digest = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
+    return {"Commit": str(stored(name)["machine"]["commit"]), "Results": f"SHA-256 {digest}"}
 
 
 def _draw_panel(axes: Axes, panel: Panel, named: bool) -> None:

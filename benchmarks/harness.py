@@ -58,16 +58,19 @@ def run(
     plot: Callable[[Content], None] | None = None,
     bad: Callable[[Content], str] = lambda content: "",
 ) -> None:
-    """The command line of a benchmark: measures and stores the results, or makes its page again from those.
+    """The command line of a benchmark: measures and stores the results as JSON, from which all that is shown is made.
+
+    That is its page, its picture, and what other pages quote (`quotes`). ``--redraw`` makes them without measuring.
+    Results of code that is not committed are stored apart (``--draft``), as are those of ``--quick``.
 
     Args:
         name: Of its module, and of the files of its results.
         measure: Measures, by the options of the command line, and below a folder; returns what is stored.
         render: Makes the page.
         about: What the command line says of itself.
-        options: Its own options, as `argparse` takes them, by name. What is measured with ``--quick`` is stored apart.
+        options: Its own options, as `argparse` takes them, by name.
         where: To save, unless the command line says it; None: in the working directory.
-        plot: Draws the picture.
+        plot: Draws the picture, by `charts.store`.
         bad: What is wrong with the results: then the command fails.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -79,18 +82,28 @@ def run(
         "--folder", default=where, help=f"where to save, as on a disk to be measured; {where or 'here'} otherwise"
     )
     parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
+    parser.add_argument("--draft", action="store_true", help="measure code that is not committed; not to be quoted")
     given = parser.parse_args()
-    is_quick = getattr(given, "quick", False)
-    file = f"{name}-quick" if is_quick else name
-    if given.redraw:
-        content = stored(file)
-        (RESULTS / f"{file}.md").write_text(render(content) + "\n")
-    else:
+    apart = "-quick" if getattr(given, "quick", False) else "-draft" if given.draft else ""
+    file = f"{name}{apart}"
+    if not given.redraw:
+        if not apart and (_commit() or "").endswith("-dirty"):
+            parser.error("the tree has changes that are not committed. Commit them, or pass --draft.")
         with tempfile.TemporaryDirectory(dir=given.folder or Path.cwd()) as folder:
-            content = {"machine": machine(folder), **measure(given, Path(folder))}
-        store(file, content, render(content))
-    if plot is not None and not is_quick:
-        plot(content)
+            store(file, {"machine": machine(folder), **measure(given, Path(folder))})
+        if not apart:
+            _remember(name, stored(file))
+    content = stored(file)
+    text = render(content)
+    (RESULTS / f"{file}.md").write_text(text + "\n")
+    if not given.redraw:
+        print(text)
+    if not apart:
+        if plot is not None:
+            plot(content)
+        from . import quotes  # it needs the tables of all benchmarks, which the processes of cases do not
+
+        quotes.write()
     if words := bad(content):
         raise SystemExit(words)
 
@@ -251,12 +264,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def store(name: str, content: dict[str, Any], text: str) -> None:
-    """Writes ``results/{name}.json`` and ``results/{name}.md``, and prints the latter."""
+def store(name: str, content: dict[str, Any]) -> None:
+    """Writes ``results/{name}.json``."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(text + "\n")
-    print(text)
+
+
+def _remember(name: str, content: dict[str, Any]) -> None:
+    """Adds a run's ratios to ``results/history.jsonl``, as one line."""
+    if "ratios" in content:
+        ratios = {figure: value for figure, _, value in content["ratios"]}
+        line = {"benchmark": name, **{key: content["machine"][key] for key in ("commit", "date", "cores")}}
+        with (RESULTS / "history.jsonl").open("a") as file:
+            file.write(json.dumps(line | {"ratios": ratios}) + "\n")
 
 
 def stored(name: str) -> dict[str, Any]:

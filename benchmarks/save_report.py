@@ -274,6 +274,7 @@ _DRAWN = {
     PLANNED: PLANNED,
     ENCRYPTED: ENCRYPTED,
     OVERLAPPED: "dcp_tensorizer, overlap",
+    UNPREPARED: "dcp_tensorizer, overlap, not prewarmed",
     THREAD: "torch, THREAD",
     PROCESS: "torch, PROCESS",
     CHECKPOINTING: "torch_checkpointing",

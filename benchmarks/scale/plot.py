@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import charts
-from ..harness import RESULTS
 from .summary import OURS, TORCH, Summary, curve, exponent, sizes
 
 _COLOURS = {OURS: "#0072b2", TORCH: "#e69f00"}
@@ -54,7 +53,7 @@ def plot(summary: Summary, notes: Sequence[str]) -> None:
         axes.legend(fontsize=8, frameon=False)
     lines = [line for note in notes for line in textwrap.wrap(note, _CHARACTERS)]
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5)
-    figure.savefig(RESULTS / "scale.png", dpi=160)
+    charts.store("scale", figure)
     plt.close(figure)
 
 

@@ -57,6 +57,14 @@ def blocks_of(page: Path) -> list[Block]:
     ]
 
 
+def without_quotes(page: Path) -> str:
+    """A page's text without its fenced blocks, its comments, and the figures and tables that are quoted of results."""
+    text = re.sub(
+        r"^<!-- measured: .* -->\n\n(\|.*\n)*", "", _FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.M
+    )
+    return re.sub(r"<!--.*?-->", "", re.sub(r"[\d.,]*\d<!-- measured: .*? -->", "", text), flags=re.DOTALL)
+
+
 def without_blocks(page: Path) -> str:
     """A page's text without its fenced blocks and comments."""
     return re.sub(r"<!--.*?-->", "", _FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.DOTALL)

@@ -23,12 +23,12 @@ from . import (
     nfs,
     power_cuts,
     preemption,
+    report,
     surroundings,
     survival,
     tiers,
     trainings,
 )
-from .report import render
 from .tally import Part, Unavailable, added
 
 PARTS: dict[str, Part] = {
@@ -49,6 +49,11 @@ PARTS: dict[str, Part] = {
     "nfs": nfs.PART,
     # Another part is a module with a `PART`, and a line here.
 }
+
+
+def render(content: Content) -> str:
+    """The page of results."""
+    return report.render(content, PARTS)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Content:
@@ -88,7 +93,7 @@ if __name__ == "__main__":
     run(
         "soak",
         measure,
-        lambda content: render(content, PARTS),
+        render,
         about=__doc__,
         options=OPTIONS,
         where=tempfile.gettempdir(),

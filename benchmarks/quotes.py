@@ -1,0 +1,211 @@
+"""What other pages quote of the results: `python -m benchmarks.quotes` writes it anew, as each run of a benchmark does.
+
+A page marks what it quotes by ``<!-- measured: SOURCE -->``. Directly behind a figure the mark is for that figure; in a
+line of its own it is for the table that follows. A test compares, so that no page shows figures of another run.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from . import compat, history
+from .harness import RESULTS, figure, rates, stored, table
+from .save_report import BACKGROUND, CHECKPOINTING, MAIN, OURS, OVERLAPPED, PLANNED, PROCESS, THREAD, UNPREPARED
+
+ROOT = Path(__file__).resolve().parents[1]
+_TABLE = re.compile(r"^<!-- measured: (.+) -->\n+(?:\|.*\n)*\n*", re.MULTILINE)
+_FIGURE = re.compile(r"[\d.,]*\d(<!-- measured: (.+?) -->)")
+_PEERS = {
+    THREAD: "torch `FileSystemWriter`, thread",
+    PROCESS: "torch `FileSystemWriter`, process",
+    CHECKPOINTING: "`torch_checkpointing`",
+}
+_UNPREPARED = {OURS: "dcp_tensorizer", OVERLAPPED: UNPREPARED}
+_SECONDS = "{:.3f} s".format
+_PERCENT = "{:.0%}".format
+_ON_GPU = {
+    "dcp_tensorizer": "this package",
+    "dcp_tensorizer, cold": "this package, without `prewarm`",
+    "dcp_tensorizer, overlap": "this package, `overlap_staging=True`",
+    "dcp_tensorizer, device": 'this package, `staging="device"`',
+    "torch DefaultStager": "torch's `DefaultStager`, pinned, not blocking",
+    "torch_checkpointing, blocking": "`torch_checkpointing`, pinned",
+    "torch_checkpointing, background": "`torch_checkpointing`, pinned, in the background",
+}
+_HEADLINES = {
+    "save": {
+        "stop, later saves / a copy in memory": "time that training waits / time of one plain copy of the same bytes",
+        "speed to disk in training / torch, THREAD": "durable throughput / torch `FileSystemWriter` with a thread",
+        "speed to disk in training / torch, PROCESS": "durable throughput / torch `FileSystemWriter` with a process",
+        "speed to disk in training / torch_checkpointing": "durable throughput / `torch_checkpointing`",
+    },
+    "load": {
+        "warm speed / torch FileSystemReader's": "verified load from the page cache / torch `FileSystemReader`",
+    },
+    "remote": {
+        "direct: speed of a load / torch FsspecReader's": "verified load from a local S3 server / torch `FsspecReader`",
+    },
+    "scale": {
+        "70B on 8,192 ranks, one rank's load: metadata read, MB": "a 70B model saved by 8,192 ranks: MB of metadata "
+        "that a rank reads",
+    },
+}
+
+Row = tuple[str, str, Callable[[float], str], int]
+"""Of a table of saves: its title, the figure of the summary, its form, and the number of ranks."""
+
+
+def _saves(workload: str, savers: Mapping[str, str], rows: list[Row]) -> str:
+    """A table of medians with a column for each saver, this package's first, and "-" for what was not measured.
+
+    First saves are those for which nothing was prepared, as for the peers.
+    """
+    summary = stored("save")["summary"]
+
+    def shown(saver: str, what: str, form: Callable[[float], str], ranks: int) -> str:
+        name = f"{_UNPREPARED.get(saver, saver) if what == 'first stall' else saver} | {workload} | {ranks}"
+        values = figure(summary, name, what)
+        if what == "durable" and values is not None:
+            values = rates(values, summary[name]["bytes"])
+        return form(values["median"]) if values is not None else "-"
+
+    lines = []
+    for title, *which in rows:
+        ours, *others = (shown(saver, *which) for saver in savers)
+        lines.append([title, f"**{ours}**", *others])
+    return table(("", *savers.values()), lines)
+
+
+def _large_saves() -> str:
+    ours = {OURS: "this package", OVERLAPPED: "the same, `overlap_staging`"}
+    rows: list[Row] = [
+        ("training waits for the first save, if nothing is prepared", "first stall", "{:.2f} s".format, 1),
+        ("training waits for each later save", "steady stall", _SECONDS, 1),
+        ("the same on each of 2 ranks", "steady stall", _SECONDS, 2),
+        ("speed of training during a save", "loop", _PERCENT, 1),
+        ("the same on 2 ranks", "loop", _PERCENT, 2),
+        ("the same on 4 ranks", "loop", _PERCENT, 4),
+        ("durable throughput; only this package hashes", "durable", "{:.2f} GB/s".format, 1),
+        ("CPU time for each GB", "cpu per GB", "{:.2f} s".format, 1),
+    ]
+    return _saves(MAIN, ours | _PEERS | {BACKGROUND: "the same, in the background"}, rows)
+
+
+def _small_saves() -> str:
+    rows: list[Row] = [
+        ("training waits for a save", "steady stall", _SECONDS, 1),
+        ("longest extra pause between steps", "gap", lambda seconds: f"{seconds * 1e3:.0f} ms", 1),
+        ("speed of training during a save", "loop", _PERCENT, 1),
+        ("durable throughput", "durable", "{:.2f} GB/s".format, 1),
+        ("CPU time for each GB", "cpu per GB", "{:.2f} s".format, 1),
+    ]
+    return _saves("5,000 small", {PLANNED: "`SavePlanner`", OURS: "torch's planner"} | _PEERS, rows)
+
+
+def _gpu(step: str, name: str, what: str) -> str:
+    """A median of the measurements on a GPU: three digits, at most four of them behind the point."""
+    (values,) = (one["values"][what] for one in stored("gpu")["steps"][step] if one["name"] == name)
+    return f"{float(f'{statistics.median(values):.3g}'):.4f}".rstrip("0").rstrip(".")
+
+
+def _gpu_saves() -> str:
+    figures = ("stall_s", "durable_s", "first_stall_s")
+    rows = [[title, *(_gpu("saving-4", f"{name} | 4 GB", what) for what in figures)] for name, title in _ON_GPU.items()]
+    return table(("", "training waits, s", "durable after, s", "training waits in the first save, s"), rows)
+
+
+def _gpu_speeds() -> str:
+    read = "in one process", "raw read+hash+send, 8 threads"
+    speeds = {
+        "one copy from the GPU to pinned memory": ("pinned-copy", "device to host"),
+        "staging, 300 tensors": ("staging", "300 large"),
+        "staging, 5,000 tensors of 215 kB": ("staging", "5,000 small"),
+        "verified load from the page cache": ("loading", "dcp_tensorizer | page cache"),
+        "the same, safetensors": ("loading", "safetensors | page cache"),
+        "the same, fastsafetensors without GPUDirect Storage": ("loading", "fastsafetensors | page cache"),
+        "the same, InstantTensor": ("loading", "InstantTensor | page cache"),
+        "bare reads, hashes and copies by eight threads": read,
+    }
+    rows = [[title, _gpu(*which, "gb_per_s")] for title, which in speeds.items()]
+    return table(("", "GB/s"), [*rows, ["writes to the disk of that machine", _gpu("disk", "", "written_gb_per_s")]])
+
+
+def _deltas() -> str:
+    rates = stored("deltas")["rates"]
+    percent = [f"{rate['percent']['median']:.2f}%" for rate in rates]
+    return table(
+        ("learning rate", *(f"{rate['rate']:g}" for rate in rates)), [("bytes of a delta / of the weights", *percent)]
+    )
+
+
+def _headlines() -> str:
+    """The ratios that the README gives."""
+    rows = []
+    for name, titles in _HEADLINES.items():
+        ratios = {title: value for title, _, value in stored(name)["ratios"]}
+        rows += [
+            (words, ratios[title], f"[{name}.md](benchmarks/results/{name}.md)") for title, words in titles.items()
+        ]
+    read = figure(stored("scale")["summary"], "worlds | torch | 8192", "load", "read")
+    assert read is not None
+    rows.append(("the same with torch's reader", f"{read['median'] / 1e6:,.2f}", rows[-1][-1]))
+    return table(("figure", "measured", "from"), rows)
+
+
+def _goals() -> str:
+    """Every ratio for which there was a goal, reached or not."""
+    rows = [
+        (f"[{name}](../../benchmarks/results/{name}.md)", title, wanted, value)
+        for name in ("save", "load", "remote", "scale", "verify")
+        for title, wanted, value in stored(name)["ratios"]
+        if wanted.startswith((">=", "<="))
+    ]
+    return table(("page", "figure", "wanted", "measured"), rows)
+
+
+_TABLES: dict[str, Callable[[], str]] = {
+    "saves": _large_saves,
+    "saves of small tensors": _small_saves,
+    "saves from a GPU": _gpu_saves,
+    "speeds on a GPU": _gpu_speeds,
+    "sizes of deltas": _deltas,
+    "headlines": _headlines,
+    "goals": _goals,
+    "releases of Python and torch": lambda: compat.matrix(stored("compat")),
+}
+
+
+def _figure(source: str) -> str:
+    """One figure: ``soak: PART`` for its rounds, and ``BENCHMARK: TITLE`` for a ratio."""
+    name, _, what = source.partition(": ")
+    content = stored(name)
+    if name == "soak":
+        return f"{content['parts'][what]['tally']['rounds']:,}"
+    return str(next(value for title, _, value in content["ratios"] if title == what))
+
+
+def written(text: str) -> str:
+    """A page with what it quotes, of the stored results."""
+    text = _TABLE.sub(lambda mark: f"<!-- measured: {mark[1]} -->\n\n{_TABLES[mark[1]]()}\n\n", text)
+    return _FIGURE.sub(lambda mark: f"{_figure(mark[2])}{mark[1]}", text)
+
+
+def pages() -> dict[Path, str]:
+    """The text that each page must have: those that quote, and the history."""
+    quoting = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {path: written(path.read_text(encoding="utf-8")) for path in quoting} | {
+        RESULTS / "history.md": f"{history.render()}\n"
+    }
+
+
+def write() -> None:
+    """Writes them."""
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
