@@ -17,14 +17,14 @@ from .pages import ROOT, Block, blocks_of, name_of, pages
 RUN = {"python", "bash", "console", "toml"}
 SHOWN = {"diff", "json", "text", "yaml"}
 # Pages whose blocks are about the checkpoints that `make demo` leaves.
-OF_THE_DEMO = {"docs/guides/command-line.md", "docs/guides/report.md", "docs/guides/serving.md"}
+OF_THE_DEMO = {"docs/guides/command-line.md", "docs/guides/serving.md"}
 # Commands for whoever has a checkout, or has yet to install the package; the tests are themselves run by such a one.
 OF_A_CHECKOUT = re.compile(r"^(make|pip install) ")
 NOT_RUN = {
     "docs/guides/many-ranks.md": ["needs several ranks"],  # tests/e2e/test_exchange.py runs what it shows
     "docs/faq.md": ["an outline"],
     "docs/guides/manager.md": ["a shell"],
-    "docs/guides/metrics.md": ["needs opentelemetry"],
+    "docs/guides/metrics.md": ["needs opentelemetry"] * 2,  # tests/frameworks runs what the second one shows
     "docs/guides/resume.md": ["needs torchdata"],
     "docs/guides/command-line.md": [
         'the checkpoint "secret" is not there; the encryption guide runs these commands on one that is'
@@ -50,7 +50,6 @@ NOT_RUN = {
         "needs a server",
     ],
     "docs/guides/tiers.md": ["needs a bucket"],
-    "docs/guides/trace.md": ["needs opentelemetry"],  # tests/frameworks runs what it shows
 }
 
 

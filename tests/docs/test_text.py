@@ -62,10 +62,12 @@ def test_the_commands_come_first_in_the_readme() -> None:
 
 
 def test_the_site_shows_every_page() -> None:
-    """Each page is in the navigation of the site once, and the navigation names no other page of docs/."""
+    """Each page is in the navigation once, and it names no others; the page of figures leads to all results."""
     named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2])
-    made = {"index.md", "changelog.md", *(f"figures/{path.name}" for path in RESULTS.glob("*.md"))}
-    assert sorted(named) == sorted(made | {p.relative_to(DOCS).as_posix() for p in pages()[1:]})
+    assert sorted(named) == sorted({"index.md", *(page.relative_to(DOCS).as_posix() for page in pages()[1:])})
+    figures = without_quotes(DOCS / "figures" / "index.md")
+    linked = re.findall(r"^\| \[[^]]+\]\(\.\./\.\./benchmarks/results/(\w+)\.md\)", figures, re.MULTILINE)
+    assert sorted(linked) == sorted(path.stem for path in RESULTS.glob("*.md"))
 
 
 def test_the_reference_shows_every_public_name() -> None:
