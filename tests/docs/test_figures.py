@@ -1,16 +1,18 @@
-"""What the documentation quotes of measurements is what the committed results have."""
+"""Pages of results, their pictures, and what the documentation quotes of them are what the committed results have."""
 
 from __future__ import annotations
 
 import functools
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from benchmarks import charts, quotes
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, stored
 
 from .pages import ROOT, name_of, pages, without_quotes
 
@@ -25,6 +27,21 @@ NOT_MEASURED = {
     "docs/guides/many-ranks.md": ["0.8 s"],
     "docs/guides/object-stores.md": ["5%", "5%"],
 }
+
+
+MEASURED = sorted(path for path in RESULTS.glob("*.json") if "-" not in path.stem)  # neither quick ones nor drafts
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=name_of)
+def test_a_page_is_of_its_results(path: Path) -> None:
+    """No page is of another run than its file of results, or was written by older code."""
+    page = path.with_suffix(".md").read_text(encoding="utf-8")
+    named = re.search(r"`python -m (\S+) --redraw`", page)
+    module = named[1] if named else f"benchmarks.{path.stem}"
+    spec = find_spec(module)
+    assert spec is not None, module
+    benchmark = import_module(f"{module}.__main__" if spec.submodule_search_locations else module)
+    assert page == benchmark.render(stored(path.stem)) + "\n"
 
 
 _written = functools.cache(quotes.pages)
@@ -50,7 +67,7 @@ def test_a_picture_is_of_its_results(path: Path) -> None:
 
 
 def test_a_figure_of_another_run_is_seen() -> None:
-    """A figure and a table that somebody has typed are written anew, and everything else stays."""
+    """A figure and a table typed by hand are written anew, and everything else stays."""
     page = "A table:\n\n<!-- measured: goals -->\n\n| old |\n\nIt had 7<!-- measured: soak: faults --> saves, of 8.\n"
     written = quotes.written(page)
     assert "| old |" not in written and "| page | figure | wanted | measured |" in written
