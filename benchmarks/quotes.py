@@ -13,7 +13,8 @@ from pathlib import Path
 
 from . import compat, history
 from .harness import RESULTS, figure, rates, stored, table
-from .save_report import BACKGROUND, CHECKPOINTING, MAIN, OURS, OVERLAPPED, PLANNED, PROCESS, THREAD, UNPREPARED
+from .savers import BACKGROUND, CHECKPOINTING, OURS, OVERLAPPED, PLANNED, PROCESS, THREAD, UNPREPARED
+from .workloads import MAIN
 
 ROOT = Path(__file__).resolve().parents[1]
 _TABLE = re.compile(r"^<!-- measured: (.+) -->\n+(?:\|.*\n)*\n*", re.MULTILINE)

@@ -9,22 +9,9 @@ from typing import Any
 from . import save_case
 from .harness import QUICK, Content, run, run_cases, spread
 from .pages import medians
-from .save_report import (
-    BACKGROUND,
-    CHECKPOINTING,
-    ENCRYPTED,
-    MAIN,
-    OURS,
-    OVERLAPPED,
-    PLANNED,
-    PROCESS,
-    THREAD,
-    plot,
-    ratios,
-    render,
-)
-from .savers import SAVERS
-from .workloads import SETTINGS, WORKLOADS, nbytes
+from .save_report import plot, ratios, render
+from .savers import BACKGROUND, CHECKPOINTING, ENCRYPTED, OURS, OVERLAPPED, PLANNED, PROCESS, SAVERS, THREAD
+from .workloads import MAIN, SETTINGS, WORKLOADS, nbytes
 
 
 def plan(folder: Path, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:

@@ -8,19 +8,20 @@ from .charts import Bar, Panel, draw
 from .harness import Spread, cell, figure, quotient, rates, scaled, table
 from .pages import Comparison, Goal, ahead, glossary, goals, machine_line, page, round_count
 from .save_case import BESIDE
-from .savers import SAVERS
-from .workloads import SETTINGS, TITLES
+from .savers import (
+    BACKGROUND,
+    CHECKPOINTING,
+    ENCRYPTED,
+    OURS,
+    OVERLAPPED,
+    PLANNED,
+    PROCESS,
+    SAVERS,
+    THREAD,
+    UNPREPARED,
+)
+from .workloads import MAIN, SETTINGS, TITLES
 
-OURS = "dcp_tensorizer, prewarmed"
-PLANNED = "dcp_tensorizer, SavePlanner"
-THREAD = "torch FileSystemWriter, THREAD"
-PROCESS = "torch FileSystemWriter, PROCESS"
-CHECKPOINTING = "torch_checkpointing"
-BACKGROUND = "torch_checkpointing, background"
-ENCRYPTED = "dcp_tensorizer, encrypted"
-OVERLAPPED = "dcp_tensorizer, overlap_staging"
-UNPREPARED = "dcp_tensorizer, overlap_staging, not prewarmed"
-MAIN = "300 x 7 MB"
 _PACKAGE = "dcp_tensorizer"
 _RANKS = (1, 2, 4)
 Summary = dict[str, dict[str, Any]]

@@ -186,21 +186,27 @@ class StockTensorizer:
         """Nothing is kept."""
 
 
+OURS = "dcp_tensorizer, prewarmed"
+PLANNED = "dcp_tensorizer, SavePlanner"
+THREAD = "torch FileSystemWriter, THREAD"
+PROCESS = "torch FileSystemWriter, PROCESS"
+CHECKPOINTING = "torch_checkpointing"
+BACKGROUND = "torch_checkpointing, background"
+ENCRYPTED = "dcp_tensorizer, encrypted"
+OVERLAPPED = "dcp_tensorizer, overlap_staging"
+UNPREPARED = "dcp_tensorizer, overlap_staging, not prewarmed"
+
 SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
     "dcp_tensorizer": lambda group, state: Ours(group, state, prewarm=False),
-    "dcp_tensorizer, prewarmed": lambda group, state: Ours(group, state, prewarm=True),
-    "dcp_tensorizer, SavePlanner": lambda group, state: Ours(group, state, prewarm=True, planner=SavePlanner),
-    "dcp_tensorizer, encrypted": lambda group, state: Ours(
-        group, state, prewarm=True, encryption=EncryptionParams(bytes(32))
-    ),
-    "dcp_tensorizer, overlap_staging": lambda group, state: Ours(group, state, prewarm=True, overlap_staging=True),
-    "dcp_tensorizer, overlap_staging, not prewarmed": lambda group, state: Ours(
-        group, state, prewarm=False, overlap_staging=True
-    ),
-    "torch FileSystemWriter, THREAD": lambda group, state: DcpSaver(group),
-    "torch FileSystemWriter, PROCESS": lambda group, state: TorchProcess(group),
-    "torch_checkpointing": lambda group, state: TorchCheckpointing(background=False),
-    "torch_checkpointing, background": lambda group, state: TorchCheckpointing(background=True),
+    OURS: lambda group, state: Ours(group, state, prewarm=True),
+    PLANNED: lambda group, state: Ours(group, state, prewarm=True, planner=SavePlanner),
+    ENCRYPTED: lambda group, state: Ours(group, state, prewarm=True, encryption=EncryptionParams(bytes(32))),
+    OVERLAPPED: lambda group, state: Ours(group, state, prewarm=True, overlap_staging=True),
+    UNPREPARED: lambda group, state: Ours(group, state, prewarm=False, overlap_staging=True),
+    THREAD: lambda group, state: DcpSaver(group),
+    PROCESS: lambda group, state: TorchProcess(group),
+    CHECKPOINTING: lambda group, state: TorchCheckpointing(background=False),
+    BACKGROUND: lambda group, state: TorchCheckpointing(background=True),
     "torch FileSystemWriter, dcp.save": lambda group, state: TorchSync(group),
     "tensorizer alone": lambda group, state: StockTensorizer(),
 }

@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def many_medium(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """300 tensors of 7 MB, as the layers of a medium model: 2.1 GB."""
+    """300 tensors of 7 MB, as the layers of a medium model: 2.2 GB."""
     return _tensors(int(300 * scale), 7 * MIB)
 
 
@@ -36,8 +36,9 @@ def one_large(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return _tensors(1, int(2048 * MIB * scale) // 4 * 4)
 
 
+MAIN = "300 x 7 MB"
 WORKLOADS: dict[str, Callable[[float], dict[str, torch.Tensor]]] = {
-    "300 x 7 MB": many_medium,
+    MAIN: many_medium,
     "5,000 small": many_small,
     "one 2 GB": one_large,
 }
@@ -62,7 +63,7 @@ class Setting:
 
 
 TITLES = {
-    "300 x 7 MB": "300 tensors of 7 MB each, 2.2 GB",
+    MAIN: "300 tensors of 7 MB each, 2.2 GB",
     "5,000 small": "5,000 small tensors, 1.1 GB",
     "one 2 GB": "one tensor of 2.1 GB",
 }
