@@ -23,6 +23,7 @@ OF_A_CHECKOUT = re.compile(r"^(make|pip install) ")
 NOT_RUN = {
     "docs/guides/many-ranks.md": ["needs several ranks"],  # tests/e2e/test_exchange.py runs what it shows
     "docs/faq.md": ["an outline"],
+    "docs/guides/clusters.md": ["needs Slurm"],
     "docs/guides/manager.md": ["a shell"],
     "docs/guides/metrics.md": ["needs opentelemetry"] * 2,  # tests/frameworks runs what the second one shows
     "docs/guides/resume.md": ["needs torchdata"],
