@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 SUITES := unit-integration storage-docs e2e
 APART := browser clouds frameworks hosts
-.PHONY: demo test quick check docs bench compat soak clean gpu gpu-parcel gpu-rehearsal $(SUITES) $(APART)
+.PHONY: demo test quick check docs dist audit bench compat soak clean gpu gpu-parcel gpu-rehearsal $(SUITES) $(APART)
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -36,11 +36,32 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/zizmor --quiet --offline --no-progress .github
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The documentation, as a site in `site`.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The wheel and the source archive, in `dist`: two builds give equal bytes, the page of a package index can be shown, and an
+# environment with nothing else runs the README and the tutorial, and shows type checkers every public name.
+dist: $(READY)
+	$(BIN)/python -m pip install --quiet --group release
+	rm -rf dist build/again build/clean
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --outdir build/again
+	diff --recursive dist build/again
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	build/clean/bin/python -I tests/docs/use_wheel.py
+	cd build && clean/bin/python -I -W error -c "import dcp_tensorizer as d; print('from dcp_tensorizer import', ', '.join(d.__all__))" > names.py
+	cd build && ../$(BIN)/mypy --strict --config-file= --cache-dir=mypy --python-executable clean/bin/python names.py
+
+# Known vulnerabilities of what is installed; it asks a service on the network.
+audit: $(READY)
+	$(BIN)/python -m pip install --quiet --group release
+	PIPAPI_PYTHON_LOCATION=$(BIN)/python $(BIN)/pip-audit --skip-editable
 
 # Tests that need more than Python and a package registry, each in its folder of tests/: Chromium for `browser`; npm's
 # Azurite, taken from the package registry if need be, for `clouds`; Python 3.11 and an environment of some GB for
@@ -61,9 +82,10 @@ bench: $(READY)
 		"scale --only items --sizes 1000 5000 20000" "scale --only ranks --sizes 2 8" "scale --only replicas --sizes 2 4"; \
 		do $(BIN)/python -m benchmarks.$$name; done
 
-# The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours.
+# The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours. Or under
+# one: `make compat PYTHONS=3.13 TORCH=newest`.
 compat: $(READY)
-	$(BIN)/python -m benchmarks.compat
+	$(BIN)/python -m benchmarks.compat $(PYTHONS:%=--pythons %) $(TORCH:%=--torch %)
 
 # About four hours. Power cuts, disks and hosts need root.
 soak: $(READY)

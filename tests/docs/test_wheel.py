@@ -58,12 +58,10 @@ def _run(*command, cwd=None):
     return done.stdout
 
 
-def test_a_clean_environment_runs_the_readme(clean, tmp_path):
-    """The README's first example saves and loads with what the wheel requires, and what it requires fits together."""
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
-    (tmp_path / "snippet.py").write_text(snippet)
-    _run(clean, "snippet.py", cwd=tmp_path)
-    assert list(tmp_path.rglob(".metadata"))
+def test_a_clean_environment_runs_the_readme_and_the_tutorial(clean):
+    """Both save and load with what the wheel requires, and what it requires fits together."""
+    done = _run(clean, "-I", ROOT / "tests" / "docs" / "use_wheel.py")
+    assert "saved and loaded checkpoints/step-0, checkpoints/step-1, checkpoints/step-100," in done
     assert "No broken requirements" in _run(*PIP, clean, "check")
 
 
