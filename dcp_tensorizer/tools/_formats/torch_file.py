@@ -249,7 +249,8 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     except Exception as error:
         refused = error
     try:
-        needed = unsafe_globals(buffered)
+        # What `_Unpickler` replaces is not called: torch 2.15 no longer trusts the function that makes nested tensors.
+        needed = [name for name in unsafe_globals(buffered) if name not in NEVER_FAKE]
     except UntrustedObject:  # not what torch.save writes
         raise refused from None
     if needed:
