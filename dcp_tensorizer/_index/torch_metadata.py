@@ -5,29 +5,30 @@ Only DCP's own records, and plain values in them, are built from it. The type of
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
+from torch.distributed.checkpoint import metadata, planner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from .._format.tensor_bytes import named_dtype
-from .._runtime.torch_compat import GET_LAYOUT, OLD_PROPERTIES, StorageInfo
+from .._runtime.torch_compat import GET_LAYOUT, OLD_PROPERTIES, StorageInfo, StoragePrefix
 from .._unpickle.inert import Inert, Made, Named, hash_cost
 from ..errors import CheckpointError, MetadataError, UntrustedObject
 
-_CLASSES = "torch.distributed.checkpoint.metadata"
 _MAX_DIMENSIONS = 255
 _MAX_KEY = 1000  # values in a key that is a tuple
 _MAX_PATH = 1 << 16  # characters
@@ -44,10 +45,10 @@ def read_pickled(pickled: bytes, path: str) -> Metadata:
     belong in a checkpoint's metadata.
     """
     try:
-        metadata = _Values(len(pickled)).of(_Records(pickled).read())
-        if not isinstance(metadata, Metadata):
+        found = _Values(len(pickled)).of(_Records(pickled).read())
+        if not isinstance(found, Metadata):
             raise ValueError("it does not hold a checkpoint's metadata")
-        return metadata
+        return found
     except UntrustedObject as error:
         raise UntrustedObject(f"{path} refers to {error}, and was not loaded") from None
     except CheckpointError as error:
@@ -66,8 +67,8 @@ class _Records(Inert):
         return named
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Made:
-        if what.name == _GETATTR:  # only of a memory format, as Python 3.11.0 to 3.11.3 write it
-            if len(arguments) != 2 or type(arguments[0]) is not Named or arguments[0].name not in _ENCODINGS:
+        if what.name == _GETATTR:  # only of an enumeration, as Python 3.11.0 to 3.11.3 write it
+            if len(arguments) != 2 or type(arguments[0]) is not Named or arguments[0].name not in _ENUMS:
                 raise _untrusted(_GETATTR)
             return Made(arguments[0].name, arguments[1:])
         if what.name not in _MAKERS:
@@ -121,16 +122,6 @@ class _Values:
             raise _untrusted(value.name) if kind is Named else TypeError(f"it holds a {kind.__name__}")
         return dtype
 
-    def fields(self, made: Made) -> dict[str, Any]:
-        """The fields of an object of a class."""
-        if made.arguments or made.members:
-            raise ValueError(f"it makes a {made.what} as no writer does")
-        state = made.state
-        parts = state if type(state) is tuple and len(state) == 2 else (state,)  # the values of slots come last
-        return {
-            name: self.of(value) for part in parts if part is not None for name, value in _typed(part, dict).items()
-        }
-
 
 def _typed(value: Any, kind: type[_T]) -> _T:
     if type(value) is not kind:
@@ -138,85 +129,75 @@ def _typed(value: Any, kind: type[_T]) -> _T:
     return value
 
 
-def _optional(value: Any, kind: type[_T]) -> _T | None:
-    return None if value is None else _typed(value, kind)
+def _record(made: Made, values: _Values) -> Any:
+    """Makes an object of one of DCP's dataclasses. Its values must have the types that torch's annotations name.
 
-
-def _metadata(made: Made, values: _Values) -> Metadata:
-    # `SavePlanner` pickles it as a call of its constructor.
-    fields = dict(zip(_FIELDS, map(values.of, made.arguments), strict=True)) if made.arguments else values.fields(made)
-    storage_data = fields.get("storage_data")
-    if type(storage_data) is not dict:
-        raise ValueError("torch's FileSystemWriter does not write such a file")
-    for index, info in storage_data.items():
-        _check_place(_typed(index, MetadataIndex).fqn, _typed(info, StorageInfo))
-    for entry in _typed(fields["state_dict_metadata"], dict).values():
-        if type(entry) is not BytesStorageMetadata:
-            _typed(entry, TensorStorageMetadata)
-    return Metadata(
-        fields["state_dict_metadata"],
-        fields.get("planner_data"),
-        storage_data,
-        _optional(fields.get("storage_meta"), StorageMeta),
-        _optional(fields.get("version"), str),
-    )
-
-
-def _storage_meta(made: Made, values: _Values) -> StorageMeta:
-    fields = values.fields(made)
-    checkpoint_id = fields.get("checkpoint_id")
-    if not isinstance(checkpoint_id, os.PathLike):
-        _optional(checkpoint_id, str)
-    save_id, load_id = (_optional(fields.get(name), str) for name in ("save_id", "load_id"))
-    return StorageMeta(checkpoint_id, save_id, load_id, [_typed(name, str) for name in fields.get("modules") or []])
-
-
-def _bytes_metadata(made: Made, values: _Values) -> BytesStorageMetadata:
-    values.fields(made)
-    return BytesStorageMetadata()
-
-
-def _tensor_metadata(made: Made, values: _Values) -> TensorStorageMetadata:
-    fields = values.fields(made)
-    size = _typed(fields["size"], torch.Size)
-    chunks = [_typed(chunk, ChunkStorageMetadata) for chunk in _typed(fields["chunks"], list)]
-    if any(len(chunk.sizes) != len(size) for chunk in chunks):
-        raise ValueError("a chunk with other dimensions than its tensor")
-    return TensorStorageMetadata(_typed(fields["properties"], TensorProperties), size, chunks)
-
-
-def _chunk_metadata(made: Made, values: _Values) -> ChunkStorageMetadata:
-    fields = values.fields(made)
-    offsets, sizes = _typed(fields["offsets"], torch.Size), _typed(fields["sizes"], torch.Size)
-    if len(offsets) != len(sizes):
-        raise ValueError("a chunk with other dimensions than its place")
-    return ChunkStorageMetadata(offsets, sizes)
-
-
-def _properties(made: Made, values: _Values) -> TensorProperties:
-    """Makes a tensor's properties from the tuple that is their state. Its length depends on the release of torch."""
-    state = values.of(made.state)
-    if type(state) is tuple:
-        state = dict(zip(_PROPERTIES, state, strict=False))
-    fields = _typed(state, dict)
-    properties = TensorProperties(_typed(fields["dtype"], torch.dtype))
-    for name in _PROPERTIES[1:]:
+    Fields that the class does not have stay on the object, as they do for torch: frameworks add some to `Metadata`.
+    """
+    kind = _RECORDS[made.what]
+    hints = _hints(kind)
+    if made.members:
+        raise ValueError(f"it makes a {made.what} as no writer does")
+    if made.arguments:  # `SavePlanner` pickles its metadata as a call of the constructor
+        fields = dict(zip(hints, map(values.of, made.arguments), strict=True))
+    elif type(made.state) is tuple:  # of `TensorProperties`; its length depends on the release of torch
+        fields = dict(zip(hints, map(values.of, made.state), strict=False))
+    else:
+        fields = {_typed(name, str): values.of(value) for name, value in _typed(made.state or {}, dict).items()}
+    known = {}
+    for name, (hint, kinds) in hints.items():
         if name in fields:
-            setattr(properties, name, _typed(fields[name], type(getattr(properties, name))))
-    return properties
+            known[name] = value = fields.pop(name)
+            if type(value) not in kinds and not _fits(value, hint):
+                raise TypeError(f"a {type(value).__name__} as {name} of a {kind.__name__}")
+    if kind is TensorProperties and "dtype" not in known:  # torch would take its default dtype
+        raise ValueError("tensor properties without a dtype")
+    record = kind(**known)
+    if fields:
+        if shadowed := [name for name in fields if hasattr(kind, name)]:
+            raise ValueError(f"a {kind.__name__} with another {shadowed[0]}")
+        vars(record).update(fields)
+    _check(record)
+    return record
 
 
-def _index(made: Made, values: _Values) -> MetadataIndex:
-    fields = values.fields(made)
-    hash_cost(fields["fqn"], _MAX_KEY)
-    offset, number = _optional(fields.get("offset"), torch.Size), _optional(fields.get("index"), int)
-    return MetadataIndex(fields["fqn"], offset, number)
+@functools.cache
+def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
+    """The types of the fields of a dataclass, in order, each with the classes that fit without another look."""
+    hints = get_type_hints(kind)
+    if kind is MetadataIndex:
+        hints["fqn"] = Any  # keys of a state dict may be of other types
+    return {name: (hint, get_args(hint) if get_origin(hint) in _UNIONS else (hint,)) for name, hint in hints.items()}
 
 
-def _storage_info(made: Made, values: _Values) -> StorageInfo:
-    """A place in a data file. `_check_place` checks it, where its key is known."""
-    fields = values.fields(made)
-    return StorageInfo(fields["relative_path"], fields["offset"], fields["length"], fields.get("transform_descriptors"))
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value, and the members of a list or dict, are of the type that an annotation names."""
+    if type(value) is hint or hint is Any:
+        return True
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in _UNIONS:
+        return any(_fits(value, argument) for argument in arguments)
+    if origin in (list, dict):
+        members = value.values() if type(value) is dict else value
+        return type(value) is origin and all(_fits(member, arguments[-1]) for member in members)
+    return isinstance(value, origin or hint)
+
+
+def _check(record: Any) -> None:
+    """Checks what the types of a record's fields do not show."""
+    if type(record) is ChunkStorageMetadata:
+        if len(record.offsets) != len(record.sizes):
+            raise ValueError("a chunk with other dimensions than its offsets")
+    elif type(record) is TensorStorageMetadata:
+        if any(len(chunk.sizes) != len(record.size) for chunk in record.chunks):
+            raise ValueError("a chunk with other dimensions than its tensor")
+    elif type(record) is MetadataIndex:
+        hash_cost(record.fqn, _MAX_KEY)
+    elif type(record) is Metadata:
+        if type(record.storage_data) is not dict:
+            raise ValueError("torch's FileSystemWriter does not write such a file")
+        for index, info in record.storage_data.items():
+            _check_place(_typed(index, MetadataIndex).fqn, _typed(info, StorageInfo))
 
 
 def _check_place(key: Any, info: StorageInfo) -> None:
@@ -247,12 +228,12 @@ def _layout(made: Made, values: _Values) -> torch.layout:
     return _typed(layout, torch.layout)
 
 
-def _memory_format(made: Made, values: _Values) -> torch.memory_format:
+def _member(made: Made, values: _Values) -> Any:
     """A member of an enumeration, by its value or by its name."""
     (member,) = made.arguments
-    if type(member) not in (int, str) or member not in _FORMATS:
-        raise ValueError("a memory format that torch does not have")
-    return _FORMATS[member]
+    if type(member) not in (int, str) or member not in (members := _ENUMS[made.what]):
+        raise ValueError(f"a {made.what} that torch does not have")
+    return members[member]
 
 
 def _path(made: Made, values: _Values) -> pathlib.PurePath:
@@ -268,10 +249,24 @@ def _ordered(made: Made, values: _Values) -> OrderedDict[Any, Any]:
     return OrderedDict((values.of(key), values.of(value)) for key, value in pairs)
 
 
+_UNIONS = (Union, UnionType)
 _PLAIN = {str, bytes, int, float, bool, type(None)}
-_FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-_PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
-_FORMATS: Mapping[int | str, torch.memory_format] = {
+_GETATTR = "builtins.getattr"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_RECORDS: Mapping[str, type] = {
+    **{
+        f"{kind.__module__}.{kind.__qualname__}": kind
+        for kind in (*vars(metadata).values(), *vars(planner).values(), StorageInfo)
+        if isinstance(kind, type) and is_dataclass(kind)
+    },
+    "torch.distributed.checkpoint.filesystem._StoragePrefix": StoragePrefix,
+    f"{OLD_PROPERTIES}.TensorProperties": TensorProperties,
+    # Megatron-Core up to 0.15 has classes of its own, which add a field.
+    f"{_MEGATRON}.MCoreMetadata": Metadata,
+    f"{_MEGATRON}.MCoreSavePlan": planner.SavePlan,
+}
+"""DCP's records, by the names that pickles have for them."""
+_FORMATS: Mapping[int | str, Any] = {
     0: torch.contiguous_format,
     1: torch.channels_last,
     2: torch.preserve_format,
@@ -279,22 +274,20 @@ _FORMATS: Mapping[int | str, torch.memory_format] = {
     "TORCH_CHANNELS_LAST": torch.channels_last,
     "TORCH_PRESERVE_FORMAT": torch.preserve_format,
 }
-_GETATTR = "builtins.getattr"
-_ENCODINGS = (f"{_CLASSES}._MEM_FORMAT_ENCODING", f"{OLD_PROPERTIES}.MEM_FORMAT_ENCODING")
+_ENUMS: Mapping[str, Mapping[int | str, Any]] = {
+    f"{metadata.__name__}._MEM_FORMAT_ENCODING": _FORMATS,
+    f"{OLD_PROPERTIES}.MEM_FORMAT_ENCODING": _FORMATS,
+    **{
+        f"{planner.__name__}.{kind.__name__}": {key: member for member in kind for key in (member.value, member.name)}
+        for kind in (planner.WriteItemType, planner.LoadItemType)
+    },
+}
 _MAKERS: Mapping[str, Callable[[Made, _Values], Any]] = {
-    f"{_CLASSES}.Metadata": _metadata,
-    f"{_CLASSES}.StorageMeta": _storage_meta,
-    f"{_CLASSES}.BytesStorageMetadata": _bytes_metadata,
-    f"{_CLASSES}.TensorStorageMetadata": _tensor_metadata,
-    f"{_CLASSES}.ChunkStorageMetadata": _chunk_metadata,
-    f"{_CLASSES}.TensorProperties": _properties,
-    f"{OLD_PROPERTIES}.TensorProperties": _properties,
-    f"{_CLASSES}.MetadataIndex": _index,
-    "torch.distributed.checkpoint.filesystem._StorageInfo": _storage_info,
+    **dict.fromkeys(_RECORDS, _record),
+    **dict.fromkeys(_ENUMS, _member),
     "torch.Size": _size,
     GET_LAYOUT: _layout,
     "collections.OrderedDict": _ordered,
-    **dict.fromkeys(_ENCODINGS, _memory_format),
     # Releases of Python have the classes of paths in different modules.
     **{
         f"{module}.{pure}{system}Path": _path

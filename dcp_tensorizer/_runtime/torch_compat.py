@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_state_dict_from_keys
     from torch.distributed.distributed_c10d import ProcessGroup, Store
@@ -69,6 +70,7 @@ __all__ = [
     "ShardMetadata",
     "ShardedTensor",
     "StorageInfo",
+    "StoragePrefix",
     "StreamTransformExtension",
     "awaited",
     "checkpoint_offset",
@@ -116,6 +118,7 @@ _ON_USE = {
     "FsspecReader": (_FSSPEC, "FsspecReader"),
     "FsspecWriter": (_FSSPEC, "FsspecWriter"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    "StoragePrefix": ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
     "load_state_dict_from_keys": ("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict_from_keys"),
     "set_element": ("torch.distributed.checkpoint._traverse", "set_element"),

@@ -18,7 +18,11 @@ from safetensors.torch import save_file
 from tensorizer import DecryptionParams
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_tensorizer import (
@@ -36,6 +40,7 @@ from dcp_tensorizer import (
     open_reader,
     unwrap,
 )
+from dcp_tensorizer.convert import convert
 
 from ..servers import S3Server
 
@@ -85,6 +90,32 @@ def test_it_reads_what_torchs_writer_has_saved_by_our_planner(tmp_path: Path) ->
     dcp.load(state, storage_reader=open_reader(tmp_path))
     assert_is_saved(state["m"])  # type: ignore[arg-type]
     assert state["n"] == 3
+
+
+@pytest.mark.parametrize("by", ["open_reader", "install", "convert"])
+def test_it_reads_what_megatron_has_saved(tmp_path: Path, by: str) -> None:
+    """Its metadata has the plan of each rank, and fields that torch's class does not have."""
+    path = tmp_path / "theirs"
+    dcp.save(SAVED, checkpoint_id=path)
+    metadata = FileSystemReader(path).read_metadata()
+    metadata.all_local_plans = [create_default_local_save_plan(SAVED, True)]  # type: ignore[attr-defined]
+    metadata.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (6,)}}  # type: ignore[attr-defined]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if by == "open_reader":
+        assert vars(open_reader(path).read_metadata()) | {"storage_meta": None} == vars(metadata) | {
+            "storage_meta": None
+        }
+        assert_is_saved(load(path))
+    elif by == "install":
+        with installed():
+            state = {"w": torch.zeros(2, 3), "step": 0}
+            dcp.load(state, checkpoint_id=path)
+            found = FileSystemReader(path).read_metadata()
+        assert_is_saved(state)
+        assert found.mcore_data == metadata.mcore_data  # type: ignore[attr-defined]
+    else:
+        convert(path, tmp_path / "ours", "dcp_tensorizer")
+        assert_is_saved(load(tmp_path / "ours"))
 
 
 def test_it_reads_safetensors(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import io
 import pathlib
 import pickle
@@ -13,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -23,6 +23,13 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
 
 from dcp_tensorizer import CheckpointError, MetadataError, UntrustedObject
@@ -62,6 +69,49 @@ def test_what_torch_writes_is_read_as_it_is(protocol: int) -> None:
     ]
 
 
+def with_plans() -> Metadata:
+    """Metadata as Megatron-Core leaves it: with the plan of each rank, and notes about each tensor."""
+    found = metadata()
+    entry = found.state_dict_metadata["w"]
+    assert isinstance(entry, TensorStorageMetadata)
+    found.all_local_plans = [  # type: ignore[attr-defined]
+        SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex("w", chunk.offsets, number),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk, entry.properties, entry.size),
+                ),
+                WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(5)),
+            ],
+            storage_data=_StoragePrefix(f"__{number}_"),
+            planner_data={},
+        )
+        for number, chunk in enumerate(entry.chunks)
+    ]
+    found.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (4, 3)}}  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_plans_and_fields_of_frameworks_stay(protocol: int) -> None:
+    """Records of DCP's planner, and fields that torch's `Metadata` does not have."""
+    pickled = pickle.dumps(with_plans(), protocol)
+    found = read_pickled(pickled, ".metadata")
+    assert vars(found) == vars(pickle.loads(pickled)) == vars(with_plans())
+    assert [plan.items[0].type for plan in found.all_local_plans] == [WriteItemType.SHARD] * 2  # type: ignore[attr-defined]
+
+
+def test_classes_of_megatron_are_read_as_those_they_extend() -> None:
+    """Up to Megatron-Core 0.15, plans and metadata are of its own subclasses, which add a field."""
+    pickled = pickle.dumps(with_plans(), 2)
+    for kind, theirs in ((Metadata, "MCoreMetadata"), (SavePlan, "MCoreSavePlan")):
+        name = f"c{kind.__module__}\n{kind.__name__}\n".encode()
+        assert pickled.count(name) == 1
+        pickled = pickled.replace(name, f"cmegatron.core.dist_checkpointing.strategies.torch\n{theirs}\n".encode())
+    assert vars(read_pickled(pickled, ".metadata")) == vars(with_plans())
+
+
 def test_what_a_planner_records_is_kept() -> None:
     """Plain values in plain containers, and the types of torch that describe tensors."""
     data = {
@@ -87,12 +137,12 @@ def test_old_releases_of_torch_and_python() -> None:
 
     class ByName(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            return (getattr, (type(value), value.name)) if isinstance(value, _MEM_FORMAT_ENCODING) else NotImplemented
+            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
     stream = io.BytesIO()
-    ByName(stream, 4).dump(metadata())
-    assert b"getattr" in stream.getvalue()
-    assert read_pickled(stream.getvalue(), ".metadata") == metadata()
+    ByName(stream, 4).dump(with_plans())
+    assert all(name in stream.getvalue() for name in (b"getattr", b"TORCH_CHANNELS_LAST", b"SHARD"))
+    assert vars(read_pickled(stream.getvalue(), ".metadata")) == vars(with_plans())
 
 
 def text(value: str) -> bytes:
@@ -113,6 +163,10 @@ def inside(value: bytes) -> bytes:
     mark = b"X\x06\x00\x00\x00a mark"
     assert pickled.count(mark) == 1
     return pickled.replace(mark, value)
+
+
+def plan(attribute: str) -> bytes:
+    return name("torch.distributed.checkpoint.planner", attribute)
 
 
 _RAN = text("ran") + b"\x85"
@@ -136,6 +190,9 @@ UNTRUSTED = {
     "an attribute with a default": name("builtins", "getattr") + record("_MEM_FORMAT_ENCODING") + b"NN\x87R",
     "getattr itself": name("builtins", "getattr"),
     "a class itself": record("Metadata"),
+    "another name of the planner": plan("SavePlanner") + b")R",
+    "another class of Megatron": name("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlanner") + b")R",
+    "a method of a kind": name("builtins", "getattr") + plan("SavePlan") + text("x") + b"\x86R",
     "a reference": text("ran") + b"Q",
     "another class": name("collections", "Counter") + b")R",
 }
@@ -148,6 +205,16 @@ DAMAGED = {
     "a state of a dict": b"}" + _STATE + b"b",
     "a layout that is none": name("torch.serialization", "_get_layout") + text("torch.nn") + b"\x85R",
     "a memory format that is none": record("_MEM_FORMAT_ENCODING") + b"K\x07\x85R",
+    "a kind of item that is none": plan("WriteItemType") + b"K\x07\x85R",
+    "a plan of no items": plan("SavePlan") + b")\x81}" + text("items") + text("ran") + b"sb",
+    "items that are none": plan("SavePlan") + b")\x81}" + text("items") + b"]" + _NUMBER + b"asb",
+    "a field that hides a method": plan("SavePlan")
+    + b")\x81}("
+    + (text("items") + b"]")
+    + (text("__reduce_ex__") + text("ran"))
+    + b"ub",
+    "a field without a name": plan("SavePlan") + b")\x81}(" + text("items") + b"]" + _NUMBER + _NUMBER + b"ub",
+    "properties without a dtype": record("TensorProperties") + b")\x81}b",
     "metadata without anything": record("Metadata") + b")\x81}b",
     "a shape that allocates": name("torch", "Size") + b"J\xff\xff\xff\x7f\x85R",
     "a shape without end": name("torch", "Size") + b"(" + _NUMBER * 100_000 + b"t\x85R",
@@ -197,6 +264,9 @@ def test_what_no_writer_makes_is_refused(tmp_path: pathlib.Path, monkeypatch: py
         {"state_dict_metadata": {"w": 5}},
         {"storage_meta": 5},
         {"version": 5},
+        {"storage_meta": StorageMeta(modules=[5])},  # type: ignore[list-item]
+        {"state_dict_metadata": {"w": TensorStorageMetadata(5, torch.Size([1]), [])}},  # type: ignore[arg-type]
+        {"state_dict_metadata": {"w": TensorStorageMetadata(TensorProperties(), torch.Size([1]), [5])}},  # type: ignore[list-item]
         {"storage_data": {MetadataIndex("w"): _StorageInfo("../secret", 0, 1)}},
         {"storage_data": {MetadataIndex("w"): _StorageInfo("a", -1, 1)}},
         {"storage_data": {MetadataIndex("w"): _StorageInfo("a", 0, 1, "zstd")}},
