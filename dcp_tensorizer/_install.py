@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
+from ._storage.open import absolute_path, is_location
 from .any_format import AnyFormatReader
 from .planner import LoadPlanner, SavePlanner
 from .writer import TensorizerStorageWriter
@@ -117,23 +120,61 @@ _replaced: list[tuple[Any, str, Any]] = []  # module, name, original value
 
 
 class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc,override]
-    """Stands for ``FileSystemWriter``; takes its arguments."""
+    """Stands for ``FileSystemWriter``; takes its arguments, and has its attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemWriter, args, kwargs, _UNDERSTOOD | _IRRELEVANT)
         options = {} if _installation is None else _installation.writer_options
+        FileSystemWriter.__init__(self, *args, **kwargs)
         super().__init__(**{**options, **{name: value for name, value in given.items() if name in _UNDERSTOOD}})
-        self.path = given["path"]
+        self.path = _torch_path(given["path"])
+        in_effect = self._options.arguments()
+        self.sync_files, self.overwrite = in_effect["sync_files"], in_effect["overwrite"]
+        self.thread_count = in_effect["thread_count"]
+
+    @property
+    def save_id(self) -> str:
+        return super().save_id
+
+    @save_id.setter
+    def save_id(self, value: str) -> None:
+        """Ignores the id that torch's methods make."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self.path = _torch_path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        FileSystemWriter.set_up_storage_writer(self, is_coordinator, *args, **kwargs)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
 class InstalledReader(AnyFormatReader, FileSystemReader):
-    """Stands for ``FileSystemReader``; takes its arguments."""
+    """Stands for ``FileSystemReader``; takes its arguments, and has its attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemReader, args, kwargs, {"path", _EXTENSIONS})
+        FileSystemReader.__init__(self, *args, **kwargs)
         super().__init__(given["path"], **({} if _installation is None else _installation.reader_options))
-        self.path = given["path"]
+        self.path = _torch_path(given["path"])
         self._extensions = given.get(_EXTENSIONS)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        FileSystemReader.reset(self, checkpoint_id)
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self.path = _torch_path(checkpoint_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self.storage_data = metadata.storage_data
+        self.rank, self.use_collectives = kwargs.get("rank"), kwargs.get("use_collectives", True)
+
+
+def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The path as torch's ``FileSystem`` has it; a URL, which it does not open, as it is."""
+    return Path(os.path.expanduser(path)) if isinstance(absolute_path(path), Path) else path
 
 
 class _Stager(AsyncStager):
@@ -167,13 +208,13 @@ def _replace() -> None:
         """Sends the writer to the process that saves, where nothing is installed."""
 
         def execute_save(self, *args: Any, storage_writer: Any = None, checkpoint_id: Any = None, **kwargs: Any) -> Any:
-            writer = storage_writer or (None if checkpoint_id is None else InstalledWriter(checkpoint_id))
+            writer = storage_writer or (InstalledWriter(checkpoint_id) if is_location(checkpoint_id) else None)
             return super().execute_save(*args, storage_writer=writer, checkpoint_id=checkpoint_id, **kwargs)
 
     set_up = getattr(saver, STORAGE_SETUP)
 
     def storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
-        if storage or not checkpoint_id:
+        if storage or not is_location(checkpoint_id):  # torch has an error for ids that no storage knows
             return set_up(storage, checkpoint_id, reader)
         return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
 

@@ -159,6 +159,53 @@ def test_subclasses_of_torchs_stay_what_they_are(tmp_path: Path) -> None:
     assert loaded(tmp_path) == 6
 
 
+def attributes_of(made: object) -> dict[str, Any]:
+    """The attributes of an object. Private ones are left out, and ids, of which each save has another."""
+    found = {name: getattr(made, name) for name in vars(made) if not name.startswith("_") and not name.endswith("_id")}
+    plain = (str, int, Path, type(None))
+    return {name: value if isinstance(value, plain) else type(value) for name, value in found.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_what_is_made_instead_has_the_attributes_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that torch's own object has, with the same values: when it is made, when it is used, and with an id."""
+
+    def attributes(folder: str) -> list[dict[str, Any]]:
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        writer = FileSystemWriter("a", False, sync_files=False, thread_count=2, per_thread_copy_ahead=5, overwrite=True)
+        reader = FileSystemReader("a")
+        found = [attributes_of(each) for each in (writer, reader, DefaultSavePlanner(), DefaultLoadPlanner())]
+        for checkpoint_id in (None, "b"):
+            dcp.save(state(), storage_writer=writer, checkpoint_id=checkpoint_id)
+            dcp.load(state(), storage_reader=reader, checkpoint_id=checkpoint_id)
+            found += [attributes_of(writer), attributes_of(reader)]
+        return found
+
+    theirs = attributes("theirs")
+    with installed():
+        ours = attributes("ours")
+    assert theirs[0]["thread_count"] == 2
+    assert [{name: found.get(name) for name in names} for names, found in zip(theirs, ours, strict=True)] == theirs
+
+
+@pytest.mark.parametrize("checkpoint_id", ["abc://a/b", "", None])
+def test_an_id_that_no_storage_knows(checkpoint_id: str | None) -> None:
+    """The error is torch's own, which is an Exception."""
+
+    def errors() -> list[tuple[type, str]]:
+        found = []
+        for call in (dcp.save, dcp.load, lambda *given, **named: dcp.async_save(*given, **named).result(WAIT)):
+            with pytest.raises(RuntimeError) as caught:
+                call(state(), checkpoint_id=checkpoint_id)
+            found.append((type(caught.value), str(caught.value)))
+        return found
+
+    theirs = errors()
+    with installed():
+        assert errors() == theirs
+
+
 @pytest.mark.usefixtures("ours")
 def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     """`dcp_to_torch_save`, which makes a FileSystemReader of its own."""
