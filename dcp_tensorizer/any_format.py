@@ -23,7 +23,7 @@ from ._publish.model import read_weight_files
 from ._restart.checkpoint import KeptCheckpoint
 from ._restart.find import committed_id, find_orphan
 from ._runtime.ranks import rank_of_job, world_size_of_job
-from ._runtime.validation import check_path
+from ._runtime.validation import check_flags, check_path
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact
@@ -100,6 +100,7 @@ class AnyFormatReader(StorageReader):
         **options: Unpack[ReaderOptions],
     ) -> None:
         TensorizerStorageReader(path, **options)  # checks the arguments
+        check_flags(from_memory=from_memory)
         Renaming(rename or {}).inverse()
         self._rename = rename
         self._looks_in_memory = from_memory

@@ -18,7 +18,7 @@ from ._format.renaming import Parts, Rules
 from ._format.safetensors import MAX_SHARD_BYTES
 from ._publish.publisher import Publish, PublishedVersion
 from ._runtime.threads import Deadline
-from ._runtime.validation import check_callable, check_count, check_storage_options, check_timeout
+from ._runtime.validation import check_callable, check_count, check_flags, check_storage_options, check_timeout
 from ._saving.model_layout import ModelOptions
 from ._saving.model_session import ModelSaver
 from ._saving.options import SaveOptions, Staging, threads_of_save
@@ -72,6 +72,7 @@ class Export:
 
     def __post_init__(self) -> None:
         path = path_to_write(self.path)
+        check_flags(self)
         check_count("every", self.every, optional=True)
         if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
             raise TypeError(f"include must be a list of patterns, and is {self.include!r}")

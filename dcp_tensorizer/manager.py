@@ -40,7 +40,7 @@ from ._managing.retention import Retention
 from ._managing.step_folder import StepNames
 from ._runtime.forks import Home
 from ._runtime.threads import Deadline
-from ._runtime.validation import check_path, check_timeout
+from ._runtime.validation import check_flags, check_path, check_timeout
 from ._saving.partners import DEFAULT_RATE, check_copies
 from ._storage.open import absolute_path
 from ._tiers.tiered_storage import nearest
@@ -242,6 +242,7 @@ class CheckpointManager:
         self._check_open()
         self._check_at_home()
         check_state(state)
+        check_flags(force=force, wait=wait, trainable_only=trainable_only)
         step, recorded = check_step(step), check_metrics(metrics)
         part = StatePart(check_patterns("exclude", exclude), trainable_only)
         decision, future = self._job.step(
@@ -300,6 +301,7 @@ class CheckpointManager:
         since = self._clock.now()
         self._check_open()
         check_state(state)
+        check_flags(fallback=fallback)
         selection = Selection(
             check_patterns("include", include),
             check_patterns("exclude", exclude),

@@ -25,6 +25,7 @@ from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
 from .._runtime.torch_compat import plain_tensor_at, real_tensors
+from .._runtime.validation import check_flags
 from .._staging.device import CUDA
 from .._storage.base import Storage
 from .._unpickle.objects import advice, unsafe_globals
@@ -40,12 +41,15 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load; see `TensorizerStorageReader`."""
+    """Options of a load; see `TensorizerStorageReader`. Raises `TypeError`."""
 
     verify: bool
     allow_pickle: bool
     threads: int | None
     page_cache: bool | None
+
+    def __post_init__(self) -> None:
+        check_flags(self)
 
 
 @dataclasses.dataclass(frozen=True)

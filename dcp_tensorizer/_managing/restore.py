@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
 from .._planning.read_items import has_older_keys
 from .._runtime.torch_compat import plain_local
+from .._runtime.validation import check_flags
 from .._storage.base import Storage
 from ..any_format import open_reader
 from ..data_parallel import other_sizes
@@ -70,6 +71,9 @@ class Selection:
     strict: bool = True
     allow_shape_mismatch: bool = False
     grow: tuple[tuple[str, float | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_flags(self)
 
     @property
     def is_all(self) -> bool:

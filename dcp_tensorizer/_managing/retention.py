@@ -17,7 +17,7 @@ from .._format.names import is_ours
 from .._loading.validate import read_head
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
-from .._runtime.validation import check_choice, check_count, check_timeout, check_type
+from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
 from .._saving.commit import remove_files, withdraw
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
@@ -49,6 +49,9 @@ class Retention:
     delete_after: float = 0.0
     delete_other_files: bool = False
 
+    def __post_init__(self) -> None:
+        check_flags(self)
+
     @classmethod
     def of(
         cls,
@@ -66,7 +69,6 @@ class Retention:
             raise TypeError(f"keep_best must be the name of a metric, or (name, 'min' or 'max'), and is {keep_best!r}")
         check_choice("the mode in keep_best", mode, ("min", "max"))
         check_timeout(delete_after, least=0, name="delete_after")
-        check_type("delete_other_files", delete_other_files, bool)
         return cls(keep_latest, keep_every, metric, mode, delete_after, delete_other_files)  # type: ignore[arg-type]
 
     @property

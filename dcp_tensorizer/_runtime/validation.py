@@ -5,11 +5,16 @@ Of a value that may contain a secret, only the type is shown.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import threading
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def check_path(value: object) -> None:
@@ -70,6 +75,20 @@ def check_type(name: str, value: object, kind: type) -> None:
     """Raises `TypeError` unless the value is of a type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, and is {_type(value)}")
+
+
+def check_flags(options: DataclassInstance | None = None, **flags: object) -> None:
+    """Raises `TypeError` unless flags are bools: the fields of ``options`` that are annotated so, and ``flags``.
+
+    A field of ``bool | None`` may be None. The module of ``options`` has annotations as text.
+    """
+    fields: tuple[dataclasses.Field[Any], ...] = () if options is None else dataclasses.fields(options)
+    given = {field.name: getattr(options, field.name) for field in fields if field.type in ("bool", "bool | None")}
+    optional = {field.name for field in fields if field.type == "bool | None"}
+    for name, value in (given | flags).items():
+        if not (isinstance(value, bool) or (value is None and name in optional)):
+            allowed = "True, False or None" if name in optional else "True or False"
+            raise TypeError(f"{name} must be {allowed}, got {value!r}.")
 
 
 def did_you_mean(names: Iterable[str], choices: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from .._index.chunks import ChunkLayout, Region, expand, regions_of_range, runs_
 from .._index.placement import Box, Placed, place, wrong_way_back
 from .._index.schema import Layout, Run
 from .._publish.publisher import Publish
-from .._runtime.validation import check_count, check_type
+from .._runtime.validation import check_count, check_flags, check_type
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import WriteError, listed
 
@@ -43,6 +43,7 @@ class ModelOptions:
     publish: Publish | None = None
 
     def __post_init__(self) -> None:
+        check_flags(self)
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
             if self.is_adapter:

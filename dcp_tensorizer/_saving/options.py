@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from .._runtime.threads import cores
-from .._runtime.validation import check_choice, check_count, check_timeout
+from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
 from .._staging.device import expandable_segments
 from .._tiers.target import FlushTarget
 from .._writer_process.write_options import SaveLimits, WriteOptions
@@ -37,6 +37,7 @@ class SaveOptions:
     copies: CopyOptions = ONE_COPY
 
     def __post_init__(self) -> None:
+        check_flags(self)
         check_choice("staging", self.staging, get_args(Staging))
         if self.staging == "device" and (setting := expandable_segments()) is not None:
             raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._format.encoder import BUFFER_BYTES
-from .._runtime.validation import check_count, check_timeout, check_type
+from .._runtime.validation import check_count, check_flags, check_timeout, check_type
 from .._storage.base import TIMEOUT
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class WriteOptions:
     reuse_unchanged: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(self)
         check_type("limits", self.limits, SaveLimits)
         if self.cipher is not None and self.sha256:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -288,6 +289,17 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
             manager.restore(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"as \{\"model\": model\}, and is Linear"):
             manager.save(1, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_flags_of_calls_are_booleans(tmp_path: Path) -> None:
+    """Text such as "no" would count as true."""
+    with manager_of(tmp_path) as manager:
+        for call, given in ((manager.save, (1, state_of(0))), (manager.restore, (state_of(0),))):
+            flags = [name for name, p in inspect.signature(call).parameters.items() if p.annotation == "bool"]
+            assert len(flags) == 3
+            for name in flags:
+                with pytest.raises(TypeError, match=rf"^{name} must be True or False, got 'no'\.$"):
+                    call(*given, **{name: "no"})  # type: ignore[operator]
 
 
 def test_a_step_that_is_not_there(tmp_path: Path) -> None:

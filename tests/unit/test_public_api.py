@@ -6,6 +6,8 @@ import importlib.metadata
 import inspect
 import pickle
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +41,7 @@ from dcp_tensorizer import (
     WriteError,
     WriterProcessDied,
     errors,
+    open_reader,
     storage,
     testing,
 )
@@ -248,6 +251,30 @@ def test_the_writer_checks_its_arguments(arguments: dict[str, Any], error: type[
     """Each error names the argument, the value and what is allowed, and no process is started."""
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         TensorizerStorageWriter(**arguments)
+
+
+def flags_of(made: Callable[..., object]) -> list[Any]:
+    """The arguments of a class or function that are booleans."""
+    parameters = inspect.signature(made).parameters.values()
+    return [pytest.param(made, p.name, id=p.name) for p in parameters if p.annotation in ("bool", "bool | None")]
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        flag
+        for made in (
+            *(TensorizerStorageWriter, SafetensorsStorageWriter, Export),
+            *(TensorizerStorageReader, open_reader, CheckpointManager),
+        )
+        for flag in flags_of(made)
+    ],
+)
+@pytest.mark.parametrize("value", ["no", 0, "None"])
+def test_flags_are_booleans(tmp_path: Path, made: Callable[..., object], name: str, value: object) -> None:
+    """Text such as "no" would count as true."""
+    with pytest.raises(TypeError, match=rf"^{name} must be True.* or .*, got {value!r}\.$"):
+        made(tmp_path, **{name: value})
 
 
 def test_the_writer_is_a_stager_and_a_storage_writer() -> None:
