@@ -119,7 +119,7 @@ _installation: _Installation | None = None
 _replaced: list[tuple[Any, str, Any]] = []  # module, name, original value
 
 
-class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc,override]
+class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc]
     """Stands for ``FileSystemWriter``; takes its arguments, and has its attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -71,12 +71,12 @@ class Export:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        path = path_to_write(self.path)
+        check_storage_options(self.storage_options)
+        path = path_to_write(self.path, self.storage_options)
         check_flags(self)
         check_count("every", self.every, optional=True)
         if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
             raise TypeError(f"include must be a list of patterns, and is {self.include!r}")
-        check_storage_options(self.storage_options)
         ModelOptions.of(self.dtype, self.rename, self.max_shard_bytes, self.files, self.overwrite, self.publish)
         object.__setattr__(self, "path", path)
         if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
@@ -133,7 +133,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed.
-        WriteError: the path is read-only (http), or it is relative, and there is no working directory.
+        WriteError: the path is read-only (http), or relative, and there is no working directory; or its URL is of an
+            unknown protocol, or needs a library that is missing.
 
     The save then raises, on each rank:
         WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
@@ -160,10 +161,10 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         on_progress: Callable[[int, int], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
     ) -> None:
-        self._path = None if path is None else path_to_write(path)
+        check_storage_options(storage_options)
+        self._path = None if path is None else path_to_write(path, storage_options)
         check_callable("on_report", on_report)
         check_callable("on_progress", on_progress)
-        check_storage_options(storage_options)
         self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite, publish)
         options = SaveOptions(
             cache_staged_state_dict=cache_staged_state_dict,

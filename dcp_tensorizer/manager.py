@@ -172,7 +172,7 @@ class CheckpointManager:
                 buffers=buffers,
                 copies=copying,
                 export=export,
-                reader_options=options_of_reader(options, limits, reader_options),
+                reader_options=options_of_reader(folder, options, limits, reader_options),
             )
             of_saves, of_agreements = make_groups(process_group)
             agreement, heartbeats = Agreement(of_agreements), Heartbeats(of_saves)

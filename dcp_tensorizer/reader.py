@@ -42,7 +42,7 @@ from ._runtime.progress import TransferProgress
 from ._runtime.ranks import world_size_of_job
 from ._runtime.validation import check_callable, check_count, check_path, check_storage_options, check_timeout
 from ._storage.base import TIMEOUT, Storage
-from ._storage.open import absolute_path, is_location
+from ._storage.open import absolute_path, check_location, is_location
 from ._storage.redact import redact, shown
 from ._tiers.tiered_storage import nearest
 from .errors import CheckpointError, MetadataError, NotCommitted
@@ -105,7 +105,8 @@ class TensorizerStorageReader(StorageReader):
     Raises:
         ValueError, TypeError: an argument makes no sense.
         DecryptionError: there is a key, and no libsodium.
-        WriteError: the path is relative, and there is no working directory.
+        WriteError: the path is relative, and there is no working directory; or its URL is of an unknown protocol, or
+            needs a library that is missing.
     """
 
     def __init__(
@@ -124,15 +125,14 @@ class TensorizerStorageReader(StorageReader):
         on_report: Callable[[LoadReport], object] | None = None,
         local: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_path(path)
         check_storage_options(storage_options)
+        self._path: str | os.PathLike[str] = check_location(path, storage_options)
         check_count("thread_count", thread_count, optional=True)
         check_timeout(timeout)
         check_callable("on_progress", on_progress)
         check_callable("on_report", on_report)
         if encryption is not None:
             check_decryption(encryption)
-        self._path: str | os.PathLike[str] = absolute_path(path)
         self._options = dict(storage_options or {})
         self._load_options = LoadOptions(verify, allow_pickle, thread_count, page_cache)
         self._open = nearest(path, self._options, timeout, local)

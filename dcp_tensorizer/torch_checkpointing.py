@@ -64,8 +64,10 @@ class TensorizerCheckpointManager(CheckpointManager):
     - What torch_checkpointing itself has saved is loaded by it, from local disks.
 
     Raises:
-        ValueError: the configuration has what does not exist here: layouts, resharders of other classes, or hooks that
-            run in torch_checkpointing's own process. Those of single items are found by the first save or load.
+        TypeError: an option of the writer or the reader is of a wrong type.
+        ValueError: an option has a value that is not allowed; or the configuration has what does not exist here:
+            layouts, resharders of other classes, or hooks that run in torch_checkpointing's own process. Those of
+            single items are found by the first save or load.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -94,6 +96,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         for name in ("pre_finalize_callback", "subprocess_init_fn"):
             if getattr(config, name) is not None:
                 raise ValueError(f"{name} runs in torch_checkpointing's own process, which does not exist here")
+        open_reader(config.root or "checkpoint", **config.reader_options)  # checks the options
         wanted, config.save = config.save, _NO_PROCESS
         try:
             super().__init__(config)

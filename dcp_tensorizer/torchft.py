@@ -41,7 +41,7 @@ from ._staging.stager import Stager
 from .any_format import KeptReader
 from .errors import ReadError, StagingError, StateMismatch, WriteError
 from .planner import LoadPlanner, SavePlanner
-from .reader import ReaderOptions
+from .reader import ReaderOptions, TensorizerStorageReader
 
 __all__ = ["TensorizerTransport"]
 
@@ -82,6 +82,7 @@ class TensorizerTransport:
             `TensorizerStorageReader`.
 
     Raises:
+        TypeError, ValueError: an option of the reader is not allowed.
         WriteError: the keeper cannot be started, or there is no libsodium to encrypt with.
         OSError: there is no such interface.
     """
@@ -97,6 +98,7 @@ class TensorizerTransport:
         self._state_dict = state_dict
         self._host = _own_address() if interface is None else address_of(interface)
         self._reader_options = dict(reader_options or {})
+        TensorizerStorageReader("/", **(reader_options or {}))  # checks them
         self._run = uuid.uuid4().hex
         self._saves = StagedSaves()
         self._held = ""  # the id of the state that is offered

@@ -42,7 +42,7 @@ class TraceFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder).absolute()
+        self._folder = Path(os.path.abspath(os.path.expanduser(folder)))
         self._lock = free_in_child(threading.Lock())
 
     def __call__(self, report: SaveReport | LoadReport) -> None:

@@ -155,8 +155,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             or two options exclude each other: ``encryption`` and ``sha256``, ``reuse_unchanged`` or
             ``staging="shared"``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"``
             or ``cache_staged_state_dict=False``; ``staging="device"`` and torch's expandable segments.
-        WriteError: there is a key, or ``copies=2``, but no libsodium; the path is read-only (http); or it is relative,
-            and there is no working directory.
+        WriteError: there is a key, or ``copies=2``, but no libsodium; the path is read-only (http), or relative, and
+            there is no working directory; or its URL is of an unknown protocol, or needs a library that is missing.
     """
 
     _synchronize_after_execute = False
@@ -186,10 +186,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         failure_domain: str | None = None,
         interface: str | None = None,
     ) -> None:
-        self._path = None if path is None else path_to_write(path)
+        check_storage_options(storage_options)
+        self._path = None if path is None else path_to_write(path, storage_options)
         check_callable("on_report", on_report)
         check_callable("on_progress", on_progress)
-        check_storage_options(storage_options)
         write = WriteOptions(
             storage_options=dict(storage_options or {}),
             sync_files=sync_files,

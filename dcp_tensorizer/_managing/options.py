@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -17,6 +18,7 @@ from .._saving.options import check_survival as check_survival_of_writer
 from .._saving.partners import ONE_COPY, CopyOptions
 from .._writer_process.write_options import SaveLimits
 from ..export import Export
+from ..reader import TensorizerStorageReader
 from ..writer import TensorizerStorageWriter
 from .retention import Retention
 from .step_folder import StepNames
@@ -162,10 +164,12 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
         )
 
 
-def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, given: object) -> dict[str, Any]:
+def options_of_reader(
+    folder: str | os.PathLike[str], writer_options: Mapping[str, Any], limits: SaveLimits, given: object
+) -> dict[str, Any]:
     """The options of readers: those ``given``, and those of the writer that readers have, too.
 
-    Raises `TypeError` for others.
+    Raises what `TensorizerStorageReader` raises for others.
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, and is {type(given).__name__}")
@@ -176,4 +180,6 @@ def options_of_reader(writer_options: Mapping[str, Any], limits: SaveLimits, giv
         known["local"] = writer_options["local"]
     if (encryption := writer_options.get("encryption")) is not None:
         known["encryption"] = decryption_key(key=bytes(encryption.key))
-    return known | dict(given or {})
+    options = known | dict(given or {})
+    TensorizerStorageReader(folder, **options)  # checks them
+    return options

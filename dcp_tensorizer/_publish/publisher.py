@@ -18,10 +18,10 @@ from .._format.delta import PIECE, DeltaEncoder, zstd
 from .._format.safetensors_header import INDEX
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
-from .._runtime.validation import check_count, check_path
+from .._runtime.validation import check_count
 from .._storage.base import Refused, Storage
 from .._storage.claim import Claim, Ownership
-from .._storage.open import absolute_path, open_storage
+from .._storage.open import open_storage, path_to_write
 from ..errors import ChecksumMismatch
 from .chain import Chain, read_delta
 from .model import (
@@ -138,10 +138,10 @@ class Publish:
 
     def __post_init__(self) -> None:
         """Checks the options, and makes the path absolute."""
-        check_path(self.path)
+        path = path_to_write(self.path)
         check_count("max_deltas", self.max_deltas)
         check_count("keep_latest", self.keep_latest, optional=True)
-        object.__setattr__(self, "path", str(absolute_path(self.path)))
+        object.__setattr__(self, "path", str(path))
 
 
 @dataclass(frozen=True, slots=True)

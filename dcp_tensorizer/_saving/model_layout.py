@@ -71,7 +71,7 @@ class ModelOptions:
         check_type("rename", rename or {}, Mapping)
         if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
             raise TypeError(f"files must be a list of paths, and is {files!r}")
-        paths = tuple(os.path.abspath(file) for file in files)
+        paths = tuple(os.path.abspath(os.path.expanduser(file)) for file in files)
         return cls(
             dtype=dtype,
             rename=dict(rename or {}),

@@ -38,6 +38,20 @@ def is_known(url: str) -> bool:
     return {*fsspec.available_protocols(), *fsspec.registry}.issuperset(protocols_of(url))
 
 
+def check_url(url: str, options: Mapping[str, Any]) -> str:
+    """Checks a URL's protocols and the names of its options; returns the first protocol.
+
+    Raises `ValueError` for an unknown protocol or option, and `ImportError` if a library is missing.
+    """
+    import fsspec
+
+    for behind in protocols_of(url):
+        fsspec.get_filesystem_class(behind)
+    protocol: str = fsspec.utils.get_protocol(url)
+    check_names(protocol, fsspec.get_filesystem_class(protocol), options)
+    return protocol
+
+
 def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
     """Opens the storage that a URL names; for a local one, returns its path. Raises whatever its filesystem raises.
 
@@ -49,8 +63,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
 
-    protocol = fsspec.utils.get_protocol(url)
-    check_names(protocol, fsspec.get_filesystem_class(protocol), options)
+    protocol = check_url(url, options)
     options = {"skip_instance_cache": True} | _timeout_options(protocol, timeout) | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)

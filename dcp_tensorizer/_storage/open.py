@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -35,6 +36,8 @@ _EXTRAS = (
     | dict.fromkeys(("sftp", "ssh"), "sftp")
 )
 """The extra that installs the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
+
+_SFTP = "(sftp|ssh)(://|::)"
 
 Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
 """Opens a registered storage. It takes the URL, the ``storage_options``, and the timeout in seconds.
@@ -63,8 +66,33 @@ def open_storage(
     if points := _registered(url):
         return _open_registered(points, url, options or {}, timeout)
     scrub = Scrubber(options)
-    try:
+    with _translated(url, scrub):
         return _open_url(url, options or {}, scrub, timeout)
+
+
+def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | Path:
+    """Returns the `absolute_path` of a user's path, after all checks that need no connection.
+
+    Raises `TypeError` unless it is a path or a URL, `WriteError` if the URL's protocol is unknown, its library is
+    missing or does not know the options, and what `absolute_path` raises.
+    """
+    check_path(path)
+    resolved = absolute_path(path)
+    if isinstance(resolved, str):
+        scrub = Scrubber(options)
+        if points := _registered(resolved):
+            _opener(points, resolved, scrub)
+        else:
+            with _translated(resolved, scrub):
+                _check_url(resolved, options or {})
+    return resolved
+
+
+@contextmanager
+def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
+    """Translates errors of the libraries that open a URL."""
+    try:
+        yield
     except Exception as error:
         if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may have slashes
             url = re.sub("://.*@", "://", url)
@@ -80,10 +108,22 @@ def open_storage(
         ) from None
 
 
+def _check_url(url: str, options: Mapping[str, Any]) -> None:
+    """Imports the library of a URL, and checks the names of its options; raises whatever the library raises."""
+    if re.match(_SFTP, url):
+        from .sftp import check_options
+
+        check_options(options)
+    else:
+        from .fsspec import check_url
+
+        check_url(url, options)
+
+
 def _open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage:
     """Opens a URL by the storages of this package; raises whatever their libraries raise."""
     # Imported only for URLs: these imports take time in the writer process of every rank.
-    if re.match("(sftp|ssh)(://|::)", url):
+    if re.match(_SFTP, url):
         from .sftp import SftpStorage
 
         return SftpStorage(url, options, scrub, timeout)
@@ -114,37 +154,50 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 def _open_registered(points: list[EntryPoint], url: str, options: Mapping[str, Any], timeout: float) -> Storage:
     """Opens a URL by the object of an entry point. Errors become `WriteError`, without credentials."""
     scrub = Scrubber(options)
+    opener, name = _opener(points, url, scrub), points[0].value
+    with _named(url, name, scrub):
+        storage: object = opener(url, options, timeout)
+    if not isinstance(storage, Storage):
+        raise WriteError(scrub(f"cannot open {url}: {name} gives no Storage, but {type(storage).__name__}"))
+    return storage
+
+
+def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
+    """The object of an entry point. Errors become `WriteError`."""
     if len({point.value for point in points}) > 1:
         named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
         raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}: remove all but one"))
-    opener = points[0].value
+    with _named(url, points[0].value, scrub):
+        opener: Opener = points[0].load()
+    return opener
+
+
+@contextmanager
+def _named(url: str, opener: str, scrub: Scrubber) -> Iterator[None]:
+    """Translates errors of a package that opens a URL."""
     try:
-        storage: object = points[0].load()(url, options, timeout)
+        yield
     except CheckpointError:
         raise
     except Exception as error:
         raise WriteError(scrub(f"cannot open {url} by {opener}: {type(error).__name__}: {error}")) from None
-    if not isinstance(storage, Storage):
-        raise WriteError(scrub(f"cannot open {url}: {opener} gives no Storage, but {type(storage).__name__}"))
-    return storage
 
 
-def path_to_write(path: str | os.PathLike[str]) -> str | Path:
+def path_to_write(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | Path:
     """The `absolute_path` of a user's path.
 
-    Raises `TypeError` unless it is a path or a URL, and `WriteError` if it is a URL that can only be read. Also raises
-    what `absolute_path` raises.
+    Raises `WriteError` if it is a URL that can only be read, and what `check_location` raises.
     """
     check_path(path)
     check_writable(os.fspath(path))
-    return absolute_path(path)
+    return check_location(path, options)
 
 
 def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
     """Makes a path absolute, so that it does not depend on the working directory; returns a URL as it is.
 
-    A relative path is relative to ``directory``, by default the working directory. A ``~`` is not expanded. Raises
-    `WriteError` if it cannot be the name of a file, or if it is relative and there is no working directory.
+    A relative path is relative to ``directory``, by default the working directory. A leading ``~`` is the user's home.
+    Raises `WriteError` if it cannot be the name of a file, or if it is relative and there is no working directory.
     """
     text = os.fspath(path)
     if _is_local(path):
@@ -161,6 +214,7 @@ def _absolute(path: str, directory: str | None) -> str:
             raise ValueError("it is empty")
         if b"\0" in os.fsencode(path):
             raise ValueError("it holds a NUL")
+        path = os.path.expanduser(path)
         joined = path if os.path.isabs(path) else os.path.join(directory or os.getcwd(), path)
         plain = os.path.normpath(joined)
         # `link/..` is the parent of what the link leads to, as for the system and for torch.

@@ -238,6 +238,11 @@ class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
         return kind, data
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for an option that `SftpClient` does not know."""
+    refuse_unknown(options, names_of(paramiko.SSHClient.connect) | {"host_key_policy"} | _FOR_FSSPEC)
+
+
 class SftpClient:
     """One SSH connection, with a channel for each active thread: a channel of paramiko's serves one thread at a time.
 
@@ -250,7 +255,7 @@ class SftpClient:
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
-        refuse_unknown(options, names_of(paramiko.SSHClient.connect) | {"host_key_policy"} | _FOR_FSSPEC)
+        check_options(options)
         self._patience = patience_of(timeout)
         self.retries = Retries(timeout)
         waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._patience)

@@ -74,7 +74,9 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
     """
     if not sources:
         raise ValueError("sources is empty: name at least one folder")
-    records = [record for source in sources for file in _files(Path(source)) for record in _records(file)]
+    records = [
+        record for source in sources for file in _files(Path(os.path.expanduser(source))) for record in _records(file)
+    ]
     if not records:
         raise NotCommitted(f"{', '.join(map(str, sources))}: the trace files hold no save and no load")
     on_clock = _on_one_clock(records)

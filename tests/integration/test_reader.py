@@ -447,12 +447,12 @@ def test_a_reader_shows_its_options_and_no_secrets():
     """Neither those in its path, nor those in its options."""
     reader = TensorizerStorageReader(
         "sftp://user:walrus-password@host/walrus-token/ckpt",
-        storage_options={"token": "walrus-token", "port": 2222},
+        storage_options={"passphrase": "walrus-token", "port": 2222},
         thread_count=3,
         verify=False,
     )
     assert repr(reader) == (
-        "TensorizerStorageReader('sftp://host/***/ckpt', storage_options=['port', 'token'], verify=False, "
+        "TensorizerStorageReader('sftp://host/***/ckpt', storage_options=['passphrase', 'port'], verify=False, "
         "allow_pickle=False, thread_count=3, page_cache=None, timeout=600.0, encryption=False)"
     )
     shown = repr(TensorizerStorageReader("/a"))

@@ -73,6 +73,10 @@ def test_options() -> None:
             )
     writer = {"storage_options": {"key": "k"}}
     expected = {"page_cache": False, "storage_options": {"key": "k"}, "timeout": 9.0, "verify": False}
-    assert options_of_reader(writer, limits, {"timeout": 9.0, "verify": False}) == expected
+    assert options_of_reader("/run", writer, limits, {"timeout": 9.0, "verify": False}) == expected
     with pytest.raises(TypeError, match=r"^reader_options must be a mapping"):
-        options_of_reader(writer, limits, 7)
+        options_of_reader("/run", writer, limits, 7)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'verfy'"):
+        options_of_reader("/run", writer, limits, {"verfy": True})
+    with pytest.raises(TypeError, match="verify must be True or False"):
+        options_of_reader("/run", writer, limits, {"verify": "no"})

@@ -12,8 +12,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from dcp_tensorizer import WriteError
-from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer import TensorizerStorageWriter, WriteError
+from dcp_tensorizer._storage.open import check_location, open_storage
 
 
 @pytest.mark.parametrize("url", ["nonsense://u:hunter2@h/x", "simplecache::nonsense://u:hunter2@h/x"])
@@ -40,14 +40,15 @@ def test_an_error_while_opening_shows_no_secret(url: str) -> None:
 def test_a_missing_library_is_installed_by_an_extra(
     monkeypatch: pytest.MonkeyPatch, url: str, library: str, extra: str
 ) -> None:
-    """The error says which command brings it, in the same words for each protocol."""
+    """The error says which command brings it: when the URL is opened, and before, where it is given."""
     monkeypatch.setitem(sys.modules, library, None)
     for name in ("s3fs.core", "dcp_tensorizer._storage.sftp", "dcp_tensorizer._storage.sftp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for known in ("s3", "gs", "abfs"):
         monkeypatch.delitem(_registry, known, raising=False)
-    with pytest.raises(WriteError, match=re.escape(f"pip install 'dcp_tensorizer[{extra}]'")):
-        open_storage(url)
+    for taker in (open_storage, check_location, TensorizerStorageWriter):
+        with pytest.raises(WriteError, match=re.escape(f"pip install 'dcp_tensorizer[{extra}]'")):
+            taker(url)
 
 
 def test_a_storage_removes_its_options_from_messages() -> None:

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import (
+    Export,
+    Publish,
+    SafetensorsStorageWriter,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+    open_reader,
+)
 from dcp_tensorizer._runtime.torch_compat import FsspecWriter
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import absolute_path, is_location, open_storage
@@ -47,16 +55,43 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("a/../b", Path("/there/b")),
         (Path("s3://a"), Path("/there/s3:/a")),
-        ("~/a", Path("/there/~/a")),
+        ("~/a", Path("/home/me/a")),
+        (Path("~/a"), Path("/home/me/a")),
+        ("~", Path("/home/me")),
+        ("a/~", Path("/there/a/~")),
+        ("~no-such-user/a", Path("/there/~no-such-user/a")),
         ("/a", Path("/a")),
         ("file://a", "file:///there/a"),
         ("file:///a", "file:///a"),
         ("s3://bucket/a", "s3://bucket/a"),
     ],
 )
-def test_paths_are_relative_to_a_directory_that_is_given(given: str | Path, path: str | Path) -> None:
-    """As to the one in which a save was staged. What was text for a path is a path, and a URL stays one."""
+def test_paths_are_relative_to_a_directory_that_is_given(
+    given: str | Path, path: str | Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As to the one in which a save was staged. ``~`` is the user's home, as in a shell. A URL stays one."""
+    monkeypatch.setenv("HOME", "/home/me")
     assert absolute_path(given, "/there") == path
+
+
+@pytest.mark.parametrize(
+    "taker", [TensorizerStorageWriter, SafetensorsStorageWriter, Export, Publish, TensorizerStorageReader, open_reader]
+)
+def test_a_url_is_checked_where_it_is_given(taker: Callable[..., object], register: Callable[..., None]) -> None:
+    """Without a connection: its protocol, its storage, and the names of its options."""
+    with pytest.raises(WriteError, match=r"cannot open abc://x: ValueError: Protocol not known: abc"):
+        taker("abc://x")
+    with pytest.raises(WriteError, match=r"cannot open simplecache::abc://x: ValueError: Protocol not known: abc"):
+        taker("simplecache::abc://x")
+    register("shelves", shelf=f"{__name__}:fails", rack=f"{__name__}:is_not_there")
+    taker("shelf://a")
+    with pytest.raises(WriteError, match=r"cannot open rack://a by .*:is_not_there: AttributeError: "):
+        taker("rack://a")
+    for url, name, near in (
+        () if taker is Publish else (("s3://b/x", "keey", "key"), ("sftp://h/x", "user", "username"))
+    ):
+        with pytest.raises(WriteError, match=f"unknown storage option '{name}': did you mean '{near}'"):
+            taker(url, storage_options={name: "hunter2"})
 
 
 @pytest.mark.parametrize("path", ["a\0b", "/\ud800"])
