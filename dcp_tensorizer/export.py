@@ -127,8 +127,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             process on the coordinator does so after the save. Neither training nor the next save waits for it. If
             models are saved faster than they are published, some are skipped: see `wait_published`. With ``overwrite``,
             a model of one file also has an index, so that its file stays while it is being published.
-        cache_staged_state_dict, staging, overlap_staging, sync_files, thread_count, storage_options, on_report,
-        on_progress, limits: As for `TensorizerStorageWriter`.
+
+    The other arguments are those of `TensorizerStorageWriter`.
 
     Raises:
         TypeError: an argument is of a wrong type.

@@ -72,7 +72,7 @@ def check_metrics(metrics: object) -> dict[str, float]:
     checked = {}
     for name, value in metrics.items():
         try:
-            checked[name] = float(value)
+            checked[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"metrics[{name!r}] must be a number, and is {type(value).__name__}: {error}") from None
         if not isinstance(name, str):

@@ -406,7 +406,8 @@ class Storage(abc.ABC):
             name: The name of the file.
             expected: Its current contents; None: there is no such file.
             data: Its new contents.
-            sync, save_id: As for `put`.
+            sync: As for `put`.
+            save_id: As for `put`.
 
         Raises:
             ReadError: the current contents cannot be read.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,30 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{name_of(page)}: {target}"
         assert not anchor or anchor in _anchors(path), f"{name_of(page)}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize(("target", "fails"), [("index.md", False), ("nowhere.md", True)])
+def test_make_check_fails_on_a_broken_link(tmp_path: Path, target: str, fails: bool) -> None:
+    """The command by which it builds the site counts warnings, and those of `mkdocs.yml` are on."""
+    folder = Path(sys.executable).parent
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    asked = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", "check", f"BIN={folder}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (command,) = [line for line in asked.stdout.splitlines() if f"{folder}/mkdocs build" in line]
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (validation,) = re.findall(r"^validation:\n(?:  .*\n)+", config, re.MULTILINE)
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: a\n{validation}")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A\n\n[b]({target})\n")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) is fails, done.stderr
+    assert (f"'{target}'" in done.stderr) is fails
 
 
 def test_the_commands_come_first_in_the_readme() -> None:

@@ -29,7 +29,8 @@ def test_steps() -> None:
 
 def test_metrics() -> None:
     """Numbers of any kind become floats; what is no number is named."""
-    assert check_metrics({"loss": torch.tensor(0.5), "n": 3}) == {"loss": 0.5, "n": 3.0}
+    loss = torch.tensor(0.5, requires_grad=True)  # torch warns if it becomes a number before it is detached
+    assert check_metrics({"loss": loss, "n": 3}) == {"loss": 0.5, "n": 3.0}
     assert check_metrics(None) == {}
     for metrics in (3, {"loss": torch.zeros(2)}, {"loss": "low"}, {1: 2.0}):
         with pytest.raises(TypeError, match=r"^metrics"):
