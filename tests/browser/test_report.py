@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install
 ODD = "model.</script><b>odd"
 
 
-def drawn(page: Path, part: str = "") -> str:
+def drawn(page: Path, part: str = "", width: int = 1440) -> str:
     """The page's document after its scripts have run; ``part``: what of the checkpoint it looks at."""
     command = [
         str(BROWSER),
@@ -35,6 +35,7 @@ def drawn(page: Path, part: str = "") -> str:
         "--disable-gpu",
         f"--user-data-dir={page.parent / 'profile'}",
         "--virtual-time-budget=5000",
+        f"--window-size={width},900",
         "--enable-logging=stderr",
         "--dump-dom",
         f"file://{page}#{quote(part)}",
@@ -86,6 +87,25 @@ def test_a_part_of_the_checkpoint(page: Path) -> None:
     (row,) = cells(drawn(page, ODD))
     assert row[0] == ODD
     assert row[-3] == "1"
+
+
+def test_no_column_is_cut_off_on_a_laptop(tmp_path: Path) -> None:
+    """At 1,200 pixels, with long keys and shapes, and numbers that need an exponent, the table has its width."""
+    for step in (1, 2):
+        tensors = {
+            f"model.layers.{n}.self_attention.query_key_value.weight": torch.linspace(-step, step, 10**6)
+            * 10.0 ** (n - 8)
+            for n in range(4)
+        }
+        tensors["model.embed_tokens_and_positions_of_the_decoder.weight"] = torch.ones(64, 3, 14, 14) * 1e-6
+        make_checkpoint(tmp_path / f"step-{step}", tensors)
+    tools.report([tmp_path / "step-1", tmp_path / "step-2"], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    measured = "const s = document.querySelector('.scroll'); document.title = `${s.scrollWidth} ${s.clientWidth}`"
+    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)  # it refuses scripts of others
+    (tmp_path / "measured.html").write_text(text.replace("</body>", f"<script>{measured}</script></body>"))
+    needed, has = re.findall(r"\d+", drawn(tmp_path / "measured.html", width=1200).partition("<title>")[2])[:2]
+    assert int(needed) <= int(has)
 
 
 def test_a_checkpoint_without_tensors(tmp_path: Path) -> None:
