@@ -316,13 +316,14 @@ class There(os.PathLike):
         return "path-like"
 
 
-@pytest.mark.parametrize("path", ["text", Path("path"), There(), "~", "file://url"])
+@pytest.mark.parametrize("path", ["text", Path("path"), There(), "~/home", "file://url"])
 def test_relative_paths_are_of_the_directory_where_they_were_given(tmp_path, monkeypatch, path):
     """The path of a writer and of a reader, and a save's checkpoint_id when it was staged: later it may be another."""
     for name in "abc":
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a")
-    name = os.fspath(path).removeprefix("file://")
+    monkeypatch.setenv("HOME", str(tmp_path / "a"))
+    name = os.fspath(path).removeprefix("file://").removeprefix("~/")
     with TensorizerStorageWriter(path) as writer:
         monkeypatch.chdir(tmp_path / "b")
         dcp.async_save(state_of(1), storage_writer=writer).result()
