@@ -29,10 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
-from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -45,11 +41,18 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ._managing.agreement import Heartbeats, make_group
+from ._runtime.extras import needed
 from ._runtime.forks import free_in_child
 from .any_format import open_reader
 from .errors import WriteError
 from .planner import LoadPlanner
 from .writer import TensorizerStorageWriter
+
+with needed(__name__, "lightning"):
+    from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
 __all__ = ["TensorizerFabricStrategy", "TensorizerStrategy"]
 

@@ -24,17 +24,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 from torch.utils import _pytree as pytree
-from torch_checkpointing import CheckpointManager
-from torch_checkpointing.checkpoint_base import CheckpointBase, CheckpointItem
-from torch_checkpointing.checkpoint_loader import CheckpointLoader
-from torch_checkpointing.checkpoint_saver import CheckpointSaver
-from torch_checkpointing.checkpoint_writer import CallbackArgs, CheckpointWriterConfig
-from torch_checkpointing.checkpointable import CheckpointableTensor
-from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
-from torch_checkpointing.default_resharder import DefaultResharder
-from torch_checkpointing.logging_utils import EventLogger
 
 from ._format.names import metadata_file_name
+from ._runtime.extras import needed
 from ._runtime.ranks import is_distributed, rank_of_job
 from ._runtime.torch_compat import load_state_dict_from_keys
 from ._storage.base import TIMEOUT
@@ -44,6 +36,17 @@ from .errors import CheckpointError, NotCommitted, unwrap
 from .planner import LoadPlanner, SavePlanner
 from .reader import ReaderOptions
 from .writer import TensorizerStorageWriter, WriterOptions
+
+with needed(__name__, "torch_checkpointing"):
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.checkpoint_base import CheckpointBase, CheckpointItem
+    from torch_checkpointing.checkpoint_loader import CheckpointLoader
+    from torch_checkpointing.checkpoint_saver import CheckpointSaver
+    from torch_checkpointing.checkpoint_writer import CallbackArgs, CheckpointWriterConfig
+    from torch_checkpointing.checkpointable import CheckpointableTensor
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.logging_utils import EventLogger
 
 __all__ = ["TensorizerCheckpointManager"]
 

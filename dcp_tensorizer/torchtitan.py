@@ -16,12 +16,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
-from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
-from torchtitan.tools import filesystem
-from torchtitan.tools.utils import GarbageCollection
 
+from ._runtime.extras import needed
 from .any_format import open_reader
 from .writer import TensorizerStorageWriter
+
+with needed(__name__, "torchtitan"):
+    from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
+    from torchtitan.tools import filesystem
+    from torchtitan.tools.utils import GarbageCollection
 
 __all__ = ["TensorizerCheckpointManager"]
 

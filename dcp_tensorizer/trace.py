@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._loading.report import LoadReport
+from ._runtime.extras import needed
 from ._runtime.forks import free_in_child
 from ._runtime.spans import PARENTS, Span
 from ._saving.report import SaveReport
@@ -83,7 +84,8 @@ class OpenTelemetrySpans:
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        from opentelemetry import trace
+        with needed("OpenTelemetrySpans", "dcp_tensorizer[otel]"):
+            from opentelemetry import trace
 
         self._trace = trace
         self._tracer = trace.get_tracer("dcp_tensorizer", tracer_provider=provider)

@@ -13,6 +13,31 @@ def test_who_does_not_encrypt_does_not_pay_for_it() -> None:
     assert run_python(script, fresh=True).stdout.strip() == "[]"
 
 
+def test_a_missing_library_is_named_with_how_to_install_it() -> None:
+    """By each module that needs one, also if another program would ask for a ModuleNotFoundError."""
+    script = """
+import importlib, json, sys
+sys.modules |= dict.fromkeys(("lightning", "torchtitan", "torch_checkpointing", "opentelemetry"))
+from dcp_tensorizer.trace import OpenTelemetrySpans
+errors = []
+for make in (lambda: importlib.import_module("dcp_tensorizer.lightning"),
+             lambda: importlib.import_module("dcp_tensorizer.torchtitan"),
+             lambda: importlib.import_module("dcp_tensorizer.torch_checkpointing"), OpenTelemetrySpans):
+    try:
+        make()
+    except ModuleNotFoundError as error:
+        words = str(error)
+        errors.append((error.name.partition(".")[0], words.partition(" cannot")[0], words.rpartition(": ")[2]))
+print(json.dumps(errors))
+"""
+    assert json.loads(run_python(script, fresh=True).stdout) == [
+        ["lightning", "dcp_tensorizer.lightning", "pip install 'lightning'"],
+        ["torchtitan", "dcp_tensorizer.torchtitan", "pip install 'torchtitan'"],
+        ["torch_checkpointing", "dcp_tensorizer.torch_checkpointing", "pip install 'torch_checkpointing'"],
+        ["opentelemetry", "OpenTelemetrySpans", "pip install 'dcp_tensorizer[otel]'"],
+    ]
+
+
 def test_the_writer_process_does_without_torch() -> None:
     """It starts in a tenth of the time and a fifth of the memory, on every rank; nor has it what URLs alone need."""
     names = ["torch", "fsspec", "asyncio", "importlib.metadata"]
