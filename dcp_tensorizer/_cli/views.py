@@ -69,13 +69,13 @@ def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> No
     ):
         sums = ([name, total.tensors, total.elements, size(total.nbytes)] for name, total in totals.items())
         print_table([column, ">tensors", ">elements", ">size"], sums, title)
-    files = ([file.file, str(file.rank), size(file.nbytes)] for file in inspected.files)
+    files = ([file.file, "-" if file.rank is None else str(file.rank), size(file.nbytes)] for file in inspected.files)
     print_table(["file", ">rank", ">size"], files, "Files")
     total = sum(tensor.nbytes for tensor in inspected.tensors)
     print_line("")
     print_line(
-        f"{count(len(inspected.tensors), 'tensor')} of {size(total)} and {count(len(inspected.objects), 'object')}, "
-        f"saved by {count(inspected.ranks, 'rank')}"
+        f"{count(len(inspected.tensors), 'tensor')} of {size(total)} and {count(len(inspected.objects), 'object')}"
+        + ("" if inspected.ranks is None else f", saved by {count(inspected.ranks, 'rank')}")
     )
 
 
@@ -119,9 +119,12 @@ def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -
         print_line(f"{damage.file}: {'' if damage.key is None else f'{damage.key!r}: '}{damage.what}")
     rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
     print_line(
-        f"{'DAMAGED' if verified.damages else 'ok'}: {count(verified.files, 'file')}, {count(verified.items, 'item')}, "
+        f"{'DAMAGED' if verified.damages else 'ok'}: "
+        + (f"{count(verified.checkpoints, 'checkpoint')}, " if verified.checkpoints != 1 else "")
+        + f"{count(verified.files, 'file')}, {count(verified.items, 'item')}, "
         f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(verified.damages), 'damage')}" if verified.damages else ""),
+        + (f", {count(len(verified.damages), 'damage')}" if verified.damages else "")
+        + ("" if verified.digests else ". The format has no digests: everything was read, and has its size"),
         "bold red" if verified.damages else "bold green",
     )
 

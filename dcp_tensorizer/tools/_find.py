@@ -153,9 +153,15 @@ def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
     try:
         return read_parts(storage)
     except NotCommitted as error:
-        is_file = isinstance(storage, LocalStorage) and os.path.isfile(storage.real_path)
-        hint = " Of the commands, convert, diff and report read files." if is_file else where_below(storage)
-        raise NotCommitted(f"{error}{hint}") from None
+        raise NotCommitted(f"{error}{where_below(storage)}") from None
+
+
+def checkpoints_in(storage: Storage) -> list[str]:
+    """The names of the subdirectories that hold a checkpoint, the highest step first; none if there is no directory."""
+    try:
+        return list(_checkpoints_below(storage, 1))
+    except NotCommitted:
+        return []
 
 
 def where_below(storage: Storage) -> str:

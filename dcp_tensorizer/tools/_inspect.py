@@ -11,12 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .._format.names import StoredItem, data_file_rank
+from .._format.names import StoredItem, data_file_rank, is_data_file_name
 from .._format.tensor_bytes import dtype_name
 from .._storage.open import open_storage
 from .._unpickle.objects import is_small, load_object
-from ..errors import CheckpointError, DecryptionError, UntrustedObject
+from ..errors import (
+    CheckpointError,
+    ConversionError,
+    DecryptionError,
+    NotCommitted,
+    UnsupportedFormat,
+    UntrustedObject,
+)
 from ._find import read_parts_at
+from ._formats.registry import open_foreign
 from ._view import CheckpointView, Path, StoredObject, StoredTensor, data_files, unlock_parts, view_checkpoint
 
 if TYPE_CHECKING:
@@ -82,10 +90,10 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class DataFileInfo:
-    """A data file of a checkpoint."""
+    """A data file of a checkpoint; ``rank`` is None if its format has no ranks."""
 
     file: str
-    rank: int
+    rank: int | None
     nbytes: int
 
 
@@ -104,14 +112,14 @@ class Inspection:
 
     Attributes:
         path: The path, without credentials.
-        ranks: How many ranks wrote it.
+        ranks: How many ranks wrote it; None if its format has no ranks.
         files: Its data files.
         tensors, objects: The values whose keys match, in the order of the state dict.
         by_dtype, by_key: Totals of these tensors; ``by_key`` by the first part of the keys that differs.
     """
 
     path: str
-    ranks: int
+    ranks: int | None
     files: tuple[DataFileInfo, ...]
     tensors: tuple[TensorInfo, ...]
     objects: tuple[ObjectInfo, ...]
@@ -129,19 +137,24 @@ def inspect(
     """Lists the contents of a checkpoint: its tensors, where each chunk of them is, its objects, its files.
 
     Args:
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint, of any format that `convert` reads.
         pattern: A pattern of the keys to list, as in a shell: ``model.*.weight``.
         storage_options: Passed to the fsspec filesystem of a URL.
         encryption: The key of an encrypted checkpoint; without it, the values of objects are not shown.
 
     Raises:
         NotCommitted: there is no checkpoint.
-        UnsupportedFormat: it is of another format, or of a newer version.
+        UnsupportedFormat: it is of a newer version.
         DecryptionError: the key is wrong, or the checkpoint is not encrypted.
         CheckpointError: it is damaged, or cannot be read; or no key matches.
     """
     storage = open_storage(checkpoint, storage_options)
-    parts = read_parts_at(storage)
+    try:
+        parts = read_parts_at(storage)
+    except (NotCommitted, UnsupportedFormat):
+        if (foreign := open_foreign(checkpoint, storage_options, encryption)) is None:
+            raise
+        return inspect_view(*foreign, pattern)
     ciphers = None if encryption is None else unlock_parts(storage, parts, encryption)
     return inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
 
@@ -160,8 +173,8 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
         described = tuple(pool.map(_object, objects))
     return Inspection(
         view.path,
-        len({data_file_rank(name) for name in files}),
-        tuple(DataFileInfo(name, data_file_rank(name), size) for name, size in sorted(files.items())),
+        len({_rank(name) for name in files}) if view.format == "dcp_tensorizer" else None,
+        tuple(DataFileInfo(name, _rank(name), size) for name, size in sorted(files.items())),
         tuple(_tensor(tensor) for tensor in tensors),
         described,
         _totals((dtype_name(t.dtype), t) for t in tensors),
@@ -197,18 +210,23 @@ def _tensor(tensor: StoredTensor) -> TensorInfo:
 
 
 def _object(stored: StoredObject) -> ObjectInfo:
-    assert stored.item is not None
     try:
         too_large = stored.nbytes > _MAX_READ
         shown = ("?", "too large to be shown", None) if too_large else shown_value(stored.read())
     except DecryptionError:
         shown = "?", "encrypted", None
+    except ConversionError as error:  # values of other formats that are not read here
+        shown = "?", str(error), None
     return ObjectInfo(stored.key, *shown, stored.nbytes, *_place(stored.item))
 
 
-def _place(item: StoredItem) -> tuple[int, str, int] | tuple[None, None, None]:
+def _place(item: StoredItem | None) -> tuple[int | None, str | None, int | None]:
     """The rank, the file, and the offset of the first byte in the file."""
-    return (data_file_rank(item.file), item.file, item.offset) if item.file else (None, None, None)
+    return (_rank(item.file), item.file, item.offset) if item is not None and item.file else (None, None, None)
+
+
+def _rank(file: str) -> int | None:
+    return data_file_rank(file) if is_data_file_name(file) else None
 
 
 def _totals(named: Iterable[tuple[str, StoredTensor]]) -> dict[str, Total]:

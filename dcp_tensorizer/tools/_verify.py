@@ -31,9 +31,10 @@ from .._storage.base import RangeReader, Storage
 from .._storage.open import open_storage
 from .._storage.remote import RemoteStorage
 from .._writer_process.protocol import TensorSource
-from ..errors import CheckpointError, NotCommitted, ReadError
-from ._find import read_parts_at
-from ._view import data_files, read_parts
+from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, ReadError, UnsupportedFormat
+from ._find import checkpoints_in, read_parts_at
+from ._formats.registry import open_foreign
+from ._view import CheckpointView, StoredTensor, blocks_of, data_files, read_parts
 
 _PIECE = 512 << 10  # see `_format.encoder`: hashing data that is in the core's own cache
 _READ = 8 << 20
@@ -70,6 +71,8 @@ class Verified:
         nbytes: Bytes read.
         seconds: How long it took.
         damages: The damages, sorted by file and offset; empty if the checkpoint is undamaged.
+        checkpoints: Number of checkpoints: more than 1 for a folder of several.
+        digests: Whether the format has digests to compare. Without them, everything was read, and has its size.
     """
 
     files: int
@@ -77,6 +80,8 @@ class Verified:
     nbytes: int
     seconds: float
     damages: tuple[Damage, ...]
+    checkpoints: int = 1
+    digests: bool = True
 
 
 def verify(
@@ -88,22 +93,99 @@ def verify(
 ) -> Verified:
     """Compares a checkpoint's files with what was saved. Encrypted ones need no key.
 
-    It takes a few MiB of memory per thread, whatever the size of the tensors.
+    It takes a few MiB of memory per thread, whatever the size of the tensors. Of the other formats that `convert`
+    reads, only tensorizer's has digests. The files of the others are read from beginning to end, and must have their
+    sizes.
 
     Args:
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint, or a folder with several, such as that of a manager: then all of them are verified,
+            and damages name files relative to the folder.
         full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
         storage_options: Passed to the fsspec filesystem of a URL.
         on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
 
     Raises:
         NotCommitted: there is no checkpoint.
-        UnsupportedFormat: it is of another format, or of a newer version.
+        UnsupportedFormat: it is of a newer version.
         MetadataError: its metadata is damaged, so that there is nothing to compare with.
+        ConversionError: it is of another format, and damaged, or has values that cannot be read.
         ReadError: it cannot be read, which says nothing of damage; or it was replaced or removed while it was verified.
     """
     storage = open_storage(checkpoint, storage_options)
-    return verify_files(storage, read_parts_at(storage), full=full, on_progress=on_progress)
+    try:
+        parts = read_parts_at(storage)
+    except (NotCommitted, UnsupportedFormat):
+        if (foreign := open_foreign(checkpoint, storage_options)) is not None:
+            return _verify_foreign(*foreign, on_progress)
+        if not (names := checkpoints_in(storage)):
+            raise
+        return _verify_each(storage, names, full, storage_options, on_progress)
+    return verify_files(storage, parts, full=full, on_progress=on_progress)
+
+
+def _verify_each(
+    folder: Storage,
+    names: Sequence[str],
+    full: bool,
+    storage_options: Mapping[str, Any] | None,
+    on_progress: Callable[[int, int], object],
+) -> Verified:
+    """Verifies the checkpoints of a folder. One that is deleted meanwhile is left out."""
+    started = time.monotonic()
+    results: list[Verified] = []
+    damages: list[Damage] = []
+    for number, name in enumerate(names):
+        before = sum(result.nbytes for result in results)
+
+        def show(done: int, total: int, before: int = before, left: int = len(names) - number) -> None:
+            on_progress(before + done, before + total * left)  # as if those that follow had the size of this one
+
+        location = folder.child(name).location
+        try:
+            results.append(verify(location, full=full, storage_options=storage_options, on_progress=show))
+        except NotCommitted:
+            continue
+        except UnsupportedFormat:
+            raise
+        except MetadataError as error:
+            damages.append(Damage(f"{name}/.metadata", None, 0, str(error)))
+        else:
+            damages += [replace(damage, file=f"{name}/{damage.file}") for damage in results[-1].damages]
+    return Verified(
+        sum(result.files for result in results),
+        sum(result.items for result in results),
+        sum(result.nbytes for result in results),
+        time.monotonic() - started,
+        tuple(damages),
+        len(results),
+        all(result.digests for result in results),
+    )
+
+
+def _verify_foreign(
+    view: CheckpointView, files: Mapping[str, int], on_progress: Callable[[int, int], object]
+) -> Verified:
+    """Reads every value of a checkpoint of another format."""
+    started, done = time.monotonic(), 0
+    total = sum(value.nbytes for value in view.values.values())
+    damages: list[Damage] = []
+    on_progress(0, total)
+    for key, value in view.values.items():
+        try:
+            if isinstance(value, StoredTensor):
+                for region in blocks_of(value):
+                    done += value.read(region).nbytes
+                    on_progress(done, total)
+            else:
+                done += len(value.read())
+                on_progress(done, total)
+        except ChecksumMismatch as error:
+            chunk = value.chunks[0].item if isinstance(value, StoredTensor) else None
+            place = ("", 0) if chunk is None else (chunk.file, chunk.offset)
+            damages.append(Damage(place[0], key, place[1], str(error)))
+    items = sum(len(value.chunks) or 1 if isinstance(value, StoredTensor) else 1 for value in view.values.values())
+    seconds = time.monotonic() - started
+    return Verified(len(files), items, done, seconds, tuple(damages), digests=view.format == "tensorizer")
 
 
 def verify_files(

@@ -12,9 +12,11 @@ import torch
 
 from dcp_tensorizer import tools
 from dcp_tensorizer._index.chunks import Region
-from dcp_tensorizer.errors import CheckpointError, DecryptionError, NotCommitted, UnsupportedFormat
+from dcp_tensorizer.convert import convert
+from dcp_tensorizer.errors import CheckpointError, DecryptionError, NotCommitted
 from dcp_tensorizer.tools import Collected
 from dcp_tensorizer.tools._diff import Change
+from dcp_tensorizer.tools._formats.registry import TARGETS
 from dcp_tensorizer.tools._inspect import ChunkInfo, TensorInfo, Total
 from dcp_tensorizer.tools._verify import Damage
 
@@ -114,20 +116,82 @@ def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:
         (run / "step-12", r"there is no such directory\.$"),
     ):
         with pytest.raises(NotCommitted, match=hint):
-            tools.verify(path)
+            tools.inspect(path)
     make_checkpoint(run / "step-100", {"x": torch.ones(1)})
     with pytest.raises(NotCommitted, match=r"below it: step-100, step-11, step-10 and others\.$"):
         tools.inspect(run)
 
 
-def test_other_formats_are_not_damage(run: Path) -> None:
-    """Torch's own checkpoints are known for what they are."""
-    from dcp_tensorizer.convert import convert
-
+def test_torchs_own_checkpoints_are_listed(run: Path) -> None:
+    """They are known for what they are."""
     convert(run / "step-9", run / "step-12", "dcp")
     assert next((c.step, c.state, c.tensors) for c in tools.list_checkpoints(run)) == (12, "torch", None)
-    with pytest.raises(UnsupportedFormat, match="torch's own FileSystemWriter"):
-        tools.verify(run / "step-12")
+
+
+@pytest.mark.parametrize("form", sorted(TARGETS))
+def test_what_convert_writes_is_inspected_and_verified(tmp_path: Path, form: str) -> None:
+    """In each of its formats, with the same tensors and their bytes; only some formats have digests."""
+    tensors = {"a.b": torch.arange(6.0).reshape(2, 3), "c": torch.ones(5, dtype=torch.bfloat16)}
+    objects = {} if form in ("safetensors", "tensorizer") else {"step": 7}
+    make_checkpoint(tmp_path / "source", tensors, objects)
+    target = tmp_path / ("target" if form in ("dcp", "dcp_tensorizer", "safetensors") else "target.file")
+    convert(tmp_path / "source", target, form)
+    found = tools.inspect(target)
+    assert {t.key: (t.shape, t.dtype, t.nbytes) for t in found.tensors} == {
+        "a.b": ((2, 3), "float32", 24),
+        "c": ((5,), "bfloat16", 10),
+    }
+    assert [(o.key, o.value) for o in found.objects] == list(objects.items())
+    assert found.ranks == (1 if form == "dcp_tensorizer" else None)
+    assert {file.file: file.nbytes for file in found.files} == {
+        path.name: path.stat().st_size
+        for path in (target.iterdir() if target.is_dir() else [target])
+        if path.suffix in (".tensors", ".distcp", ".safetensors", ".file")
+    }
+    shown: list[tuple[int, int]] = []
+    verified = tools.verify(target, on_progress=lambda done, total: shown.append((done, total)))
+    assert (verified.damages, verified.items) == ((), 2 + len(objects))
+    assert verified.digests is (form in ("dcp_tensorizer", "tensorizer"))
+    assert shown[-1] == (verified.nbytes, verified.nbytes)
+    assert verified.nbytes >= 34
+
+
+def test_damage_in_a_tensorizer_file(tmp_path: Path) -> None:
+    """Its own CRC-32 finds it; a file of another format that is cut off is an error."""
+    make_checkpoint(tmp_path / "source", {"a": torch.ones(1000)})
+    for form in ("tensorizer", "safetensors"):
+        convert(tmp_path / "source", tmp_path / form, form)
+    file = tmp_path / "tensorizer"
+    content = bytearray(file.read_bytes())
+    at = content.find(torch.ones(2).numpy().tobytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    (damage,) = tools.verify(file).damages
+    assert (damage.file, damage.key, damage.offset) == ("tensorizer", "a", at)
+    assert "CRC-32" in damage.what
+    (model,) = (tmp_path / "safetensors").glob("*.safetensors")
+    model.write_bytes(model.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=model.name):
+        tools.verify(tmp_path / "safetensors")
+
+
+def test_a_run_is_verified_as_a_whole(run: Path) -> None:
+    """All its checkpoints, also one of another format; what is damaged is named by its step."""
+    convert(run / "step-9", run / "step-12", "dcp")
+    whole = tools.verify(run)
+    assert (whole.checkpoints, whole.damages, whole.digests) == (4, (), False)
+    each = [tools.verify(run / f"step-{step}") for step in (9, 10, 11, 12)]
+    assert (whole.files, whole.items, whole.nbytes) == tuple(
+        sum(getattr(one, name) for one in each) for name in ("files", "items", "nbytes")
+    )
+    file = min((run / "step-10").glob("*.tensors"))
+    file.unlink()
+    metadata = bytearray((run / "step-11" / ".metadata").read_bytes())
+    metadata[len(metadata) // 2] ^= 1
+    (run / "step-11" / ".metadata").write_bytes(metadata)
+    found = tools.verify(run)
+    assert [damage.file for damage in found.damages] == ["step-11/.metadata", f"step-10/{file.name}"]
+    assert found.checkpoints == 3
 
 
 def test_a_key_that_is_none(run: Path) -> None:

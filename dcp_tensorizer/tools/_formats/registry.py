@@ -64,6 +64,27 @@ def open_checkpoint(
     return _open(_locate(path, options, expected_format), encryption)
 
 
+def open_foreign(
+    path: str | os.PathLike[str], options: Mapping[str, Any] | None, encryption: DecryptionParams | None = None
+) -> tuple[CheckpointView, dict[str, int]] | None:
+    """Opens a checkpoint of another format, with the sizes of its data files; None if there is none.
+
+    Raises what `open_checkpoint` raises if there is one that cannot be read.
+    """
+    try:
+        location = _locate(path, options or {})
+    except (NotCommitted, ConversionError):
+        return None
+    if location.format == "dcp_tensorizer":
+        return None
+    view, storage = _open(location, encryption), location.storage
+    if location.name:
+        return view, {location.name: storage.head(location.name) or 0}
+    used = {chunk.item.file for tensor in view.tensors.values() for chunk in tensor.chunks}
+    files = [file for file in storage.listing()[0] if file.name in used or file.name.endswith(".distcp")]
+    return view, {file.name: file.nbytes for file in files}
+
+
 def open_all(
     paths: Sequence[str | os.PathLike[str]],
     options: Mapping[str, Any],
