@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -233,14 +234,28 @@ def test_mistakes_are_told_in_a_line(
 
 
 def test_files_that_are_not_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
-    """A file says that it is one, and which commands read files; a module says how to make it data."""
-    run("convert", checkpoint, tmp_path / "model.pt", "--to", "torch")
-    for command in ("inspect", "verify"):
-        code, _, err = run(command, tmp_path / "model.pt")
-        assert (code, "convert, diff and report read files" in err) == (2, True)
+    """A file of another kind says so, and a module says how to make it data."""
+    (tmp_path / "notes").write_text("of a person")
     torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
-    code, _, err = run("report", tmp_path / "module.pt", "-o", tmp_path / "report.html")
-    assert (code, "save its state dict" in err) == (2, True)
+    for command, *more in (["inspect"], ["verify"], ["report", "-o", tmp_path / "report.html"]):
+        code, _, err = run(command, tmp_path / "notes", *more)
+        assert (code, "notes" in err) == (2, True)
+        code, _, err = run(command, tmp_path / "module.pt", *more)
+        assert (code, "save its state dict" in err) == (2, True)
+
+
+def test_files_and_folders_of_other_formats(checkpoint: Path, tmp_path: Path) -> None:
+    """Their files have no ranks, and torch's no digests; a run is verified as a whole."""
+    run("convert", checkpoint, tmp_path / "model.pt", "--to", "torch")
+    code, out, _ = run("verify", tmp_path / "model.pt")
+    assert (code, out.startswith("ok: 1 file, ")) == (0, True)
+    assert out.endswith(". The format has no digests: everything was read, and has its size\n")
+    code, out, _ = run("inspect", tmp_path / "model.pt")
+    assert (code, re.search(r"^model\.pt +- ", out, re.MULTILINE) is not None, "saved by" in out) == (0, True, False)
+    shutil.copytree(checkpoint, checkpoint.parent / "step-8")
+    found = told("verify", checkpoint.parent)
+    assert (found["ok"], found["checkpoints"], found["digests"]) == (True, 2, True)
+    assert run("verify", checkpoint.parent)[1].startswith("ok: 2 checkpoints, 4 files, ")
 
 
 def test_damage_is_1_for_every_target(checkpoint: Path, tmp_path: Path) -> None:
@@ -542,7 +557,6 @@ def test_errors_as_json(tmp_path: Path, arguments: list[str], error: str, words:
         (["verfy", "x"], "'verify'"),
         (["ls", "x", "--jsn"], "--json"),
         (["inspect", "{run}"], "step-7"),
-        (["verify", "{run}"], "step-7"),
         (["convert", "{run}", "x", "--to", "torch"], "step-7"),
         (["inspect", "{checkpoint}", "modle.*"], "'model', 'optim', 'note'"),
     ],
@@ -564,25 +578,25 @@ def test_a_missing_file_is_one_line(checkpoint: Path) -> None:
     assert last.startswith("DAMAGED: 2 files, ")
 
 
-@pytest.mark.parametrize("state", ["newer", "torch"])
-def test_what_this_version_does_not_read_is_not_damaged(checkpoint: Path, state: str) -> None:
-    """Exit code 3; and torch's own checkpoints are listed as such."""
-    if state == "newer":
-        content = bytearray((checkpoint / ".metadata").read_bytes())
-        content[8] = 99  # the version, under the digest
-        digest = xxhash.xxh3_128()
-        head_end = 80 + int.from_bytes(content[16:24], "little")
-        for piece in (content[:32], content[48:80], content[80:head_end]):
-            digest.update(bytes(piece))
-        content[32:48] = digest.digest()
-        (checkpoint / ".metadata").write_bytes(content)
-    else:
-        run("convert", checkpoint, checkpoint.parent / "step-9", "--to", "dcp")
-        checkpoint = checkpoint.parent / "step-9"
-        assert [(c["step"], c["state"]) for c in told("ls", checkpoint.parent)] == [(9, "torch"), (7, "committed")]  # type: ignore[attr-defined]
-        assert "torch's own FileSystemWriter" in run("ls", checkpoint.parent)[1]
-    for command in ("verify", "inspect"):
-        assert run(command, checkpoint)[0] == 3
+def test_torchs_own_checkpoints_are_listed(checkpoint: Path) -> None:
+    """As what they are."""
+    run("convert", checkpoint, checkpoint.parent / "step-9", "--to", "dcp")
+    assert [(c["step"], c["state"]) for c in told("ls", checkpoint.parent)] == [(9, "torch"), (7, "committed")]  # type: ignore[attr-defined]
+    assert "torch's own FileSystemWriter" in run("ls", checkpoint.parent)[1]
+
+
+def test_what_this_version_does_not_read_is_not_damaged(checkpoint: Path) -> None:
+    """Exit code 3, also where it is one of a run."""
+    content = bytearray((checkpoint / ".metadata").read_bytes())
+    content[8] = 99  # the version, under the digest
+    digest = xxhash.xxh3_128()
+    head_end = 80 + int.from_bytes(content[16:24], "little")
+    for piece in (content[:32], content[48:80], content[80:head_end]):
+        digest.update(bytes(piece))
+    content[32:48] = digest.digest()
+    (checkpoint / ".metadata").write_bytes(content)
+    for command, path in (("verify", checkpoint), ("inspect", checkpoint), ("verify", checkpoint.parent)):
+        assert run(command, path)[0] == 3
 
 
 def test_steps_are_sorted_by_number(checkpoint: Path) -> None:
