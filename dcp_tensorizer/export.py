@@ -72,7 +72,7 @@ class Export:
 
     def __post_init__(self) -> None:
         check_storage_options(self.storage_options)
-        path = path_to_write(self.path, self.storage_options)
+        path = path_to_write(self.path, self.storage_options, is_shared=True)
         check_flags(self)
         check_count("every", self.every, optional=True)
         if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
@@ -133,8 +133,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed.
-        WriteError: the path is read-only (http), or relative, and there is no working directory; or its URL is of an
-            unknown protocol, or needs a library that is missing.
+        WriteError: the path is relative, and there is no working directory; or its URL is of a storage where ranks
+            cannot write one file together, of an unknown protocol, or needs a library that is missing.
 
     The save then raises, on each rank:
         WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
@@ -162,7 +162,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
     ) -> None:
         check_storage_options(storage_options)
-        self._path = None if path is None else path_to_write(path, storage_options)
+        self._path = None if path is None else path_to_write(path, storage_options, is_shared=True)
         check_callable("on_report", on_report)
         check_callable("on_progress", on_progress)
         self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite, publish)

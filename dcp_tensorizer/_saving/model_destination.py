@@ -14,6 +14,7 @@ from .._format.safetensors import file_names, index_of
 from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._staging.staged_save import StagedSave
 from .._storage.base import Refused, SharedFile, Storage
+from .._storage.open import NOT_SHARED
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import NotCommitted, ReadError, WriteError
 from .commit import files_of_models, put_records, remove, remove_records
@@ -117,10 +118,7 @@ class ModelDestination(Destination):
         names = [self._single] if is_lone else file_names(count, "" if self._is_fresh else save_id)
         granules = [storage.granule_of(layout.nbytes) for layout in plan.files]
         if not all(granules):
-            raise WriteError(
-                f"{storage.path}: several processes cannot write one file there. A model can be saved to local "
-                f"directories, network mounts and S3: save it to one, and copy it"
-            )
+            raise WriteError(f"{storage.path}: {NOT_SHARED}")
         self._save_id = save_id
         put_records(storage, [save_id])
         try:

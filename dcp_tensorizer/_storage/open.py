@@ -20,7 +20,7 @@ from .._runtime.validation import check_path
 from ..errors import CheckpointError, WriteError
 from .base import TIMEOUT, Storage
 from .local import LocalStorage
-from .redact import Scrubber
+from .redact import Scrubber, redact
 from .urls import check_writable, protocols_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ _EXTRAS = (
     | dict.fromkeys(("sftp", "ssh"), "sftp")
 )
 """The extra that installs the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
+
+_SHARED = (["file"], ["local"], ["s3"], ["s3a"])
+NOT_SHARED = (
+    "several processes cannot write one file there. A model can be saved to local directories, network mounts and S3: "
+    "save it to one, and copy it"
+)
 
 _SFTP = "(sftp|ssh)(://|::)"
 
@@ -183,13 +189,18 @@ def _named(url: str, opener: str, scrub: Scrubber) -> Iterator[None]:
         raise WriteError(scrub(f"cannot open {url} by {opener}: {type(error).__name__}: {error}")) from None
 
 
-def path_to_write(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | Path:
+def path_to_write(
+    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, *, is_shared: bool = False
+) -> str | Path:
     """The `absolute_path` of a user's path.
 
-    Raises `WriteError` if it is a URL that can only be read, and what `check_location` raises.
+    Raises `WriteError` if it is a URL that can only be read, or, with ``is_shared``, one where several processes cannot
+    write one file, and what `check_location` raises.
     """
     check_path(path)
-    check_writable(os.fspath(path))
+    check_writable(text := os.fspath(path))
+    if is_shared and not (_is_local(path) or _registered(text)) and protocols_of(text)[:1] not in _SHARED:
+        raise WriteError(f"{redact(text)}: {NOT_SHARED}")
     return check_location(path, options)
 
 
