@@ -138,12 +138,13 @@ def _record(made: Made, values: _Values) -> Any:
     hints = _hints(kind)
     if made.members:
         raise ValueError(f"it makes a {made.what} as no writer does")
+    fields: dict[str, Any] = {}
     if made.arguments:  # `SavePlanner` pickles its metadata as a call of the constructor
-        fields = dict(zip(hints, map(values.of, made.arguments), strict=True))
-    elif type(made.state) is tuple:  # of `TensorProperties`; its length depends on the release of torch
-        fields = dict(zip(hints, map(values.of, made.state), strict=False))
-    else:
-        fields = {_typed(name, str): values.of(value) for name, value in _typed(made.state or {}, dict).items()}
+        fields.update(zip(hints, map(values.of, made.arguments), strict=True))
+    if type(made.state) is tuple:  # of `TensorProperties`; its length depends on the release of torch
+        fields.update(zip(hints, map(values.of, made.state), strict=False))
+    elif made.state is not None:
+        fields.update((_typed(name, str), values.of(value)) for name, value in _typed(made.state, dict).items())
     known = {}
     for name, (hint, kinds) in hints.items():
         if name in fields:
@@ -163,7 +164,7 @@ def _record(made: Made, values: _Values) -> Any:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
-    """The types of the fields of a dataclass, in order, each with the classes that fit without another look."""
+    """The types of the fields of a dataclass, in order, each with the classes that fit directly."""
     hints = get_type_hints(kind)
     if kind is MetadataIndex:
         hints["fqn"] = Any  # keys of a state dict may be of other types

@@ -349,12 +349,13 @@ class RuleMetadata(Metadata):
         return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        others = {name: value for name, value in vars(self).items() if name not in _FIELDS and name[0] != "_"} or None
         try:
             if self.storage_data is not None or not _UNDERSTOOD:
                 raise Unsupported
-            return self._received, (self._packed(), self.storage_meta, self.version)
+            return self._received, (self._packed(), self.storage_meta, self.version), others
         except Unsupported:  # also in a checkpoint of torch's writer, which is read without this package
-            return Metadata, tuple(getattr(self, name) for name in _FIELDS)
+            return Metadata, tuple(getattr(self, name) for name in _FIELDS), others
 
     @classmethod
     def _received(

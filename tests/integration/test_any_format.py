@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -84,8 +86,16 @@ def test_it_reads_what_this_package_and_torch_have_saved(tmp_path: Path) -> None
 
 
 def test_it_reads_what_torchs_writer_has_saved_by_our_planner(tmp_path: Path) -> None:
-    """The pickle of its metadata has another form than with torch's planner."""
-    dcp.save({"m": SAVED, "n": 3}, storage_writer=FileSystemWriter(tmp_path), planner=SavePlanner())
+    """The pickle of its metadata has another form than with torch's planner, and also holds a framework's fields."""
+
+    class Writer(FileSystemWriter):
+        def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+            metadata.notes = {"m.w": (2, 3)}  # type: ignore[attr-defined]
+            super().finish(metadata, results)
+
+    dcp.save({"m": SAVED, "n": 3}, storage_writer=Writer(tmp_path), planner=SavePlanner())
+    assert FileSystemReader(tmp_path).read_metadata().notes == {"m.w": (2, 3)}  # type: ignore[attr-defined]
+    assert open_reader(tmp_path).read_metadata().notes == {"m.w": (2, 3)}  # type: ignore[attr-defined]
     state = {"m": {"w": torch.zeros(2, 3), "step": 0}, "n": -1}
     dcp.load(state, storage_reader=open_reader(tmp_path))
     assert_is_saved(state["m"])  # type: ignore[arg-type]
