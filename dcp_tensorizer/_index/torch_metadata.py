@@ -168,6 +168,8 @@ def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
     hints = get_type_hints(kind)
     if kind is MetadataIndex:
         hints["fqn"] = Any  # keys of a state dict may be of other types
+    elif kind is StorageInfo:
+        hints = dict.fromkeys(hints, Any)  # `_check_place` checks them, and names the key
     return {name: (hint, get_args(hint) if get_origin(hint) in _UNIONS else (hint,)) for name, hint in hints.items()}
 
 
