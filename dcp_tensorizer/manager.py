@@ -86,7 +86,7 @@ class CheckpointManager:
             after the next commit, except the newest. Without rules everything is kept.
         keep_every: Keep the checkpoints whose step is a multiple of this.
         keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
-            While no checkpoint has a value of it, none is deleted, and a warning says so.
+            While no checkpoint has a number as its value, none is deleted, and a warning says so.
         delete_after: The age in seconds from which checkpoints are deleted on object stores and network mounts, where a
             job that loads a checkpoint cannot lock it.
         delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
 import signal
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -650,6 +652,43 @@ def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: 
     assert "step 6 was saved without the metric 'loss', which keep_best needs (its metrics are 'val_loss')" in said(
         caplog
     )
+
+
+def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that is NaN from the first step on names no best checkpoint: all stay, and one warning says so."""
+    with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step), metrics={"loss": math.nan}, wait=True)
+        assert (manager.steps(), manager.best()) == ([1, 2, 3], None)
+        assert said(caplog) == (
+            f"{tmp_path}: the metric 'loss' of step 1 is NaN, and keep_best needs a number. While no checkpoint has a "
+            f"value of it, none is deleted"
+        )
+        manager.save(4, state_of(4), metrics={"loss": 0.5}, wait=True)
+        assert manager.steps() == [4]
+
+
+def test_clocks_that_are_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`latest` moves with each save, and the next job goes on from the last branch, also of two that began alike."""
+    now, hours = time.time_ns, 0
+    monkeypatch.setattr(time, "time_ns", lambda: now() - hours * 3600 * 10**9)
+    saved(tmp_path, 5)
+    for step in (6, 7):
+        with manager_of(tmp_path) as manager:
+            assert manager.restore(state_of(0), 5) == 5
+            hours += 1
+            manager.save(step, state_of(step), wait=True)
+            assert (tmp_path / "latest").read_text() == f"step-{step}\n"
+    with manager_of(tmp_path) as manager:
+        assert (manager.restore(state_of(0)), manager.steps()) == (7, [5, 7])
+        manager.save(8, state_of(8), wait=True)
+        for step in (7, 8):
+            shutil.rmtree(tmp_path / f"step-{step}")
+        manager.restore(state_of(0), 5)
+        hours += 1
+        manager.save(6, state_of(6), wait=True)
+        assert (tmp_path / "latest").read_text() == "step-6\n"
+    assert [record_of(tmp_path, name).serial for name in ("step-5", "step-6")] == [1, 5]
 
 
 def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
