@@ -8,7 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._format.names import StoredItem, data_file_rank
@@ -17,7 +17,16 @@ from .._storage.open import open_storage
 from .._unpickle.objects import is_small, load_object
 from ..errors import CheckpointError, DecryptionError, UntrustedObject
 from ._find import read_parts_at
-from ._view import CheckpointView, Path, StoredObject, StoredTensor, data_files, unlock_parts, view_checkpoint
+from ._view import (
+    CheckpointView,
+    Path,
+    StoredObject,
+    StoredTensor,
+    data_files,
+    record_of,
+    unlock_parts,
+    view_checkpoint,
+)
 
 if TYPE_CHECKING:
     from .._format.encryption import DecryptionParams
@@ -108,6 +117,7 @@ class Inspection:
         files: Its data files.
         tensors, objects: The values whose keys match, in the order of the state dict.
         by_dtype, by_key: Totals of these tensors; ``by_key`` by the first part of the keys that differs.
+        step, metrics: Those that a manager has recorded.
     """
 
     path: str
@@ -117,6 +127,8 @@ class Inspection:
     objects: tuple[ObjectInfo, ...]
     by_dtype: Mapping[str, Total]
     by_key: Mapping[str, Total]
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def inspect(
@@ -143,7 +155,9 @@ def inspect(
     storage = open_storage(checkpoint, storage_options)
     parts = read_parts_at(storage)
     ciphers = None if encryption is None else unlock_parts(storage, parts, encryption)
-    return inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
+    inspected = inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
+    record = record_of(parts)
+    return inspected if record is None else replace(inspected, step=record.step, metrics=record.metrics)
 
 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:
