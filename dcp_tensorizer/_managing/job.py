@@ -265,7 +265,7 @@ class Job:
                 self.exports.close()
             if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
                 self.survival.leave(deadline)  # the newest step exists only in memory
-            self.survival.end(deadline, has_saved=self.saves.has_saved)
+            self.survival.end(deadline, has_saved=self.saves.saved is not None)
 
     def members(self) -> list[Step]:
         """The checkpoints of the job's branch; raises what `read_members` raises."""

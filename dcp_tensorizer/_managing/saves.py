@@ -270,16 +270,16 @@ class Saves:
         return self._last.future
 
     @property
-    def has_saved(self) -> bool:
-        """Returns whether the last save is committed."""
-        return self._last is not None and self._last.saved is not None
+    def saved(self) -> Step | None:
+        """The checkpoint of the last save; None if it is not committed, or there was no save."""
+        return None if self._last is None else self._last.saved
 
     def wait_committed(self) -> Step | None:
         """Waits for the last save. Returns its checkpoint, or None if it failed, or there was no save."""
         if self._last is None:
             return None
         self._last.future.exception()
-        return self._last.saved
+        return self.saved
 
     def forget(self) -> None:
         """Forgets the last save, which is over, because the job does not go on from it."""

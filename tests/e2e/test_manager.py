@@ -95,6 +95,35 @@ def test_an_error_is_raised_on_every_rank(tmp_path):
     assert max(first[1], second[1]) < 20
 
 
+def _ends(rank, folder, steps):
+    """Ends at a step at which no save is due; returns the error of a rank, and the steps that are saved then."""
+    state = _state(rank.world_size)
+    manager = CheckpointManager(folder, save_every=10, save_at_end=True)
+    error = None
+    try:
+        for step in range(1, steps[rank.index] + 1):
+            state["w"] += 1
+            manager.save(step, state)
+        manager.close()
+    except ValueError as different:
+        error = str(different)
+    manager.close(timeout=30)
+    return error, manager.steps()
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "error"),
+    [
+        ((12, 12), [10, 12], None),
+        ((0, 0), [], None),
+        ((12, 11), [10], "the ranks save different steps, from 11 to 12: all must be at the same"),
+    ],
+)
+def test_the_last_step_of_all_ranks_is_saved(tmp_path, steps, saved, error):
+    """All ranks save it when they close, if they were given the same one; otherwise all raise an error."""
+    assert run_ranks(2, _ends, tmp_path / "run", steps) == [(error, saved)] * 2
+
+
 class _Broken:
     """Its state cannot be collected on one rank."""
 

@@ -10,17 +10,20 @@ import shutil
 import signal
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import (
     CheckpointManager,
+    Export,
     MetadataError,
     NotCommitted,
     ReadError,
@@ -86,6 +89,80 @@ def test_a_job_and_the_next_one(tmp_path: Path) -> None:
         assert manager.restore(state) == 12
         assert (state["step"], state["model"]["weight"][7].item()) == (12, 12.0)
         assert manager.save(13, state) is None
+
+
+def not_saved(folder: Path, step: int, last: str) -> str:
+    return (
+        f"{folder}: the job ends at step {step}, and {last}. To save its last step, pass save_at_end=True to the "
+        f"manager, or force=True to the last save"
+    )
+
+
+def test_the_end_of_training_that_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names the last step that was given, and the last one that is committed, of this run or an earlier."""
+    saved(tmp_path, *range(1, 32), save_every=500)
+    assert said(caplog) == not_saved(tmp_path, 31, "no step is committed")
+    caplog.clear()
+    saved(tmp_path, *range(1, 32), save_every=10)
+    assert said(caplog) == not_saved(tmp_path, 31, "the last one that is committed is 30")
+    caplog.clear()
+    with manager_of(tmp_path, save_every=500) as manager:
+        assert manager.restore(state_of(0)) == 30
+        manager.save(32, state_of(32))
+        manager.close(timeout=60)
+    assert said(caplog) == not_saved(tmp_path, 32, "the last one that is committed is 30")
+
+
+def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``save_at_end`` the objects of the last call are saved, with its metrics; a step that is saved is not."""
+    state = state_of(0)
+    rules: dict[str, Any] = {"save_every": 10, "save_at_end": True, "keep_latest": 2}
+    export = Export(tmp_path / "model", rename={"model.*": "*"})
+    with manager_of(tmp_path / "run", **rules, export=export) as manager:
+        for step in range(1, 32):
+            state["model"]["weight"].fill_(step)
+            manager.save(step, state, metrics={"loss": 1 / step}, exclude=["step"])
+    assert manager.steps() == [30, 31]
+    assert record_of(tmp_path / "run", "step-31").metrics == {"loss": 1 / 31}
+    assert load_file(tmp_path / "model" / "model.safetensors")["weight"].unique().tolist() == [31.0]
+    with manager_of(tmp_path / "run", **rules) as manager:
+        assert manager.restore(loaded := state_of(0), strict=False) == 31
+        assert loaded["model"]["weight"].unique().tolist() == [31.0]
+        manager.save(40, state)
+    with manager_of(tmp_path / "run", **rules) as manager:
+        assert manager.restore(state_of(0), strict=False) == 40
+        assert manager.save(40, state_of(1)) is None
+    assert manager.steps() == [31, 40]
+    assert record_of(tmp_path / "run", "step-40").serial == 5
+    assert [text for text in said(caplog).splitlines() if "ends at step" in text] == []
+    with pytest.raises(TypeError, match="save_at_end must be bool"):
+        manager_of(tmp_path, save_at_end=1)
+
+
+@pytest.mark.parametrize("save_at_end", [False, True])
+def test_what_is_no_end_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture, save_at_end: bool) -> None:
+    """An error in the block, a signal, whose step is saved, and a forked child save nothing, and warn of nothing."""
+    options: dict[str, Any] = {"save_every": 10, "save_at_end": save_at_end}
+    with suppress(KeyError), manager_of(tmp_path / "error", **options) as manager:
+        manager.save(1, state_of(1))
+        raise KeyError
+    assert directories_in(tmp_path / "error") == []
+    with manager_of(tmp_path / "signal", stop_signals=[signal.SIGUSR1], **options) as manager:
+        manager.save(1, state_of(1))
+        signal.raise_signal(signal.SIGUSR1)
+        manager.save(2, state_of(2))
+    assert directories_in(tmp_path / "signal") == ["step-2"]
+    with manager_of(tmp_path / "fork", **options) as manager:
+        manager.save(1, state_of(1))
+        if not (child := os.fork()):
+            manager.close()
+            os._exit(len(said(caplog)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert directories_in(tmp_path / "fork") == []
+        manager.save(10, state_of(10))
+    with manager_of(tmp_path / "none", **options) as manager:
+        assert manager.restore(state_of(0)) is None
+    assert said(caplog) == ""
 
 
 def test_what_the_index_says(tmp_path: Path) -> None:
