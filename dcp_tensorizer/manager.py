@@ -119,7 +119,8 @@ class CheckpointManager:
             ``folder``.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense, or this is not the main thread and there are signals.
+        TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or this is
+            not the main thread, and there are signals.
         WriteError: the folder's URL cannot be opened, or its path is relative and there is no working directory.
     """
 
@@ -181,6 +182,26 @@ class CheckpointManager:
             )
             of_saves, of_agreements = make_groups(process_group)
             agreement, heartbeats = Agreement(of_agreements), Heartbeats(of_saves)
+            agreement.check_same(  # before the first call in which ranks may do something else because of an option
+                {
+                    "folder": self._folder.path,
+                    "name": name,
+                    "save_every": save_every,
+                    "save_interval": save_interval,
+                    "keep_latest": keep_latest,
+                    "keep_every": keep_every,
+                    "keep_best": keep_best,
+                    "delete_after": delete_after,
+                    "delete_other_files": delete_other_files,
+                    "survive": survive,
+                    "survive_every": survive_every,
+                    "buffers": buffers,
+                    "copies": copies,
+                    "export": export and (str(export.path), export.every, export.at_end),
+                    "save_at_end": save_at_end,
+                    "limits": max_failures,
+                }
+            )
             heartbeats.watch_saves(self._writer, limits.timeout)
             self._job = Job(self._folder, self._writer, agreement, heartbeats, job_options, policy, self._clock)
         except BaseException:
