@@ -251,10 +251,11 @@ class CheckpointManager:
         Args:
             step: The step of training, the same on every rank.
             state: A state dict, as for ``dcp.async_save``.
-            force: Save even if none is due; one rank is enough.
+            force: Save even if none is due; one rank is enough. A step that is saved already is not replaced: the
+                result is a finished future of the checkpoint that is there.
             metrics: Numbers that are recorded with the checkpoint; those of rank 0.
             wait: Return when it is committed, and old checkpoints are deleted: see `wait`.
-            exclude: Patterns of keys to leave out.
+            exclude: Patterns of keys to leave out. One that matches no key of the first rank's state is a warning.
             trainable_only: Leave out the frozen parameters of modules in the state.
 
         Returns:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._format.names import metadata_file_name
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
 from .step_folder import (
@@ -190,6 +191,10 @@ def _look_around(folder: Storage, names: StepNames) -> None:
     Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata.
     """
     unknown, lost = others(folder, names)
+    if metadata_file_name() in unknown:
+        raise MetadataError(
+            f"{folder.path} is a checkpoint itself, and not a folder of checkpoints. Give the manager its parent folder"
+        )
     if unknown:
         raise MetadataError(
             f"{folder.path} holds no checkpoint named {names.template!r}, but {_listed(unknown)}: pass name= as they "

@@ -320,6 +320,59 @@ def test_a_checkpoint_of_torch(tmp_path: Path) -> None:
     assert directories_in(tmp_path) == ["step-4", "step-6"]
 
 
+def test_a_folder_that_is_a_checkpoint(tmp_path: Path) -> None:
+    """The error asks for the folder around it."""
+    saved(tmp_path, 1)
+    with manager_of(tmp_path / "step-1") as manager:
+        words = (
+            f"{tmp_path}/step-1 is a checkpoint itself, and not a folder of checkpoints. Give the manager its parent"
+        )
+        with pytest.raises(MetadataError, match=re.escape(words)):
+            manager.restore(state_of(0))
+
+
+def test_keys_that_no_load_can_sort(tmp_path: Path) -> None:
+    """They are refused before anything is saved; keys of one type are not, nor are those of dicts inside."""
+    with manager_of(tmp_path) as manager:
+        words = r"state has keys that cannot be sorted, such as 1, of type int and 'd', of type str: a load would fail"
+        with pytest.raises(TypeError, match=words):
+            manager.save(1, {1: torch.ones(2), "d": torch.ones(2)})  # type: ignore[dict-item]
+        for step, state in enumerate([{1: torch.ones(2), 2: 5}, {"a": {1: torch.ones(2), "d": 5}}]):
+            manager.save(step, state, wait=True)  # type: ignore[arg-type]
+            assert manager.restore(dict(state), step) == step  # type: ignore[arg-type]
+
+
+def test_an_exclude_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names the pattern once; patterns that leave something out are no matter, in whatever save they do."""
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), exclude=["modle.*", "model", "model.bias", "s*p"], wait=True)
+    assert said(caplog) == (
+        "exclude: no key of the state on the first rank matches 'model', 'modle.*': nothing is left out by it. Keys of "
+        "nested dicts are joined by dots, as 'model.weight', and a list is one key"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_staging": True}], ids=["plain", "overlap"])
+@pytest.mark.parametrize("fails", ["staging", "writing"])
+def test_one_error_for_one_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], fails: str
+) -> None:
+    """It is logged once, with the checkpoint's path and the cause, and raised at the end."""
+    state: dict[str, Any] = state_of(1)
+    if fails == "staging":
+        state["model"]["weight"] = torch.ones(2, device="meta")
+    else:
+        (tmp_path / "step-1").write_text("in the way")
+    manager = manager_of(tmp_path, **options)
+    manager.save(1, state)
+    with pytest.raises(WriteError if fails == "writing" else StagingError):
+        manager.close()
+    errors = [line for line in said(caplog).splitlines() if "step-1" in line]
+    assert len(errors) == 1, errors
+    assert errors[0].startswith(f"the save to {tmp_path}/step-1 failed: ")
+
+
 def test_two_directories_of_one_step(tmp_path: Path) -> None:
     """Which one is meant nobody can tell. One that holds no checkpoint is not meant."""
     saved(tmp_path, 12)
@@ -547,6 +600,21 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptur
         with pytest.raises(StateMismatch, match=r"it has no 'optimizer\.param_groups\.1\.lr'"):
             manager.restore(new)
         assert new["optimizer"].state_dict()["state"] == {}
+
+
+def test_a_setting_that_only_a_scheduler_adds(tmp_path: Path) -> None:
+    """The error names the setting, and says that the scheduler comes first; then the state fits."""
+
+    def with_scheduler(state: dict[str, Any]) -> dict[str, Any]:
+        torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
+        return state
+
+    with manager_of(tmp_path) as manager:
+        manager.save(1, with_scheduler(trainer("momentum")), wait=True)
+        words = r"'optimizer\.param_groups\.0\.initial_lr', .* have no such setting.*make the scheduler before restore"
+        with pytest.raises(StateMismatch, match=words):
+            manager.restore(trainer("momentum"))
+        assert manager.restore(with_scheduler(trainer("momentum"))) == 1
 
 
 def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
