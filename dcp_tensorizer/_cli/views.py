@@ -57,7 +57,7 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
         print_line(f"{', '.join(broken)}: verify says why", "dim")
 
 
-def _metrics(metrics: Mapping[str, float], best: str | None = None) -> str:
+def _metrics(metrics: Mapping[str, float], best: str | None) -> str:
     shown = (f"{name} {value:.4g}{' (best)' if name == best else ''}" for name, value in sorted(metrics.items()))
     return ", ".join(shown)
 
@@ -81,7 +81,8 @@ def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> No
     total = sum(tensor.nbytes for tensor in inspected.tensors)
     print_line("")
     if inspected.step is not None:
-        print_line(f"step {inspected.step}" + (f": {_metrics(inspected.metrics)}" if inspected.metrics else ""))
+        metrics = f": {_metrics(inspected.metrics, inspected.best)}" if inspected.metrics else ""
+        print_line(f"step {inspected.step}{metrics}")
     print_line(
         f"{count(len(inspected.tensors), 'tensor')} of {size(total)} and {count(len(inspected.objects), 'object')}, "
         f"saved by {count(inspected.ranks, 'rank')}"

@@ -148,7 +148,7 @@ def list_checkpoints(
     top = walk(open_storage(path, storage_options))
     best: dict[str, str | None] = {}
     for units, _ in arrange(top):
-        rules, steps = of_manager(units)
+        rules, steps = of_manager(steps_of(units))
         if (found := rules.best(steps)) is not None:
             best |= {unit.folder.storage.path: rules.metric for unit in units if unit.step == found.number}
     infos = (replace(listed.info, best=best.get(listed.info.path)) for listed in top.checkpoints)
@@ -473,16 +473,20 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
     return None, [*groups, (units, objection)]
 
 
-def of_manager(units: Sequence[Unit]) -> tuple[Retention, list[Step]]:
-    """The rules by which a manager retains checkpoints of a `Group`, and the checkpoints that the rules are about.
-
-    These are the rules of the last save, and the checkpoints of its branch. Without a manager there are no rules.
-    """
-    steps = [
+def steps_of(units: Sequence[Unit]) -> list[Step]:
+    """The committed steps of a `Group`, as a manager sees them."""
+    return [
         Step(unit.step, unit.name, saved_at=int(unit.saved * 1e9), record=unit.record)
         for unit in units
         if unit.committed and unit.step is not None
     ]
+
+
+def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
+    """The rules by which a manager retains some of the steps of a directory, and the steps that the rules are about.
+
+    These are the rules of the last save, and the steps of its branch. Without a manager there are no rules.
+    """
     own = members(steps, current_branch(steps) or ())
     last = last_saved(own)
     if last is None or last.record is None:

@@ -20,7 +20,7 @@ from .._saving.commit import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from .._storage.open import open_storage
 from ..errors import describe
-from ._find import Folder, Listed, Unit, arrange, of_manager, walk
+from ._find import Folder, Listed, Unit, arrange, of_manager, steps_of, walk
 
 _MAY_BE_UNDER_WAY = (
     "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
@@ -253,7 +253,7 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
 def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, only_data: bool) -> Iterator[Removal]:
     linked = [path for folder in top.walk() for path in folder.storage.links()]
     for units, objection in arrange(top):
-        rules, steps = of_manager(units)
+        rules, steps = of_manager(steps_of(units))
         latest = keep or rules.latest or 1
         retained = replace(rules, latest=latest).kept(steps)
         for old in _beyond(units, latest):

@@ -5,18 +5,24 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._format.names import StoredItem, data_file_rank
 from .._format.tensor_bytes import dtype_name
+from .._index.schema import SaveRecord
+from .._managing.lineage import sound
+from .._managing.step_folder import StepNames, read_steps
+from .._storage.base import Storage
 from .._storage.open import open_storage
 from .._unpickle.objects import is_small, load_object
 from ..errors import CheckpointError, DecryptionError, UntrustedObject
-from ._find import read_parts_at
+from ._find import of_manager, read_parts_at
 from ._view import (
     CheckpointView,
     Path,
@@ -118,6 +124,7 @@ class Inspection:
         tensors, objects: The values whose keys match, in the order of the state dict.
         by_dtype, by_key: Totals of these tensors; ``by_key`` by the first part of the keys that differs.
         step, metrics: Those that a manager has recorded.
+        best: As in `CheckpointInfo`.
     """
 
     path: str
@@ -129,6 +136,7 @@ class Inspection:
     by_key: Mapping[str, Total]
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    best: str | None = None
 
 
 def inspect(
@@ -157,7 +165,24 @@ def inspect(
     ciphers = None if encryption is None else unlock_parts(storage, parts, encryption)
     inspected = inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
     record = record_of(parts)
-    return inspected if record is None else replace(inspected, step=record.step, metrics=record.metrics)
+    if record is None:
+        return inspected
+    best = _metric_of_best(storage, record, storage_options) if record.metrics else None
+    return replace(inspected, step=record.step, metrics=record.metrics, best=best)
+
+
+def _metric_of_best(storage: Storage, record: SaveRecord, options: Mapping[str, Any] | None) -> str | None:
+    """The metric by which a checkpoint is the best of its manager's, which lie beside it; None if it is not."""
+    folder, _, name = storage.location.rstrip("/").rpartition("/")
+    numbers = [number for number in re.finditer(r"\d+", name) if int(number[0]) == record.step]
+    if not numbers:
+        return None
+    with suppress(CheckpointError, ValueError):  # what lies beside it cannot be read, or is not the manager's folder
+        names = StepNames(f"{name[: numbers[-1].start()]}{{}}{name[numbers[-1].end() :]}")
+        rules, steps = of_manager(sound(read_steps(open_storage(folder, options), names)))
+        best = rules.best(steps)
+        return rules.metric if best is not None and best.name == name else None
+    return None
 
 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:

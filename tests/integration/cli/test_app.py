@@ -81,7 +81,7 @@ def test_ls(checkpoint: Path) -> None:
 
 
 def test_metrics(tmp_path: Path) -> None:
-    """`ls` and `inspect` show what a manager has recorded, and `ls` the checkpoint that ``keep_best`` retains."""
+    """`ls` and `inspect` show what a manager has recorded, and mark the checkpoint that ``keep_best`` retains."""
     recorded: list[dict[str, float]] = [{"loss": 0.5, "accuracy": 0.875}, {"loss": 0.75}, {}]
     with CheckpointManager(tmp_path, stop_signals=(), keep_best="loss", keep_latest=2) as manager:
         for step, metrics in enumerate(recorded, 1):
@@ -91,10 +91,10 @@ def test_metrics(tmp_path: Path) -> None:
     assert head.split()[-1] == "metrics"
     assert [row[head.index("metrics") :] for row in rows] == ["", "loss 0.75", "accuracy 0.875, loss 0.5 (best)"]
     assert [row["best"] for row in told("ls", tmp_path)] == [None, None, "loss"]  # type: ignore[attr-defined, index]
-    assert "step 1: accuracy 0.875, loss 0.5\n" in run("inspect", tmp_path / "step-1")[1]
+    assert "step 1: accuracy 0.875, loss 0.5 (best)\n" in run("inspect", tmp_path / "step-1")[1]
     assert "step 3\n" in run("inspect", tmp_path / "step-3")[1]
     found = told("inspect", tmp_path / "step-2")
-    assert (found["step"], found["metrics"]) == (2, {"loss": 0.75})  # type: ignore[call-overload, index]
+    assert (found["step"], found["metrics"], found["best"]) == (2, {"loss": 0.75}, None)  # type: ignore[call-overload, index]
 
 
 @pytest.fixture
