@@ -111,7 +111,7 @@ class CheckpointManager:
         export: The models for inference that are also saved, and when: see `Export`.
         save_at_end: When the manager is closed, also save the last step that `save` was given, unless it is saved. It
             saves the objects of that call as they are by then, so nothing may have changed them since. If an error
-            ends the ``with`` block, or `close` has a timeout, nothing is saved.
+            ends the ``with`` block, `close` has a timeout, or `restore` was called since, nothing is saved.
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, the timeout and a key are
             taken from the writer's options; a passphrase is not. ``page_cache`` is False by default.
@@ -340,6 +340,7 @@ class CheckpointManager:
             check_growth(grow),
         )
         step = None if step is None else check_step(step)
+        self._last_step, self._save_last = None, lambda: None  # the state is no longer that of the last step
         restored = self._job_here().restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)
         is_whole = strict and not include and not exclude

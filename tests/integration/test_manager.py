@@ -141,7 +141,7 @@ def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("save_at_end", [False, True])
 def test_what_is_no_end_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture, save_at_end: bool) -> None:
-    """An error in the block, a signal, whose step is saved, and a forked child save nothing, and warn of nothing."""
+    """An error in the block, a signal, whose step is saved, a forked child and a restore save and warn of nothing."""
     options: dict[str, Any] = {"save_every": 10, "save_at_end": save_at_end}
     with suppress(KeyError), manager_of(tmp_path / "error", **options) as manager:
         manager.save(1, state_of(1))
@@ -162,6 +162,12 @@ def test_what_is_no_end_of_training(tmp_path: Path, caplog: pytest.LogCaptureFix
         manager.save(10, state_of(10))
     with manager_of(tmp_path / "none", **options) as manager:
         assert manager.restore(state_of(0)) is None
+    with manager_of(tmp_path / "back", save_every=1, save_at_end=save_at_end) as manager:
+        manager.save(1, state_of(1), wait=True)
+    with manager_of(tmp_path / "back", **options) as manager:
+        manager.save(2, state := state_of(2))
+        assert manager.restore(state) == 1
+    assert directories_in(tmp_path / "back") == ["step-1"]
     assert said(caplog) == ""
 
 
