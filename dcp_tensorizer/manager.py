@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
@@ -60,11 +60,11 @@ __all__ = ["CheckpointManager"]
 class CheckpointManager:
     """Saves a job's steps, deletes the old ones, and resumes the job from the newest::
 
-        with CheckpointManager("checkpoints", save_every=500, keep_latest=3, keep_best="loss") as manager:
+        with CheckpointManager("checkpoints", save_every=500, save_at_end=True, keep_latest=3) as manager:
             start = manager.restore(state) or 0
             for step in range(start + 1, steps + 1):
                 loss = train(...)
-                manager.save(step, state, metrics={"loss": loss})
+                manager.save(step, state, metrics={"loss": loss})  # it is saved if a save is due
                 if manager.stopping:
                     break
 
@@ -86,7 +86,7 @@ class CheckpointManager:
             after the next commit, except the newest. Without rules everything is kept.
         keep_every: Keep the checkpoints whose step is a multiple of this.
         keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
-            While no checkpoint has a value of it, none is deleted, and a warning says so.
+            While no checkpoint has a number as its value, none is deleted, and a warning says so.
         delete_after: The age in seconds from which checkpoints are deleted on object stores and network mounts, where a
             job that loads a checkpoint cannot lock it.
         delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
@@ -109,6 +109,9 @@ class CheckpointManager:
         interface: The network interface for copies, by its name or its address. By default the one that reaches the
             coordinator.
         export: The models for inference that are also saved, and when: see `Export`.
+        save_at_end: When the manager is closed, also save the last step that `save` was given, unless it is saved. It
+            saves the objects of that call as they are by then, so nothing may have changed them since. If an error
+            ends the ``with`` block, `close` has a timeout, or `restore` was called since, nothing is saved.
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, the timeout and a key are
             taken from the writer's options; a passphrase is not. ``page_cache`` is False by default.
@@ -116,7 +119,8 @@ class CheckpointManager:
             ``folder``.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense, or this is not the main thread and there are signals.
+        TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or this is
+            not the main thread, and there are signals.
         WriteError: the folder's URL cannot be opened, or its path is relative and there is no working directory.
     """
 
@@ -142,6 +146,7 @@ class CheckpointManager:
         failure_domain: str | None = None,
         interface: str | None = None,
         export: Export | None = None,
+        save_at_end: bool = False,
         process_group: dist.ProcessGroup | None = None,
         reader_options: Mapping[str, Any] | None = None,
         **writer_options: Unpack[WriterOptions],
@@ -157,6 +162,7 @@ class CheckpointManager:
         check_survival(survive, survive_every, buffers, options)
         copying = check_copies(copies, copy_rate, failure_domain, interface, survive)
         check_export(export, options)
+        check_flags(save_at_end=save_at_end)
         limits, max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **options)
         try:
@@ -176,11 +182,34 @@ class CheckpointManager:
             )
             of_saves, of_agreements = make_groups(process_group)
             agreement, heartbeats = Agreement(of_agreements), Heartbeats(of_saves)
+            agreement.check_same(  # before the first call in which ranks may do something else because of an option
+                {
+                    "folder": self._folder.path,
+                    "name": name,
+                    "save_every": save_every,
+                    "save_interval": save_interval,
+                    "keep_latest": keep_latest,
+                    "keep_every": keep_every,
+                    "keep_best": keep_best,
+                    "delete_after": delete_after,
+                    "delete_other_files": delete_other_files,
+                    "survive": survive,
+                    "survive_every": survive_every,
+                    "buffers": buffers,
+                    "copies": copies,
+                    "export": export and (str(export.path), export.every, export.at_end),
+                    "save_at_end": save_at_end,
+                    "limits": max_failures,
+                }
+            )
             heartbeats.watch_saves(self._writer, limits.timeout)
             self._job = Job(self._folder, self._writer, agreement, heartbeats, job_options, policy, self._clock)
         except BaseException:
             self._writer.close()
             raise
+        self._agreement, self._save_at_end = agreement, save_at_end
+        self._last_step: int | None = None
+        self._save_last: Callable[[], object] = lambda: None  # saves the last step, unless it is saved
         self._stopping = self._closed = self._is_over = False
         self._home = self._home_of_job = Home()
         self._signals.install()
@@ -222,10 +251,11 @@ class CheckpointManager:
         Args:
             step: The step of training, the same on every rank.
             state: A state dict, as for ``dcp.async_save``.
-            force: Save even if none is due; one rank is enough.
+            force: Save even if none is due; one rank is enough. A step that is saved already is not replaced: the
+                result is a finished future of the checkpoint that is there.
             metrics: Numbers that are recorded with the checkpoint; those of rank 0.
             wait: Return when it is committed, and old checkpoints are deleted: see `wait`.
-            exclude: Patterns of keys to leave out.
+            exclude: Patterns of keys to leave out. One that matches no key of the first rank's state is a warning.
             trainable_only: Leave out the frozen parameters of modules in the state.
 
         Returns:
@@ -245,9 +275,11 @@ class CheckpointManager:
         check_flags(force=force, wait=wait, trainable_only=trainable_only)
         step, recorded = check_step(step), check_metrics(metrics)
         part = StatePart(check_patterns("exclude", exclude), trainable_only)
-        decision, future = self._job.step(
-            step, state, part, recorded, stop=self._signals.seen, force=force, must_write=wait
-        )
+        save = functools.partial(self._job.step, step, state, part, recorded)
+        self._last_step = step
+        if self._save_at_end:
+            self._save_last = functools.partial(save, stop=False, force=True, must_write=True)
+        decision, future = save(stop=self._signals.seen, force=force, must_write=wait)
         self._stopping = decision.vote.stop
         if decision.action is not Action.NOTHING and (wait or self._stopping):
             self._wait(until_published=False)  # for which all ranks would have to come here
@@ -310,6 +342,7 @@ class CheckpointManager:
             check_growth(grow),
         )
         step = None if step is None else check_step(step)
+        self._last_step, self._save_last = None, lambda: None  # the state is no longer that of the last step
         restored = self._job_here().restore(state, selection, step, fallback=fallback)
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
@@ -352,9 +385,11 @@ class CheckpointManager:
     def close(self, timeout: float | None = None) -> None:
         """Waits for the save under way and the deletions after it, and ends the writer process. Idempotent.
 
-        Without a timeout, a step that is only in memory is saved first, so every rank has to close. The memory of kept
-        states is freed, unless the last save has failed. A job that is `stopping` waits for a publication up to
-        ``limits.timeout`` seconds; the log names a model that is not published then. In a forked child it does nothing.
+        Without a timeout, a step that is only in memory is saved first, and with ``save_at_end`` the last step. So
+        every rank has to close. If the last step that `save` was given is not committed in the end, a warning says so.
+        The memory of kept states is freed, unless the last save has failed. A job that is `stopping` waits for a
+        publication up to ``limits.timeout`` seconds; the log names a model that is not published then. In a forked
+        child it does nothing.
 
         Args:
             timeout: The most seconds that this may take. After that the save under way is abandoned, and the previous
@@ -364,6 +399,7 @@ class CheckpointManager:
             TypeError, ValueError: the timeout is not a number of seconds.
             CheckpointError: the last save, its export or its publication has failed, and no call has raised that yet.
                 Every rank raises it; with a timeout, only rank 0 raises that of publishing.
+            ValueError: ``save_at_end``, and the last steps of the ranks differ.
         """
         if self._is_over or self._is_copy:
             return
@@ -371,10 +407,13 @@ class CheckpointManager:
             check_timeout(timeout, least=0)
         self._closed = True
         deadline = Deadline(timeout)
-        is_with_all = timeout is None and not self._job.survival.has_left
+        is_end = not self._job.survival.has_left
+        is_with_all = timeout is None and is_end
         try:
             if is_with_all:
                 self._job.write_held()
+                if not self._stopping:
+                    self._save_last()
                 if not self._stopping:
                     self._job.export_last()
             elif self._job.saves.held_step is not None:
@@ -386,6 +425,22 @@ class CheckpointManager:
         self._job.retaining.wait(deadline)
         self._is_over = True  # last, so that after an interruption it can be closed again
         self._job.saves.raise_error()
+        if is_end and self._agreement.is_first:
+            self._warn_of_last_step()
+
+    def _warn_of_last_step(self) -> None:
+        """Warns if the last step is not committed."""
+        place, saved, step = self._job.place, self._job.saves.saved, self._last_step
+        if place is None or step is None or step in place.numbers or (saved is not None and saved.number == step):
+            return
+        last = saved or place.tip
+        logger.warning(
+            "%s: the job ends at step %d, and %s. To save its last step, pass save_at_end=True to the manager, or "
+            "force=True to the last save",
+            self._folder.path,
+            step,
+            "no step is committed" if last is None else f"the last one that is committed is {last.number}",
+        )
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
 

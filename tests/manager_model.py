@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ class ManagerModel(RuleBasedStateMachine):
     def begin(self, latest: int | None, every: int | None, best: Any) -> None:
         """Chooses the rules of retention, and starts a job in an empty folder."""
         self.top = tempfile.mkdtemp()
+        self.clock = pytest.MonkeyPatch()
         self.location = f"{self.top}/run" if self.url is None else self.url.format(Path(self.top).name)
         self.latest, self.every, self.best = latest, every, best
         self.disk: dict[int, Checkpoint] = {}
@@ -128,6 +130,12 @@ class ManagerModel(RuleBasedStateMachine):
                 self.manager.wait()
         obstacle.unlink()
         self._restart_if_failing()
+
+    @rule(seconds=st.integers(-7200, 7200))
+    def set_clock(self, seconds: int) -> None:
+        """The clock of the host is set back, or ahead."""
+        now = time.time_ns
+        self.clock.setattr(time, "time_ns", lambda: now() + seconds * 10**9)
 
     @rule()
     def save_again(self) -> None:
@@ -201,6 +209,7 @@ class ManagerModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "manager"):
+            self.clock.undo()
             self.manager.close()
             for step, checkpoint in self.disk.items():
                 reader = TensorizerStorageReader(self.manager.path(step), storage_options=self.storage_options)
@@ -249,7 +258,9 @@ class ManagerModel(RuleBasedStateMachine):
             kept |= {checkpoint.step for checkpoint in own if checkpoint.step % self.every == 0}
         sign = -1 if self.best == "loss" else 1
         known = [checkpoint for checkpoint in own if not math.isnan(checkpoint.loss)]
-        if self.best is not None and known:
+        if self.best is not None and not known:
+            return
+        if self.best is not None:
             kept.add(max(known, key=lambda c: (sign * c.loss, c.step)).step)
         for checkpoint in own:
             if checkpoint.step not in kept:

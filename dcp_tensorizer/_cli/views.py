@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .._runtime.sizes import size
@@ -31,7 +31,7 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
     if as_json:
         print_json(checkpoints)
         return
-    some_shared = any(c.shared_nbytes for c in checkpoints)
+    some_shared, some_measured = any(c.shared_nbytes for c in checkpoints), any(c.metrics for c in checkpoints)
     rows = (
         [
             _below(c.path, path),
@@ -41,11 +41,13 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
             *([size(c.shared_nbytes)] if some_shared else []),
             c.ranks and str(c.ranks),
             c.tensors,
+            *([_metrics(c.metrics, c.best)] if some_measured else []),
         ]
         for c in checkpoints
     )
     shared = [">shared"] if some_shared else []
-    print_table(["checkpoint", "state", "saved", ">size", *shared, ">ranks", ">tensors"], rows)
+    metrics = ["metrics"] if some_measured else []
+    print_table(["checkpoint", "state", "saved", ">size", *shared, ">ranks", ">tensors", *metrics], rows)
     if not checkpoints:
         print_line(f"no checkpoints below {redact(path)}")
     states = {c.state for c in checkpoints}
@@ -53,6 +55,11 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
         print_line(_TORCHS, "dim")
     if broken := sorted(states & {"incomplete", "unreadable"}):
         print_line(f"{', '.join(broken)}: verify says why", "dim")
+
+
+def _metrics(metrics: Mapping[str, float], best: str | None) -> str:
+    shown = (f"{name} {value:.4g}{' (best)' if name == best else ''}" for name, value in sorted(metrics.items()))
+    return ", ".join(shown)
 
 
 def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> None:
@@ -73,6 +80,9 @@ def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> No
     print_table(["file", ">rank", ">size"], files, "Files")
     total = sum(tensor.nbytes for tensor in inspected.tensors)
     print_line("")
+    if inspected.step is not None:
+        metrics = f": {_metrics(inspected.metrics, inspected.best)}" if inspected.metrics else ""
+        print_line(f"step {inspected.step}{metrics}")
     print_line(
         f"{count(len(inspected.tensors), 'tensor')} of {size(total)} and {count(len(inspected.objects), 'object')}"
         + ("" if inspected.ranks is None else f", saved by {count(inspected.ranks, 'rank')}")

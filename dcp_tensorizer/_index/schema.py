@@ -20,6 +20,7 @@ KINDS = ("tensor", "object", "wrapper")
 """The names of the numbers in `Places.kinds`; see `StoredItem.kind`."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 _Reference = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 _Dims = Annotated[tuple[_Count, ...], Meta(max_length=_MAX_DIMENSIONS)]
 Run = tuple[_Reference, int, _Count]
@@ -67,6 +68,11 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
     lived: float = 0.0  # seconds that the job has run up to here, in all its runs
     restarts: _Count = 0  # how often it has gone on after a run that failed
     is_end: bool = False  # the job had been told to stop: nothing is lost if it ends here
+    serial: _Count = 0  # higher than that of every checkpoint in the folder at that time; 0: not recorded
+    # the rules of the manager, by its arguments
+    keep_latest: _Positive | None = None
+    keep_every: _Positive | None = None
+    keep_best: tuple[str, Literal["min", "max"]] | None = None
 
 
 class Head(Struct, gc=False):

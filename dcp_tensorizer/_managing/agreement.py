@@ -4,11 +4,12 @@ life.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,6 +29,7 @@ from ..writer import TensorizerStorageWriter
 logger = logging.getLogger("dcp_tensorizer")
 
 _T = TypeVar("_T")
+_VALUES_SHOWN = 3
 
 
 def make_groups(process_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -110,6 +112,25 @@ class Agreement:
         except RuntimeError as error:
             raise self._gone(error) from error
         return values
+
+    def check_same(self, options: Mapping[str, object]) -> None:
+        """Checks that all ranks have the same options, by their texts; raises `ValueError`, on all ranks, if not."""
+        texts = {name: repr(value) for name, value in options.items()}
+        digest = int.from_bytes(hashlib.blake2b(repr(texts).encode(), digest_size=7).digest(), "big")
+        largest, smallest = self.largest(digest, -digest)
+        if largest == -smallest:
+            return
+        ranks: dict[str, dict[str, list[int]]] = {name: {} for name in texts}
+        for rank, of_rank in enumerate(self.gathered(texts)):
+            for name, text in of_rank.items():
+                ranks[name].setdefault(text, []).append(dist.get_global_rank(self._group, rank))  # type: ignore[arg-type]
+        name, values = next((name, values) for name, values in ranks.items() if len(values) > 1)
+        shown = [f"{text} on rank {listed_ranks(those)}" for text, those in values.items()]
+        more = f", and {len(shown) - _VALUES_SHOWN} other values" if len(shown) > _VALUES_SHOWN else ""
+        raise ValueError(
+            f"the managers of the ranks differ: {name} is {', '.join(shown[:_VALUES_SHOWN])}{more}. Pass the same on "
+            f"every rank"
+        )
 
     def decided(self, decide: Callable[[], _T]) -> _T:
         """Gives all ranks the first rank's decision; the others do not call ``decide``.

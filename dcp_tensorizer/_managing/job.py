@@ -85,6 +85,7 @@ class Job:
         self._flushing = None if is_alone else writer.saver.flushing
         self._owner = Ownership(remote, claim_file_name(options.names.shown))  # a restore claims nothing
         self._has_claimed = False
+        self._serial = 0  # of the last save of this run
         if not is_alone:
             writer.saver.owner = self._owner
         self.survival = Survival(writer.saver, folder, agreement, options)
@@ -264,7 +265,7 @@ class Job:
                 self.exports.close()
             if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
                 self.survival.leave(deadline)  # the newest step exists only in memory
-            self.survival.end(deadline, has_saved=self.saves.has_saved)
+            self.survival.end(deadline, has_saved=self.saves.saved is not None)
 
     def members(self) -> list[Step]:
         """The checkpoints of the job's branch; raises what `read_members` raises."""
@@ -330,7 +331,22 @@ class Job:
             self._advance()  # staging would wait for that save, too
         self._policy.begin(step, is_due=decision.is_due)
         name = self.place.name_of(step, self._names)
-        record = self.place.record(step, metrics, self.survival.run, self._clock, is_end=decision.vote.stop)
+        self._serial = max(self._serial, self.place.serial) + 1
+        rules = self._options.retention
+        record = SaveRecord(
+            step,
+            parent=(self.place.tip.save_id or None) if self.place.tip else None,
+            branch=self.place.branch,
+            metrics=metrics,
+            job=self.survival.run,
+            lived=self._clock.lived,
+            restarts=self._clock.restarts,
+            is_end=decision.vote.stop,
+            serial=self._serial,
+            keep_latest=rules.latest,
+            keep_every=rules.every,
+            keep_best=None if rules.metric is None else (rules.metric, rules.mode),
+        )
         keep = self.survival.next_state(record, self.place)
         new = NewStep(self._folder.child(name), name, record)
         if action is Action.SAVE:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._index.schema import SaveRecord
+from .._format.names import metadata_file_name
 from .._storage.base import Storage
 from ..errors import MetadataError, NotCommitted
-from .goodput import GoodputClock
 from .step_folder import (
     TRUNK,
     Branch,
@@ -44,6 +43,7 @@ class Place:
         left: The newest checkpoint, if the job has gone back to before it and has not saved since; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
         line: The ids of the checkpoints of this run that the job goes on from, the newest first.
+        serial: The highest serial of the folder's checkpoints.
     """
 
     branch: Branch
@@ -54,6 +54,7 @@ class Place:
     left: Step | None
     step: int = -1
     line: tuple[str, ...] = ()
+    serial: int = 0
 
     @classmethod
     def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step], step: int = -1) -> Place:
@@ -63,7 +64,9 @@ class Place:
         numbers = {other.number for other in members(sound(steps), branch)}
         others = [other.name for other in steps if other.number not in numbers]
         names = {other.number: other.name for other in steps}
-        return cls(branch, tip, numbers, names, others, left, step, () if tip is None else (tip.save_id,))
+        line = () if tip is None else (tip.save_id,)
+        serial = max((other.serial for other in steps), default=0)
+        return cls(branch, tip, numbers, names, others, left, step, line, serial)
 
     def begin_anew(self, branch: Branch) -> None:
         """Moves the job to a new branch, because it does not go on from its last checkpoint."""
@@ -81,13 +84,6 @@ class Place:
     def name_of(self, step: int, names: StepNames) -> str:
         """The name of a step's directory. An existing directory may pad its number in another way."""
         return self.names.get(step) or names.name_of(step)
-
-    def record(
-        self, step: int, metrics: dict[str, float], job: str, clock: GoodputClock, *, is_end: bool
-    ) -> SaveRecord:
-        """The record of a save for its index."""
-        parent = (self.tip.save_id or None) if self.tip else None
-        return SaveRecord(step, parent, self.branch, metrics, job, clock.lived, clock.restarts, is_end)
 
     def warn_of_others(self, path: str) -> None:
         """Warns of checkpoints on other branches."""
@@ -195,6 +191,10 @@ def _look_around(folder: Storage, names: StepNames) -> None:
     Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata.
     """
     unknown, lost = others(folder, names)
+    if metadata_file_name() in unknown:
+        raise MetadataError(
+            f"{folder.path} is a checkpoint itself, and not a folder of checkpoints. Give the manager its parent folder"
+        )
     if unknown:
         raise MetadataError(
             f"{folder.path} holds no checkpoint named {names.template!r}, but {_listed(unknown)}: pass name= as they "

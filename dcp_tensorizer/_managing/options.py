@@ -102,10 +102,18 @@ def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
 
 
 def check_state(state: object) -> None:
-    """Raises `TypeError` unless a state is a mapping: a bare module has no key."""
+    """Raises `TypeError` unless a state is a mapping whose keys can be sorted. A bare module has no key."""
     if not isinstance(state, Mapping):
         name = "optimizer" if isinstance(state, torch.optim.Optimizer) else "model"
         raise TypeError(f'state must be a dict, as {{"{name}": {name}}}, and is {type(state).__name__}')
+    try:
+        sorted(state)  # dcp.load does the same
+    except TypeError:
+        kinds = {type(key).__name__: key for key in state}
+        shown = " and ".join(f"{key!r}, of type {kind}" for kind, key in list(kinds.items())[:2])
+        raise TypeError(
+            f"state has keys that cannot be sorted, such as {shown}: a load would fail. Use str keys"
+        ) from None
 
 
 def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tuple[SaveLimits, int | None]:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from .._runtime.forks import Home, in_child
-from .._runtime.validation import check_choice, check_count, check_timeout
+from .._runtime.validation import check_count, check_timeout
 from .agreement import Agreement
 from .copies import NOTHING_IN_MEMORY, MemoryVote
 from .goodput import GoodputClock
@@ -175,7 +175,8 @@ class SavePolicy:
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
     """The least and the greatest value of an interval; raises `TypeError` or `ValueError` if it makes no sense."""
     if isinstance(interval, str):
-        check_choice("save_interval", interval, ("auto",))
+        if interval != "auto":
+            raise TypeError(f"save_interval must be a number of seconds, a pair of them, or 'auto', got {interval!r}")
         return 0.0, math.inf
     if not isinstance(interval, tuple | list):
         check_timeout(interval, name="save_interval")

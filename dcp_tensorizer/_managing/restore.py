@@ -397,7 +397,12 @@ class SelectivePlanner(LoadPlanner):
         paths = recorded_paths(metadata)
         advice = ""
         lost = [key for key in more if any(optimizer.owns(paths.get(key, ())) for optimizer in optimizers)]
-        if lost:
+        if lost and all(_is_setting(paths[key], self.state_dict) for key in lost):
+            advice = (
+                "the parameter groups of the optimizer have no such setting. A scheduler adds 'initial_lr', for "
+                "example: make the scheduler before restore()"
+            )
+        elif lost:
             advice = (
                 "the optimizer has no place for them: it has other parameters or groups than the one that was saved. "
                 "Or they are of another shape than a sharded parameter: then the optimizer has to take a step before"
@@ -411,6 +416,13 @@ class SelectivePlanner(LoadPlanner):
             raise StateMismatch(f"{problem}. Leave them out by exclude=, or by strict=False, which warns of them")
         logger.warning("%s. They are not loaded (strict=False)", problem)
         return lost
+
+
+def _is_setting(path: Sequence[str | int], state: Mapping[str, Any]) -> bool:
+    """Returns whether a path is that of a setting in a parameter group, and the state has that group."""
+    return path[-3:-2] == ("param_groups",) and any(
+        key.startswith(f"{'.'.join(map(str, path[:-1]))}.") for key in state
+    )
 
 
 def is_larger(size: torch.Size, stored: torch.Size) -> bool:
@@ -460,10 +472,11 @@ class StatePart(NamedTuple):
         """Returns whether nothing is left out."""
         return not self.exclude and not self.trainable_only
 
-    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def of(self, state: Mapping[str, Any], unmatched: set[str] | None = None) -> dict[str, Any]:
         """Collects the part of a state, with the state dicts of ``Stateful`` values. The state itself is not changed.
 
-        Raises `StagingError` if nothing in the state says which parameters are trained.
+        The patterns of ``exclude`` that match a key are removed from ``unmatched``. Raises `StagingError` if nothing in
+        the state says which parameters are trained.
         """
         collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         if self.is_all:
@@ -475,23 +488,22 @@ class StatePart(NamedTuple):
                 "trainable_only=True, and nothing in the state says what is trained: give the module itself in the "
                 'state, as {"model": model}, or name with exclude= what is to be left out'
             )
-        return self._without(collected, "", frozen)
+        return self._without(collected, "", frozen, set() if unmatched is None else unmatched)
 
-    def _without(self, state: Mapping[str, Any], prefix: str, frozen: set[str]) -> dict[str, Any]:
+    def _without(self, state: Mapping[str, Any], prefix: str, frozen: set[str], unmatched: set[str]) -> dict[str, Any]:
         part: dict[str, Any] = {}
         for key, value in state.items():
             name = f"{prefix}{key}"
             if isinstance(value, dict) and value:
-                if inner := self._without(value, f"{name}.", frozen):
+                if inner := self._without(value, f"{name}.", frozen, unmatched):
                     part[key] = inner
-            elif not self._leaves_out(name, value, frozen):
+                continue
+            matches = {pattern for pattern in self.exclude if fnmatch.fnmatchcase(name, pattern)}
+            unmatched -= matches
+            is_frozen = self.trainable_only and isinstance(value, torch.nn.Parameter) and not value.requires_grad
+            if not (matches or is_frozen or name in frozen):
                 part[key] = value
         return part
-
-    def _leaves_out(self, name: str, value: object, frozen: set[str]) -> bool:
-        if self.trainable_only and isinstance(value, torch.nn.Parameter) and not value.requires_grad:
-            return True
-        return name in frozen or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
 
 def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:

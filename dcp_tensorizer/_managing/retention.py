@@ -31,7 +31,7 @@ from .step_folder import LATEST, Step, StepNames, members, read_steps
 class Retention:
     """The rules by which checkpoints are kept. One that keeps a checkpoint is enough; without rules all are kept.
 
-    If no checkpoint has the metric, the best one is unknown, and all are kept.
+    If no checkpoint has a value of the metric, the best one is unknown, and all are kept.
 
     Attributes:
         latest: How many of the newest to keep. The newest is always kept.
@@ -87,12 +87,12 @@ class Retention:
     def kept(self, steps: Sequence[Step]) -> set[int]:
         """The numbers of the steps to keep."""
         numbers = sorted((step.number for step in steps), reverse=True)
-        if self.keeps_all or (self.metric is not None and not any(self.metric in step.metrics for step in steps)):
+        best = self.best(steps)
+        if self.keeps_all or (self.metric is not None and best is None):
             return set(numbers)
         kept = set(numbers[: self.latest or 1])
         if self.every is not None:
             kept |= {number for number in numbers if number % self.every == 0}
-        best = self.best(steps)
         return kept if best is None else kept | {best.number}
 
 
@@ -167,7 +167,7 @@ class Retaining:
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
         self._has_warned = False
-        self._latest_at = 0  # the time of the save that `LATEST` names
+        self._latest = 0  # the serial of the save that `LATEST` names
         self._has_failed = False
 
     def after(self, saved: Step) -> None:
@@ -196,21 +196,21 @@ class Retaining:
         wait_for(self._running, deadline.left)
 
     def _look_for_metric(self, saved: Step) -> None:
-        """Warns once of a checkpoint without the metric of ``keep_best``."""
-        metric = None if self._rules is None else self._rules.metric
-        if metric is None or metric in saved.metrics or self._has_warned:
+        """Warns once of a checkpoint without a value of the metric of ``keep_best``."""
+        assert self._rules is not None
+        metric = self._rules.metric
+        if metric is None or self._has_warned or self._rules.best([saved]) is not None:
             return
         self._has_warned = True
-        given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
-        logger.warning(
-            "%s: step %d was saved without the metric %r, which keep_best needs%s: pass metrics={%r: ...} to save. "
-            "While no checkpoint has it, none is deleted",
-            self._folder.path,
-            saved.number,
-            metric,
-            given,
-            metric,
-        )
+        if metric in saved.metrics:
+            problem = f"the metric {metric!r} of step {saved.number} is NaN, and keep_best needs a number"
+        else:
+            given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
+            problem = (
+                f"step {saved.number} was saved without the metric {metric!r}, which keep_best needs{given}: pass "
+                f"metrics={{{metric!r}: ...}} to save"
+            )
+        logger.warning("%s: %s. While no checkpoint has a value of it, none is deleted", self._folder.path, problem)
 
     def _begin(self, what: Callable[[], None]) -> None:
         running = [other for other in self._running if not other.done()]
@@ -273,9 +273,9 @@ class Retaining:
         The file is plain text, for people and scripts. Restores read it, too: a listing of the folder may come from a
         cache, and so may not show the newest checkpoint yet.
         """
-        if saved.saved_at <= self._latest_at:
+        if saved.serial <= self._latest:
             return  # a later checkpoint has arrived first
-        self._latest_at = saved.saved_at
+        self._latest = saved.serial
         try:
             self._folder.put(LATEST, f"{saved.name}\n".encode(), sync=False)
         except CheckpointError as error:  # for example, a directory has that name

@@ -24,7 +24,7 @@ from .._saving.saver import SaveDescription
 from .._staging.staged_save import StagedStateDict
 from .._staging.state_tree import fingerprint
 from .._storage.base import Storage
-from ..errors import CheckpointError, StagingError, WriteError, describe, unwrap
+from ..errors import CheckpointError, StagingError, WriteError, describe, listed, unwrap
 from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
 from .agreement import Agreement, Heartbeats
@@ -120,6 +120,7 @@ class Saves:
         self._after = after
         self._exports = exports
         self._is_warm = False
+        self._unmatched: set[str] = set()  # the patterns of which a warning has told
         self._last: _StepSave | None = None
         self._held: _Held | None = None
         self._following = threading.local()
@@ -140,7 +141,7 @@ class Saves:
         would wait for this one. Then the error is raised. ``on_staged`` as in `SaveDescription`.
         """
         since = self._clock.now()
-        collected, error = _collected(state, part)
+        collected, error = self._collected(state, part)
         future = self._start(new, collected, since, _refusal(error), on_staged)
         if error is not None:
             raise error
@@ -223,12 +224,35 @@ class Saves:
 
         self._wait_exported()
         is_due = is_due or (self._held is not None and self._held.is_due)  # this step takes the place of the held one
-        collected, error = _collected(state, part)
+        collected, error = self._collected(state, part)
         ties = {} if self._exports is None else ties_in(collected)
         if error is not None:  # other ranks hold the step: if they write it, the save must fail on all ranks
             self._held = _Held(new, None, _refusal(error), is_due)
             raise error
         self._writer.saver.hold(collected, keep)
+
+    def _collected(self, state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
+        """Collects the state dicts of ``Stateful`` values, as DCP does. Returns also the error if one of them failed.
+
+        Warns once of each pattern that leaves out nothing. The first rank has to do, whose state may lack the keys of
+        other ranks.
+        """
+        unmatched = set(part.exclude) - self._unmatched
+        try:
+            collected = part.of(state, unmatched)
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # a load inside may raise CheckpointException, a BaseException
+            return {}, error
+        if unmatched and self._agreement.is_first:
+            self._unmatched |= unmatched
+            logger.warning(
+                "exclude: no key of the state on the first rank matches %s: nothing is left out by it. Keys of nested "
+                "dicts are joined by dots, as 'model.weight', and a list is one key",
+                listed(sorted(unmatched)),
+            )
+        return collected, None
 
     def write_held(self) -> None:
         """Begins the save of the newest step, if it is only in memory and a save of it was due."""
@@ -270,16 +294,16 @@ class Saves:
         return self._last.future
 
     @property
-    def has_saved(self) -> bool:
-        """Returns whether the last save is committed."""
-        return self._last is not None and self._last.saved is not None
+    def saved(self) -> Step | None:
+        """The checkpoint of the last save; None if it is not committed, or there was no save."""
+        return None if self._last is None else self._last.saved
 
     def wait_committed(self) -> Step | None:
         """Waits for the last save. Returns its checkpoint, or None if it failed, or there was no save."""
         if self._last is None:
             return None
         self._last.future.exception()
-        return self._last.saved
+        return self.saved
 
     def forget(self) -> None:
         """Forgets the last save, which is over, because the job does not go on from it."""
@@ -349,14 +373,6 @@ class Saves:
 
 def _refusal(error: BaseException | None) -> StagingError | None:
     return None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
-
-
-def _collected(state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
-    """Collects the state dicts of ``Stateful`` values, as DCP does. Returns also the error if one of them failed."""
-    try:
-        return part.of(state), None
-    except (Exception, CheckpointException) as error:  # a load inside may raise CheckpointException, a BaseException
-        return {}, error
 
 
 # --- replicas: tensors that a rank need not stage, because other ranks write them -------------------------------------

@@ -51,12 +51,24 @@ def members(steps: Iterable[Step], branch: Branch) -> list[Step]:
 def current_branch(steps: Sequence[Step]) -> Branch | None:
     """The branch of the job's last save; None if there are no checkpoints.
 
-    Branches that the job has left do not count, even if clocks say that they are newer.
+    Branches that the job has left do not count.
     """
     left = {name for saved in steps for name, _ in saved.branch[:-1]}
     ends = [saved for saved in steps if saved.branch[-1][0] not in left]
-    last = max(ends, key=lambda saved: (saved.saved_at, saved.number), default=None)
+    last = last_saved(ends)
     return None if last is None else last.branch
+
+
+def last_saved(steps: Iterable[Step]) -> Step | None:
+    """The checkpoint that was saved last; None if there are none.
+
+    Serials tell, because clocks may be set back. Only a checkpoint without a serial is compared by its time.
+    """
+    groups: tuple[list[Step], list[Step]] = ([], [])
+    for step in steps:
+        groups[step.serial > 0].append(step)
+    newest = [max(group, key=lambda step: (step.serial, step.saved_at, step.number)) for group in groups if group]
+    return max(newest, key=lambda step: (step.saved_at, step.serial), default=None)
 
 
 LATEST = "latest"
@@ -92,6 +104,11 @@ class Step:
     def branch(self) -> Branch:
         """The branch of the checkpoint."""
         return TRUNK if self.record is None else self.record.branch or TRUNK
+
+    @property
+    def serial(self) -> int:
+        """The number of its save among those of the folder; 0 if it was not recorded."""
+        return 0 if self.record is None else self.record.serial
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -247,7 +247,8 @@ class FailureCounter:
                 save = self._saves.pop(thread, None)
                 if save is not None and self._coordinates(save):
                     self._in_a_row.failed(save.cause)
-                    logger.error("%s was not committed: %s", save.name, save.cause)
+                    if save.error is _UNKNOWN:  # otherwise `failed` has logged it
+                        logger.error("%s was not committed: %s", save.name, save.cause)
 
     def end_at_exit(self) -> None:
         """Logs, at the end of the program, background saves that were not committed, unless their errors are logged

@@ -98,7 +98,8 @@ class ModelSession(SaveSession):
         if (versions := self._context.versions) is not None:
             destination, staged = self._destination, self._staged_save
             context = None if staged is None else staged.context
-            versions.add(SavedModel(destination.storage, destination.index, context, destination.hold()))
+            step = None if self._record is None else self._record.step
+            versions.add(SavedModel(destination.storage, destination.index, context, destination.hold(), step))
 
     def end(self) -> None:
         """Drops the files unless they are a model by now, and releases the directory. Idempotent."""

@@ -122,8 +122,6 @@ class Saver(SaveContext):
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         staged.staged_save.record, staged.staged_save.files = save.record, save.files
         staged.staged_save.times = StageTimes(started_at, started - called, time.perf_counter() - started, started)
-        if staged.staged_save.error is not None:
-            logger.error("staging failed, and so will the save: %s", str(staged.staged_save.error))
         if save.on_staged is not None:
             save.on_staged(staged)
         return staged

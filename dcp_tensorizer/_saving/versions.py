@@ -39,6 +39,7 @@ class SavedModel:
     index: bytes | None  # None if the model is one file
     context: ProcessContext | None
     release: Callable[[], None]
+    step: int | None = None  # of training, if a manager has saved it
     before: SavedModel | None = None
 
     @property
@@ -153,7 +154,7 @@ class VersionsOfWriter:
             model.storage.location,
             os.fspath(self._options.path),
             None if previous is None else previous.storage.location,
-            None,
+            model.step,
             self._options.max_deltas,
             self._options.keep_latest,
             self._write.storage_options,

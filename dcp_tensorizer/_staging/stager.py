@@ -7,7 +7,6 @@ over; see `StagedSave`.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from .shared_memory import SharedBuffer, aligned
 from .staged_save import StagedSave, StagedStateDict, StagingState
 from .state_tree import DtypeOf, TensorList, copy_items, fill_tensors
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
-
-logger = logging.getLogger("dcp_tensorizer")
 
 _RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from staging until it returns
 
@@ -252,9 +249,7 @@ class Stager:
                 raise
         finally:
             staged_save.finish()
-        if staged_save.error is not None and self._overlap_staging:
-            logger.error("staging failed, and so will the save: %s", str(staged_save.error))
-        elif staged_save.error is not None:
+        if staged_save.error is not None and not self._overlap_staging:
             staged.clear()
 
     @collector_paused()

@@ -602,15 +602,17 @@ def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
 
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
-    """Returns whether the checkpoint on the remote was saved later, according to clocks and branches."""
-    return there.saved_at > own.saved_at and there.save_id not in earlier and not _has_left(own, there)
+    """Returns whether the checkpoint on the remote was saved later: by serials and branches, or else by clocks."""
+    if there.save_id in earlier or _has_left(own, there):
+        return False
+    serial, own_serial = (0 if head.record is None else head.record.serial for head in (there, own))
+    if serial and own_serial and serial != own_serial:
+        return serial > own_serial
+    return there.saved_at > own.saved_at
 
 
 def _has_left(own: Head, there: Head) -> bool:
-    """Returns whether the job has left the branch of the other checkpoint before it saved its own.
-
-    This tells their order even if clocks say otherwise.
-    """
+    """Returns whether the job has left the branch of the other checkpoint before it saved its own."""
     if own.record is None or there.record is None or not there.record.branch:
         return False
     return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}

@@ -25,6 +25,9 @@ from .._format.names import (
     save_id_in,
 )
 from .._index.container import is_index, looks_like_pickle
+from .._index.schema import SaveRecord
+from .._managing.retention import Retention
+from .._managing.step_folder import Step, current_branch, last_saved, members
 from .._saving.commit import dead_files, leftovers
 from .._saving.uploads import recorded_uploads
 from .._storage.base import FileInfo, Storage
@@ -63,6 +66,8 @@ class CheckpointInfo:
         shared_nbytes: Bytes of those files that also have names elsewhere, and take space once (``reuse_unchanged``).
         ranks, tensors, objects: How many ranks wrote it, and how many values it has; None if it is not committed.
         leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
+        metrics: The metrics that a manager has recorded.
+        best: The metric of ``keep_best`` by which it is the best of its manager's checkpoints; None if it is not.
     """
 
     path: str
@@ -75,6 +80,8 @@ class CheckpointInfo:
     tensors: int | None
     objects: int | None
     leftover_nbytes: int
+    metrics: Mapping[str, float]
+    best: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ class Listed:
         dead: The leftovers of dead saves, unless a save is under way there.
         unknown: Why there may be more leftovers; empty if there are no others.
         contents: A hash of the keys; None if it is not committed.
-        is_recorded: A manager has recorded it as this step.
+        record: The manager's record of it; None without one, or if the directory's name has another step.
     """
 
     info: CheckpointInfo
@@ -98,7 +105,7 @@ class Listed:
     dead: tuple[FileInfo, ...] = ()
     unknown: str = ""
     contents: int | None = None
-    is_recorded: bool = False
+    record: SaveRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +145,14 @@ def list_checkpoints(
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
-    found = walk(open_storage(path, storage_options)).checkpoints
-    return tuple(sorted((listed.info for listed in found), key=_order))
+    top = walk(open_storage(path, storage_options))
+    best: dict[str, str | None] = {}
+    for units, _ in arrange(top):
+        rules, steps = of_manager(steps_of(units))
+        if (found := rules.best(steps)) is not None:
+            best |= {unit.folder.storage.path: rules.metric for unit in units if unit.step == found.number}
+    infos = (replace(listed.info, best=best.get(listed.info.path)) for listed in top.checkpoints)
+    return tuple(sorted(infos, key=_order))
 
 
 def step_of(name: str) -> int | None:
@@ -289,6 +302,8 @@ def _look_at(
         tensors=None,
         objects=None,
         leftover_nbytes=sum(file.nbytes for file in leftovers),
+        metrics={},
+        best=None,
     )
     listed = Listed(info, leftovers=leftovers, dead=dead, unknown=unknown or unseen)
     try:
@@ -301,17 +316,18 @@ def _look_at(
         return Listed(replace(info, state="torch" if torchs else "unreadable", leftover_nbytes=0))
     named, record = data_files(parts), record_of(parts)
     info = replace(info, saved=_time(saved_at(parts)))
-    is_recorded = record is not None and record.step in map(int, _NUMBER.findall(_name(storage)))
-    if record is not None and is_recorded:
-        info = replace(info, step=record.step)
+    if record is not None:
+        info = replace(info, metrics=record.metrics)
+        if record.step in map(int, _NUMBER.findall(_name(storage))):
+            info = replace(info, step=record.step)
+        else:
+            record = None
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
-        return Listed(replace(info, state="incomplete", leftover_nbytes=0), is_recorded=is_recorded)
+        return Listed(replace(info, state="incomplete", leftover_nbytes=0), record=record)
     ranks = len(set(map(data_file_rank, named)))
     info = replace(info, state="committed", ranks=ranks, tensors=len(view.tensors), objects=len(view.objects))
     contents = hash(frozenset([*view.tensors, *view.objects]))
-    return replace(
-        listed, info=info, parts=0 if None in parts else len(parts), contents=contents, is_recorded=is_recorded
-    )
+    return replace(listed, info=info, parts=0 if None in parts else len(parts), contents=contents, record=record)
 
 
 def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
@@ -418,6 +434,11 @@ class Unit:
         return max(0.0 if part.info.saved is None else part.info.saved.timestamp() for part in self.parts)
 
     @property
+    def record(self) -> SaveRecord | None:
+        """The manager's record; None without one."""
+        return None if self.folder.listed is None else self.folder.listed.record
+
+    @property
     def ranks(self) -> int:
         """The number of ranks that have committed, if each saves for itself."""
         return min(part.parts for part in self.parts)
@@ -458,6 +479,27 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group
     return None, [*groups, (units, objection)]
 
 
+def steps_of(units: Sequence[Unit]) -> list[Step]:
+    """The committed steps of a `Group`, as a manager sees them."""
+    return [
+        Step(unit.step, unit.name, saved_at=int(unit.saved * 1e9), record=unit.record)
+        for unit in units
+        if unit.committed and unit.step is not None
+    ]
+
+
+def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
+    """The rules by which a manager retains some of the steps of a directory, and the steps that the rules are about.
+
+    These are the rules of the last save, and the steps of its branch. Without a manager there are no rules.
+    """
+    own = members(steps, current_branch(steps) or ())
+    last = last_saved(own)
+    if last is None or last.record is None:
+        return Retention(), own
+    return Retention.of(last.record.keep_latest, last.record.keep_every, last.record.keep_best), own
+
+
 def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:
     """Separates the steps that managers have recorded, by job, from other checkpoints in a directory.
 
@@ -467,7 +509,7 @@ def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:
     jobs: dict[str, list[Unit]] = defaultdict(list)  # by a pattern of their names
     unrecorded: list[Unit] = []
     for unit in units:
-        if unit.folder.listed is None or not unit.folder.listed.is_recorded:
+        if unit.record is None:
             unrecorded.append(unit)
             continue
         *_, number = (number for number in _NUMBER.finditer(unit.name) if int(number[0]) == unit.step)

@@ -20,11 +20,12 @@ from .._saving.commit import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from .._storage.open import open_storage
 from ..errors import describe
-from ._find import Folder, Listed, Unit, arrange, walk
+from ._find import Folder, Listed, Unit, arrange, of_manager, steps_of, walk
 
 _MAY_BE_UNDER_WAY = (
     "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
 )
+_RETAINED = "its manager retains it by keep_every or keep_best: to remove it, delete its directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,13 @@ def collect(
 
     A checkpoint is removed if it is neither among the ``keep_latest`` newest nor among those with the ``keep_latest``
     highest steps of its directory, and is older than ``older_than``. With neither argument, only leftovers are removed.
-    The newest committed checkpoint always stays, and so does one that a link there leads to.
+    The newest committed checkpoint always stays, and so do one that a link there leads to, and those that the last
+    manager there retains by ``keep_every`` or ``keep_best``.
 
     Args:
         path: The directory.
-        keep_latest: How many checkpoints to keep in each directory; at least 1.
+        keep_latest: How many checkpoints to keep in each directory; at least 1. By default as many as the last manager
+            there retains.
         older_than: Seconds since a checkpoint was saved, by its own record.
         only_data: Leave the files in a checkpoint's directory that this package did not write, and the directory.
         dry_run: Remove nothing, and return what would be removed.
@@ -108,17 +111,17 @@ def plan_collection(
 
     Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
     this holds: it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps, it is older
-    than ``older_than`` seconds, and no link there leads to it. The newest one is never removed, nor is the one with the
-    highest step, from which a job would resume. If ranks save for themselves, a checkpoint of fewer ranks than another
-    beside it may lack some: it neither counts nor is removed. Without ``keep`` and ``older_than``, no checkpoint is
-    removed. ``only_data`` leaves files that this package did not write.
+    than ``older_than`` seconds, no rule of a manager retains it, and no link there leads to it. The newest one is never
+    removed, nor is the one with the highest step, from which a job would resume. If ranks save for themselves, a
+    checkpoint of fewer ranks than another beside it may lack some: it neither counts nor is removed. Without ``keep``
+    and ``older_than``, no checkpoint is removed. ``only_data`` leaves files that this package did not write.
 
     Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
     """
     top = walk(storage)
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
-        removals += _old_checkpoints(top, keep or 1, older_than, only_data)
+        removals += _old_checkpoints(top, keep, older_than, only_data)
     # An old checkpoint that stays may hold leftovers of dead saves. One that could not be listed has been reported.
     done = [removal for removal in removals if removal.planned.kept is None or removal.planned.failed]
     whole = {listed.info.path for removal in done for listed in removal.folder.checkpoints}
@@ -247,12 +250,15 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
     return all(file.changed is not None and time.time() - file.changed >= older_than for file in files)
 
 
-def _old_checkpoints(top: Folder, keep: int, older_than: float | None, only_data: bool) -> Iterator[Removal]:
+def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, only_data: bool) -> Iterator[Removal]:
     linked = [path for folder in top.walk() for path in folder.storage.links()]
     for units, objection in arrange(top):
-        for old in _beyond(units, keep):
+        rules, steps = of_manager(steps_of(units))
+        latest = keep or rules.latest or 1
+        retained = replace(rules, latest=latest).kept(steps)
+        for old in _beyond(units, latest):
             if time.time() - old.saved >= (older_than or 0.0):
-                kept = objection or _objection(old, linked, older_than)
+                kept = objection or (_RETAINED if old.step in retained else "") or _objection(old, linked, older_than)
                 unknown = "" if kept else next((part.unknown for part in old.parts if part.unknown), "")
                 files = [f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name))]
                 yield Removal.of(old.folder, files, whole=True, kept=kept or unknown or None, failed=bool(unknown))
@@ -279,8 +285,11 @@ def _beyond(units: Sequence[Unit], keep: int) -> list[Unit]:
     steps = [(unit.step, unit) for unit in units if unit.committed and unit.step is not None]
     most = max((unit.ranks for _, unit in steps), default=0)
     steps = [(step, unit) for step, unit in steps if unit.ranks in (0, most)]
-    # If a job went back to an earlier step, newer checkpoints have lower steps.
+    # If a job went back to an earlier step, newer checkpoints have lower steps. If a clock was set back, they have
+    # earlier times.
     by_time = [unit for _, unit in sorted(steps, key=lambda pair: (pair[1].saved, pair[0]), reverse=True)]
     by_step = [unit for _, unit in sorted(steps, key=lambda pair: (pair[0], pair[1].saved), reverse=True)]
-    safe = {unit.folder.storage.path for order in (by_time, by_step) for unit in order[:keep]}
+    recorded = [(unit.record.serial, unit) for unit in by_time if unit.record is not None]
+    by_serial = [unit for _, unit in sorted(recorded, key=lambda pair: pair[0], reverse=True)]
+    safe = {unit.folder.storage.path for order in (by_time, by_step, by_serial) for unit in order[:keep]}
     return [unit for unit in by_time if unit.folder.storage.path not in safe]

@@ -5,14 +5,20 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._format.names import StoredItem, data_file_rank, is_data_file_name
 from .._format.tensor_bytes import dtype_name
+from .._index.schema import SaveRecord
+from .._managing.lineage import sound
+from .._managing.step_folder import StepNames, read_steps
+from .._storage.base import Storage
 from .._storage.open import open_storage
 from .._unpickle.objects import is_small, load_object
 from ..errors import (
@@ -23,9 +29,18 @@ from ..errors import (
     UnsupportedFormat,
     UntrustedObject,
 )
-from ._find import read_parts_at
+from ._find import of_manager, read_parts_at
 from ._formats.registry import open_foreign
-from ._view import CheckpointView, Path, StoredObject, StoredTensor, data_files, unlock_parts, view_checkpoint
+from ._view import (
+    CheckpointView,
+    Path,
+    StoredObject,
+    StoredTensor,
+    data_files,
+    record_of,
+    unlock_parts,
+    view_checkpoint,
+)
 
 if TYPE_CHECKING:
     from .._format.encryption import DecryptionParams
@@ -116,6 +131,8 @@ class Inspection:
         files: Its data files.
         tensors, objects: The values whose keys match, in the order of the state dict.
         by_dtype, by_key: Totals of these tensors; ``by_key`` by the first part of the keys that differs.
+        step, metrics: Those that a manager has recorded.
+        best: As in `CheckpointInfo`.
     """
 
     path: str
@@ -125,6 +142,9 @@ class Inspection:
     objects: tuple[ObjectInfo, ...]
     by_dtype: Mapping[str, Total]
     by_key: Mapping[str, Total]
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best: str | None = None
 
 
 def inspect(
@@ -156,7 +176,26 @@ def inspect(
             raise
         return inspect_view(*foreign, pattern)
     ciphers = None if encryption is None else unlock_parts(storage, parts, encryption)
-    return inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
+    inspected = inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
+    record = record_of(parts)
+    if record is None:
+        return inspected
+    best = _metric_of_best(storage, record, storage_options) if record.metrics else None
+    return replace(inspected, step=record.step, metrics=record.metrics, best=best)
+
+
+def _metric_of_best(storage: Storage, record: SaveRecord, options: Mapping[str, Any] | None) -> str | None:
+    """The metric by which a checkpoint is the best of its manager's, which lie beside it; None if it is not."""
+    folder, _, name = storage.location.rstrip("/").rpartition("/")
+    numbers = [number for number in re.finditer(r"\d+", name) if int(number[0]) == record.step]
+    if not numbers:
+        return None
+    with suppress(CheckpointError, ValueError):  # what lies beside it cannot be read, or is not the manager's folder
+        names = StepNames(f"{name[: numbers[-1].start()]}{{}}{name[numbers[-1].end() :]}")
+        rules, steps = of_manager(sound(read_steps(open_storage(folder, options), names)))
+        best = rules.best(steps)
+        return rules.metric if best is not None and best.name == name else None
+    return None
 
 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:

@@ -95,6 +95,77 @@ def test_an_error_is_raised_on_every_rank(tmp_path):
     assert max(first[1], second[1]) < 20
 
 
+def _differs(rank, folder, options):
+    """Returns the error of a manager whose options are those of this rank."""
+    try:
+        with CheckpointManager(**{"folder": folder} | options[rank.index]) as manager:
+            manager.save(1, _state(rank.world_size), wait=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+_COPIES = {"survive": 60.0, "copies": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ({"folder": "/run/a"}, {"folder": "/run/b"}, {"folder": "/run/b"}),
+            "folder is '/run/a' on rank 0, '/run/b' on rank 1, 2",
+        ),
+        (
+            ({"save_every": 1}, {"save_every": 2}, {"save_every": 3}),
+            "save_every is 1 on rank 0, 2 on rank 1, 3 on rank 2",
+        ),
+        (({}, {}, {"survive": 60.0}), "survive is 0.0 on rank 0, 1, 60.0 on rank 2"),
+        (
+            ({"keep_best": "loss"}, {"keep_best": ("loss", "max")}, {}),
+            "keep_best is 'loss' on rank 0, ('loss', 'max') on rank 1, None on rank 2",
+        ),
+        (
+            (_COPIES | {"interface": "lo"}, _COPIES | {"interface": "127.0.0.1"}, _COPIES | {"failure_domain": "a"}),
+            None,
+        ),
+    ],
+    ids=["folder", "save_every", "survive", "keep_best", "may-differ"],
+)
+def test_ranks_whose_managers_differ(tmp_path, options, words):
+    """No rank gets a manager, and the error names the values and their ranks. Options of one host may differ."""
+    words = words and f"the managers of the ranks differ: {words}. Pass the same on every rank"
+    assert run_ranks(3, _differs, tmp_path / "run", options) == [words] * 3
+
+
+def _ends(rank, folder, steps):
+    """Ends at a step at which no save is due; returns the error of a rank, and the steps that are saved then."""
+    state = _state(rank.world_size)
+    manager = CheckpointManager(folder, save_every=10, save_at_end=True)
+    error = None
+    try:
+        for step in range(1, steps[rank.index] + 1):
+            state["w"] += 1
+            manager.save(step, state)
+        manager.close()
+    except ValueError as different:
+        error = str(different)
+    manager.close(timeout=30)
+    return error, manager.steps()
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "error"),
+    [
+        ((12, 12), [10, 12], None),
+        ((0, 0), [], None),
+        ((12, 11), [10], "the ranks save different steps, from 11 to 12: all must be at the same"),
+    ],
+)
+def test_the_last_step_of_all_ranks_is_saved(tmp_path, steps, saved, error):
+    """All ranks save it when they close, if they were given the same one; otherwise all raise an error."""
+    assert run_ranks(2, _ends, tmp_path / "run", steps) == [(error, saved)] * 2
+
+
 class _Broken:
     """Its state cannot be collected on one rank."""
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import re
 import shutil
 import signal
 import struct
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import (
     CheckpointManager,
+    Export,
     MetadataError,
     NotCommitted,
     ReadError,
@@ -85,6 +90,86 @@ def test_a_job_and_the_next_one(tmp_path: Path) -> None:
         assert manager.restore(state) == 12
         assert (state["step"], state["model"]["weight"][7].item()) == (12, 12.0)
         assert manager.save(13, state) is None
+
+
+def not_saved(folder: Path, step: int, last: str) -> str:
+    return (
+        f"{folder}: the job ends at step {step}, and {last}. To save its last step, pass save_at_end=True to the "
+        f"manager, or force=True to the last save"
+    )
+
+
+def test_the_end_of_training_that_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names the last step that was given, and the last one that is committed, of this run or an earlier."""
+    saved(tmp_path, *range(1, 32), save_every=500)
+    assert said(caplog) == not_saved(tmp_path, 31, "no step is committed")
+    caplog.clear()
+    saved(tmp_path, *range(1, 32), save_every=10)
+    assert said(caplog) == not_saved(tmp_path, 31, "the last one that is committed is 30")
+    caplog.clear()
+    with manager_of(tmp_path, save_every=500) as manager:
+        assert manager.restore(state_of(0)) == 30
+        manager.save(32, state_of(32))
+        manager.close(timeout=60)
+    assert said(caplog) == not_saved(tmp_path, 32, "the last one that is committed is 30")
+
+
+def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``save_at_end`` the objects of the last call are saved, with its metrics; a step that is saved is not."""
+    state = state_of(0)
+    rules: dict[str, Any] = {"save_every": 10, "save_at_end": True, "keep_latest": 2}
+    export = Export(tmp_path / "model", rename={"model.*": "*"})
+    with manager_of(tmp_path / "run", **rules, export=export) as manager:
+        for step in range(1, 32):
+            state["model"]["weight"].fill_(step)
+            manager.save(step, state, metrics={"loss": 1 / step}, exclude=["step"])
+    assert manager.steps() == [30, 31]
+    assert record_of(tmp_path / "run", "step-31").metrics == {"loss": 1 / 31}
+    assert load_file(tmp_path / "model" / "model.safetensors")["weight"].unique().tolist() == [31.0]
+    with manager_of(tmp_path / "run", **rules) as manager:
+        assert manager.restore(loaded := state_of(0), strict=False) == 31
+        assert loaded["model"]["weight"].unique().tolist() == [31.0]
+        manager.save(40, state)
+    with manager_of(tmp_path / "run", **rules) as manager:
+        assert manager.restore(state_of(0), strict=False) == 40
+        assert manager.save(40, state_of(1)) is None
+    assert manager.steps() == [31, 40]
+    assert record_of(tmp_path / "run", "step-40").serial == 5
+    assert [text for text in said(caplog).splitlines() if "ends at step" in text] == []
+    with pytest.raises(TypeError, match="save_at_end must be bool"):
+        manager_of(tmp_path, save_at_end=1)
+
+
+@pytest.mark.parametrize("save_at_end", [False, True])
+def test_what_is_no_end_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture, save_at_end: bool) -> None:
+    """An error in the block, a signal, whose step is saved, a forked child and a restore save and warn of nothing."""
+    options: dict[str, Any] = {"save_every": 10, "save_at_end": save_at_end}
+    with suppress(KeyError), manager_of(tmp_path / "error", **options) as manager:
+        manager.save(1, state_of(1))
+        raise KeyError
+    assert directories_in(tmp_path / "error") == []
+    with manager_of(tmp_path / "signal", stop_signals=[signal.SIGUSR1], **options) as manager:
+        manager.save(1, state_of(1))
+        signal.raise_signal(signal.SIGUSR1)
+        manager.save(2, state_of(2))
+    assert directories_in(tmp_path / "signal") == ["step-2"]
+    with manager_of(tmp_path / "fork", **options) as manager:
+        manager.save(1, state_of(1))
+        if not (child := os.fork()):
+            manager.close()
+            os._exit(len(said(caplog)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert directories_in(tmp_path / "fork") == []
+        manager.save(10, state_of(10))
+    with manager_of(tmp_path / "none", **options) as manager:
+        assert manager.restore(state_of(0)) is None
+    with manager_of(tmp_path / "back", save_every=1, save_at_end=save_at_end) as manager:
+        manager.save(1, state_of(1), wait=True)
+    with manager_of(tmp_path / "back", **options) as manager:
+        manager.save(2, state := state_of(2))
+        assert manager.restore(state) == 1
+    assert directories_in(tmp_path / "back") == ["step-1"]
+    assert said(caplog) == ""
 
 
 def test_what_the_index_says(tmp_path: Path) -> None:
@@ -240,6 +325,59 @@ def test_a_checkpoint_of_torch(tmp_path: Path) -> None:
         manager.save(5, state_of(5), wait=True)
         manager.save(6, state_of(6), wait=True)
     assert directories_in(tmp_path) == ["step-4", "step-6"]
+
+
+def test_a_folder_that_is_a_checkpoint(tmp_path: Path) -> None:
+    """The error asks for the folder around it."""
+    saved(tmp_path, 1)
+    with manager_of(tmp_path / "step-1") as manager:
+        words = (
+            f"{tmp_path}/step-1 is a checkpoint itself, and not a folder of checkpoints. Give the manager its parent"
+        )
+        with pytest.raises(MetadataError, match=re.escape(words)):
+            manager.restore(state_of(0))
+
+
+def test_keys_that_no_load_can_sort(tmp_path: Path) -> None:
+    """They are refused before anything is saved; keys of one type are not, nor are those of dicts inside."""
+    with manager_of(tmp_path) as manager:
+        words = r"state has keys that cannot be sorted, such as 1, of type int and 'd', of type str: a load would fail"
+        with pytest.raises(TypeError, match=words):
+            manager.save(1, {1: torch.ones(2), "d": torch.ones(2)})  # type: ignore[dict-item]
+        for step, state in enumerate([{1: torch.ones(2), 2: 5}, {"a": {1: torch.ones(2), "d": 5}}]):
+            manager.save(step, state, wait=True)  # type: ignore[arg-type]
+            assert manager.restore(dict(state), step) == step  # type: ignore[arg-type]
+
+
+def test_an_exclude_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names the pattern once; patterns that leave something out are no matter, in whatever save they do."""
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), exclude=["modle.*", "model", "model.bias", "s*p"], wait=True)
+    assert said(caplog) == (
+        "exclude: no key of the state on the first rank matches 'model', 'modle.*': nothing is left out by it. Keys of "
+        "nested dicts are joined by dots, as 'model.weight', and a list is one key"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_staging": True}], ids=["plain", "overlap"])
+@pytest.mark.parametrize("fails", ["staging", "writing"])
+def test_one_error_for_one_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], fails: str
+) -> None:
+    """It is logged once, with the checkpoint's path and the cause, and raised at the end."""
+    state: dict[str, Any] = state_of(1)
+    if fails == "staging":
+        state["model"]["weight"] = torch.ones(2, device="meta")
+    else:
+        (tmp_path / "step-1").write_text("in the way")
+    manager = manager_of(tmp_path, **options)
+    manager.save(1, state)
+    with pytest.raises(WriteError if fails == "writing" else StagingError):
+        manager.close()
+    errors = [line for line in said(caplog).splitlines() if "step-1" in line]
+    assert len(errors) == 1, errors
+    assert errors[0].startswith(f"the save to {tmp_path}/step-1 failed: ")
 
 
 def test_two_directories_of_one_step(tmp_path: Path) -> None:
@@ -482,6 +620,21 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptur
         assert new["optimizer"].state_dict()["state"] == {}
 
 
+def test_a_setting_that_only_a_scheduler_adds(tmp_path: Path) -> None:
+    """The error names the setting, and says that the scheduler comes first; then the state fits."""
+
+    def with_scheduler(state: dict[str, Any]) -> dict[str, Any]:
+        torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
+        return state
+
+    with manager_of(tmp_path) as manager:
+        manager.save(1, with_scheduler(trainer("momentum")), wait=True)
+        words = r"'optimizer\.param_groups\.0\.initial_lr', .* have no such setting.*make the scheduler before restore"
+        with pytest.raises(StateMismatch, match=words):
+            manager.restore(trainer("momentum"))
+        assert manager.restore(with_scheduler(trainer("momentum"))) == 1
+
+
 def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What a checkpoint has in its place is an error, or a warning: by the manager, and by ``dcp.load``."""
     train(state := trainer("momentum"))
@@ -662,6 +815,43 @@ def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: 
     assert "step 6 was saved without the metric 'loss', which keep_best needs (its metrics are 'val_loss')" in said(
         caplog
     )
+
+
+def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that is NaN from the first step on names no best checkpoint: all stay, and one warning says so."""
+    with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step), metrics={"loss": math.nan}, wait=True)
+        assert (manager.steps(), manager.best()) == ([1, 2, 3], None)
+        assert said(caplog) == (
+            f"{tmp_path}: the metric 'loss' of step 1 is NaN, and keep_best needs a number. While no checkpoint has a "
+            f"value of it, none is deleted"
+        )
+        manager.save(4, state_of(4), metrics={"loss": 0.5}, wait=True)
+        assert manager.steps() == [4]
+
+
+def test_clocks_that_are_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`latest` moves with each save, and the next job goes on from the last branch, also of two that began alike."""
+    now, hours = time.time_ns, 0
+    monkeypatch.setattr(time, "time_ns", lambda: now() - hours * 3600 * 10**9)
+    saved(tmp_path, 5)
+    for step in (6, 7):
+        with manager_of(tmp_path) as manager:
+            assert manager.restore(state_of(0), 5) == 5
+            hours += 1
+            manager.save(step, state_of(step), wait=True)
+            assert (tmp_path / "latest").read_text() == f"step-{step}\n"
+    with manager_of(tmp_path) as manager:
+        assert (manager.restore(state_of(0)), manager.steps()) == (7, [5, 7])
+        manager.save(8, state_of(8), wait=True)
+        for step in (7, 8):
+            shutil.rmtree(tmp_path / f"step-{step}")
+        manager.restore(state_of(0), 5)
+        hours += 1
+        manager.save(6, state_of(6), wait=True)
+        assert (tmp_path / "latest").read_text() == "step-6\n"
+    assert [record_of(tmp_path, name).serial for name in ("step-5", "step-6")] == [1, 5]
 
 
 def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ import xxhash
 from safetensors.torch import load_file
 from tensorizer import EncryptionParams
 
-from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer import CheckpointManager, TensorizerStorageWriter
 from dcp_tensorizer._cli import app
 from dcp_tensorizer._format import encryption
 from dcp_tensorizer._format.encryption import encryption_cipher
@@ -79,6 +79,23 @@ def test_ls(checkpoint: Path) -> None:
     assert out.splitlines()[1].split()[-2:] == ["2", "3"]
     (found,) = told("ls", checkpoint.parent)  # type: ignore[misc]
     assert (found["step"], found["state"], found["objects"]) == (7, "committed", 2)
+
+
+def test_metrics(tmp_path: Path) -> None:
+    """`ls` and `inspect` show what a manager has recorded, and mark the checkpoint that ``keep_best`` retains."""
+    recorded: list[dict[str, float]] = [{"loss": 0.5, "accuracy": 0.875}, {"loss": 0.75}, {}]
+    with CheckpointManager(tmp_path, stop_signals=(), keep_best="loss", keep_latest=2) as manager:
+        for step, metrics in enumerate(recorded, 1):
+            manager.save(step, {"w": torch.ones(4)}, metrics=metrics, wait=True)
+    _, out, _ = run("ls", tmp_path)
+    head, *rows = out.splitlines()
+    assert head.split()[-1] == "metrics"
+    assert [row[head.index("metrics") :] for row in rows] == ["", "loss 0.75", "accuracy 0.875, loss 0.5 (best)"]
+    assert [row["best"] for row in told("ls", tmp_path)] == [None, None, "loss"]  # type: ignore[attr-defined, index]
+    assert "step 1: accuracy 0.875, loss 0.5 (best)\n" in run("inspect", tmp_path / "step-1")[1]
+    assert "step 3\n" in run("inspect", tmp_path / "step-3")[1]
+    found = told("inspect", tmp_path / "step-2")
+    assert (found["step"], found["metrics"], found["best"]) == (2, {"loss": 0.75}, None)  # type: ignore[call-overload, index]
 
 
 @pytest.fixture

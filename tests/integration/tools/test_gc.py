@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from dcp_tensorizer import CheckpointManager
 from dcp_tensorizer._format.names import data_file_name, metadata_file_name, save_id_in
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._saving.commit import begin, put_records
@@ -624,6 +625,70 @@ def test_recorded_steps_need_no_guess(tmp_path: Path) -> None:
     assert {removal.kept for removal in run(tmp_path, keep=1)} == {None}
     kept = {"model-30", "optim-30-v2", "best-7", "model-10-copy"}
     assert all_below(tmp_path) == {f"run-1/{name}" for name in kept} | {"epoch-1/step-30"}
+
+
+def job(path: Path, losses: dict[int, float], **rules: Any) -> None:
+    """A manager saves some steps, with their losses, and goes on from the newest."""
+    with CheckpointManager(path, stop_signals=(), **rules) as manager:
+        manager.restore({"w": torch.zeros(4)})
+        for step, loss in losses.items():
+            manager.save(step, {"w": torch.full((4,), float(step))}, metrics={"loss": loss}, wait=True)
+
+
+LOSSES = {1: 0.5, 2: 0.25, 3: 0.75, 4: 1.0, 5: 1.5, 6: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("keep", "older_than", "rules", "left"),
+    [
+        (1, None, {"keep_latest": 9, "keep_best": "loss"}, {2, 6}),
+        (1, None, {"keep_latest": 9, "keep_best": ("loss", "max")}, {6}),
+        (2, None, {"keep_latest": 9, "keep_every": 3}, {3, 5, 6}),
+        (None, 0.0, {"keep_latest": 9, "keep_best": "loss"}, {1, 2, 3, 4, 5, 6}),
+        (1, None, {"keep_latest": 9, "keep_best": "accuracy"}, {1, 2, 3, 4, 5, 6}),
+        (1, None, {}, {6}),
+    ],
+    ids=["best", "newest-is-best", "every", "age-alone", "best-unknown", "no-rules"],
+)
+def test_the_rules_of_a_manager_hold(
+    tmp_path: Path, keep: int | None, older_than: float | None, rules: dict[str, Any], left: set[int]
+) -> None:
+    """What its last manager retains by its rules stays; ``keep_latest`` of the call replaces that of the manager."""
+    job(tmp_path, LOSSES, **rules)
+    results = run(tmp_path, keep, older_than)
+    assert {int(name.removeprefix("step-")) for name in names(tmp_path) if name.startswith("step-")} == left
+    stayed = {name_of(one): one.kept for one in results if one.kept is not None}
+    newest = keep or 9
+    assert set(stayed) == {f"step-{step}" for step in left if step <= 6 - newest}
+    assert all("its manager retains it by keep_every or keep_best" in str(reason) for reason in stayed.values())
+
+
+def test_the_last_manager_of_a_folder_has_the_rules(tmp_path: Path) -> None:
+    """Its branch alone has a best checkpoint: earlier rules, and branches that the job has left, do not count."""
+    job(tmp_path, {1: 0.5, 2: 0.75, 3: 0.25}, keep_best="loss", keep_every=1)
+    with CheckpointManager(tmp_path, stop_signals=(), keep_best=("loss", "max")) as manager:
+        manager.restore({"w": torch.zeros(4)}, 2)
+        for step in (4, 5):
+            manager.save(step, {"w": torch.ones(4)}, metrics={"loss": 0.125}, wait=True)
+    found = find(tmp_path)
+    assert [(one.step, one.best, one.metrics) for one in found] == [
+        (5, None, {"loss": 0.125}),
+        (3, None, {"loss": 0.25}),
+        (2, "loss", {"loss": 0.75}),
+    ]
+    run(tmp_path, 1)
+    assert [(one.step, one.best) for one in find(tmp_path)] == [(5, None), (2, "loss")]
+
+
+def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    """The checkpoint that the job would resume from is the newest, also if its time and its step are lower."""
+    job(tmp_path, {1: 1.0, 8: 1.0, 9: 1.0})
+    with CheckpointManager(tmp_path, stop_signals=()) as manager:
+        manager.restore({"w": torch.zeros(4)}, 1)
+        manager.save(2, {"w": torch.ones(4)}, wait=True)
+    edit_index(tmp_path / "step-2" / ".metadata", "head", lambda head: setattr(head, "saved_at", 1))
+    run(tmp_path, 1)
+    assert {one.step for one in find(tmp_path)} == {2, 9}
 
 
 def test_names_without_steps_stay(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
+from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._managing.lineage import Place
 from dcp_tensorizer._managing.retention import Retaining, Retention
 from dcp_tensorizer._managing.step_folder import Step, StepNames, leave, read_steps
@@ -94,11 +95,15 @@ def moving(folder: Path) -> Retaining:
     return Retaining(storage, NAMES, Retention(), owner_of(storage), None, lambda: None)
 
 
+def saved_as(number: int, serial: int, saved_at: int = 0) -> Step:
+    return Step(number, f"step-{number}", "", saved_at, SaveRecord(number, None, (), {}, serial=serial))
+
+
 def test_latest_moves_forward(tmp_path: Path) -> None:
-    """What was saved before does not take its place, whatever its number; what was saved later does."""
+    """A save with a lower serial does not take its place; one with a higher serial does, whatever its step and time."""
     retaining = moving(tmp_path)
-    for number, saved_at, named in ((7, 100, "step-7"), (9, 50, "step-7"), (3, 200, "step-3")):
-        retaining.after(Step(number, f"step-{number}", saved_at=saved_at))
+    for number, serial, saved_at, named in ((7, 2, 100, "step-7"), (9, 1, 200, "step-7"), (3, 3, 50, "step-3")):
+        retaining.after(saved_as(number, serial, saved_at))
         assert (tmp_path / "latest").read_text() == f"{named}\n"
 
 
@@ -107,7 +112,7 @@ def test_a_directory_named_latest_stays(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "latest").mkdir()
     retaining = moving(tmp_path)
     for number in (1, 2):
-        retaining.after(Step(number, f"step-{number}", saved_at=number))
+        retaining.after(saved_as(number, number))
     warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
     assert len(warned) == 1
     assert warned[0].startswith("no file says which checkpoint is the newest: ")

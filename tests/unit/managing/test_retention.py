@@ -34,15 +34,15 @@ COUNTS = st.none() | st.integers(1, 8)
 def test_what_is_kept(
     losses: dict[int, float | None], latest: int | None, every: int | None, best: Any, seed: random.Random
 ) -> None:
-    """The newest ones, the multiples and the best are kept, whatever their order; all, if the best is not known."""
+    """The newest, the multiples and the best are kept, in any order; all, if no checkpoint has a number as its loss."""
     rules = Retention.of(latest, every, best)
     steps = steps_of(losses)
     seed.shuffle(steps)
     kept = rules.kept(steps)
-    if latest is every is best is None or (best is not None and not any(step.metrics for step in steps)):
+    known = {number: loss for number, loss in losses.items() if loss is not None and not math.isnan(loss)}
+    if latest is every is best is None or (best is not None and not known):
         assert kept == set(losses)
         return
-    known = {number: loss for number, loss in losses.items() if loss is not None and not math.isnan(loss)}
     expected = set(sorted(losses)[-(latest or 1) :]) | {n for n in losses if every is not None and n % every == 0}
     if best is not None and known:
         value = min(known.values()) if best == "loss" else max(known.values())
