@@ -136,7 +136,7 @@ def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureF
     assert manager.steps() == [31, 40]
     assert record_of(tmp_path / "run", "step-40").serial == 5
     assert [text for text in said(caplog).splitlines() if "ends at step" in text] == []
-    with pytest.raises(TypeError, match="save_at_end must be bool"):
+    with pytest.raises(TypeError, match="save_at_end must be True or False"):
         manager_of(tmp_path, save_at_end=1)
 
 
