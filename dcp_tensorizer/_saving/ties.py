@@ -21,13 +21,13 @@ def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
     ties: dict[str, str] = {}
     flat, _ = flatten_state_dict(dict(state_dict))
     for fqn, value in flat.items():
-        identity = _identity(value)
+        identity = identity_of(value)
         if identity is not None and first.setdefault(identity, fqn) != fqn:
             ties[fqn] = first[identity]
     return ties
 
 
-def _identity(value: object) -> object:
+def identity_of(value: object) -> object:
     """A value that is equal for tied tensors; None if there is no memory here."""
     if not isinstance(value, torch.Tensor):
         return None
