@@ -274,8 +274,12 @@ def die(rank, folder, victim):
     """A rank is killed in the middle of its part."""
     warnings.simplefilter("ignore")
     state, _ = make_state(2)
-    with SafetensorsStorageWriter(folder, overwrite=True, max_shard_bytes=150_000) as writer:
+    config = folder.parent / "config.json"
+    config.write_text("old")
+    options = {"overwrite": True, "max_shard_bytes": 150_000, "files": [config]}
+    with SafetensorsStorageWriter(folder, **options) as writer:
         dcp.save(state, storage_writer=writer, process_group=rank.saves)
+        config.write_text("new")
         if rank.index == victim:
             LocalStorage.open_shared = lambda *arguments, **options: kill_self()
         return attempt(lambda: dcp.save(state, storage_writer=writer, process_group=rank.saves))
@@ -287,6 +291,8 @@ def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
     run_ranks(2, die, tmp_path / "model", victim, killed=[victim])
     left = sorted(file.name for file in (tmp_path / "model").iterdir())
     assert any(name.endswith(".tmp") for name in left) == (victim == 0)
+    assert any(name.startswith("config.json.") for name in left) == (victim == 0)
+    assert (tmp_path / "model" / "config.json").read_text() == "old"
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
     assert all((tmp_path / "model" / name).exists() for name in index.values())
     with warnings.catch_warnings():
@@ -294,7 +300,7 @@ def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
         with SafetensorsStorageWriter(tmp_path / "model", overwrite=True) as writer:
             dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     assert_is_whole(tmp_path / "model")
-    assert len(list((tmp_path / "model").iterdir())) == 2
+    assert len(list((tmp_path / "model").iterdir())) == 3
 
 
 def save_to_s3(rank, url, options):
