@@ -120,7 +120,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             reversible, so that ``open_reader(path, rename=...)`` loads the model with them.
         max_shard_bytes: The most bytes in a file. A larger tensor gets a file of its own.
         files: Files to copy along, such as ``config.json`` and those of the tokenizer. Of a directory, all files are
-            copied that hold no weights. The coordinator reads them.
+            copied that hold no weights. The coordinator reads them when the save begins, and replaces old ones right
+            after the commit. With ``dtype``, the dtype that ``config.json`` names is the new one.
         overwrite: Replace a model at the path. Files then have names of their save, and those that the old index
             names are removed after the new one is in place. If False, a model at the path is an error.
         publish: Where each model is published as the next version for inference servers, whole or as what changed. A

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -121,12 +122,19 @@ def _fail(path: Path, step: int) -> None:
 
 
 def _save_model(path: Path, step: int, max_shard_bytes: int = 1) -> None:
-    with _quietly(), SafetensorsStorageWriter(path, max_shard_bytes=max_shard_bytes, overwrite=True) as writer:
-        dcp.save({f"w{n}": torch.full((40 + n,), float(step)) for n in (0, 1)}, storage_writer=writer, no_dist=True)
+    options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "overwrite": True}
+    with _quietly(), tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({"step": step}))
+        with SafetensorsStorageWriter(path, files=[f"{folder}/config.json"], **options) as writer:
+            dcp.save({f"w{n}": torch.full((40 + n,), float(step)) for n in (0, 1)}, storage_writer=writer, no_dist=True)
 
 
 def _load_model(path: Path) -> int | None:
-    """The step of the model at a path, as Hugging Face's libraries find it; None if there is none."""
+    """The step of the model at a path, as Hugging Face's libraries find it; None if there is none.
+
+    Its configuration is never newer than its weights, and not missing. Just after the commit it may still be the old
+    one.
+    """
     names, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
     if not names[0].exists():
         if not index.exists():
@@ -135,6 +143,7 @@ def _load_model(path: Path) -> int | None:
     tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
     assert {key: len(tensor) for key, tensor in tensors.items()} == {"w0": 40, "w1": 41}
     (step,) = {value for tensor in tensors.values() for value in tensor.unique().tolist()}
+    assert 0 < json.loads((path / "config.json").read_text())["step"] <= step
     return int(step)
 
 

@@ -59,6 +59,7 @@ class SimulatedStream(SideStream):
                 assert t.is_contiguous() and s.is_contiguous() and not s.is_conj() and not s.is_neg()
                 assert t.dtype == s.dtype
         self.queue.append((None, lambda: [self._copy(t, s) for t, s in zip(targets, sources, strict=True)]))
+        self.device.on_copy()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
@@ -90,6 +91,7 @@ class SimulatedDevice:
         memory: How large a buffer can be.
         pinned: Host memory that is registered: address and length.
         most_pinned: Bytes of it at most.
+        on_copy: Called when a copy has been queued on a side stream.
     """
 
     def __init__(self, *, free_running: bool = True) -> None:
@@ -101,6 +103,7 @@ class SimulatedDevice:
         self.memory = 1 << 40
         self.pinned: list[tuple[int, int]] = []
         self.most_pinned = 0
+        self.on_copy: Callable[[], object] = lambda: None
         self.side_streams = SideStreams(self)
         self._memory: list[torch.Tensor] = []
         self._running = threading.Lock()

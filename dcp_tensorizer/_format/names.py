@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 # tensorizer reserves 256 KiB for the index of a file and fails on the first entry past it
@@ -117,6 +118,12 @@ def is_temporary_file_name(name: str) -> bool:
 def is_temporary_file_of_job(name: str) -> bool:
     """Returns whether ``name`` is the temporary name of a file that a job keeps beside its checkpoints."""
     return _TEMPORARY_FILE_OF_JOB.fullmatch(name) is not None
+
+
+def is_temporary_file_of(name: str, save_ids: Collection[str]) -> bool:
+    """Returns whether ``name`` is the temporary name of any file of some saves, such as one that a model comes with."""
+    match = _SAVE_ID.search(name)
+    return match is not None and name.endswith(".tmp") and match.group() in save_ids
 
 
 def name_of_temporary(name: str) -> str:

@@ -180,6 +180,14 @@ def lay_out(
     return FileLayout(head, tuple(entries), position + len(END), cipher)
 
 
+def reads_empty(dtype: str) -> bool:
+    """Returns whether tensorizer can read a tensor of a dtype that has no elements.
+
+    If numpy lacks the dtype, ``TensorDeserializer`` cannot even open a file with such a tensor (2.12.1).
+    """
+    return dtype in _NUMPY
+
+
 @functools.lru_cache(4096)  # most of thousands of tensors have the same dtype and shape
 def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, int, int]:
     """Returns the dtype and the shape as a file has them, and the least data versions of this entry and of its file."""

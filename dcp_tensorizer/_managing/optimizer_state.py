@@ -8,14 +8,16 @@ tensors made from both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .._runtime.torch_compat import DTensor, plain_local, set_element
+from .._runtime.torch_compat import DTensor, set_element
 
 _Path = Sequence[str | int]
 
@@ -51,12 +53,14 @@ class OptimizerTarget:
         stored: Mapping[str, Any],
         paths: Mapping[str, _Path],
         size_before: Callable[[torch.Tensor], torch.Size | None] = lambda param: None,
+        dtype_before: Callable[[torch.Tensor], torch.dtype | None] = lambda param: None,
     ) -> None:
         """Makes the tensors of the state that a checkpoint has.
 
         ``stored`` are the entries that the checkpoint has and the state lacks. ``paths`` are the keys' paths in the
         nested state. ``size_before`` gives the stored size of a parameter that is larger now. Tensors of its state that
-        had the size of the parameter become larger, too.
+        had the size of the parameter become larger, too. ``dtype_before`` gives the stored dtype of a parameter, if it
+        is known. Tensors of its state that had the dtype of the parameter get the dtype that it has now.
         """
         for key, entry in stored.items():
             path = paths.get(key, ())
@@ -67,7 +71,7 @@ class OptimizerTarget:
                 entry = _larger(entry, before, param.size())
             if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
                 continue  # this optimizer does not have the parameter
-            value = _room(entry, param, str(path[-1]))
+            value = _room(entry, param, str(path[-1]), None if param is None else dtype_before(param))
             if len(path) == 3:
                 self._state[number] = value
             else:
@@ -94,11 +98,48 @@ def _copied(container: Any) -> Any:
     return [_copied(value) for value in container] if type(container) is list else container
 
 
-def address_of(tensor: torch.Tensor) -> int | None:
-    """The address of this rank's part of a tensor; None if it has none."""
-    tensor = tensor.detach()
-    local = plain_local(tensor)
-    return (tensor if local is None else local).data_ptr() or None
+@contextmanager
+def dtypes_kept(values: Iterable[object]) -> Iterator[None]:
+    """Makes ``load_state_dict`` of the optimizers among some values keep the dtypes of what it gets.
+
+    torch casts the state to the dtype of its parameter, which would round masters and moments in float32 of a parameter
+    in bfloat16. It treats ``step`` in another way, which stays.
+    """
+    handles = []
+    for optimizer in values:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            given: dict[str, Any] = {}
+            handles.append(optimizer.register_load_state_dict_pre_hook(partial(_remember, given)))
+            handles.append(optimizer.register_load_state_dict_post_hook(partial(_set_back, given), prepend=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _remember(given: dict[str, Any], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    given |= state_dict
+
+
+def _set_back(given: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Gives the state of an optimizer, just after torch has cast it, the dtypes of what was given."""
+    numbers = (number for group in given["param_groups"] for number in group["params"])
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for number, param in zip(numbers, params, strict=True):
+        if number in given["state"] and param in optimizer.state:
+            optimizer.state[param] = _as_given(optimizer.state[param], given["state"][number])
+
+
+def _as_given(cast: Any, given: Any) -> Any:
+    if isinstance(given, torch.Tensor) and isinstance(cast, torch.Tensor):
+        return cast if cast.dtype == given.dtype else given.to(cast.device)
+    if isinstance(given, dict) and isinstance(cast, dict):
+        for name in cast.keys() & given.keys() - {"step"}:
+            cast[name] = _as_given(cast[name], given[name])
+    elif isinstance(given, list | tuple) and type(given) is type(cast):
+        return type(cast)(map(_as_given, cast, given))
+    return cast
 
 
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
@@ -116,11 +157,15 @@ def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
     return replace(entry, size=torch.Size(grown))
 
 
-def _room(entry: Any, param: torch.Tensor | None, name: str) -> torch.Tensor | None:
+def _room(entry: Any, param: torch.Tensor | None, name: str, dtype_before: torch.dtype | None) -> torch.Tensor | None:
     """Makes the tensor that an entry of the checkpoint is loaded into; None for an object."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    dtype = entry.properties.dtype
-    if param is not None and entry.size == param.size() and name != "step":  # "step" stays on the host, as in torch
-        return torch.empty_like(param.detach(), dtype=dtype)
-    return torch.empty(entry.size, dtype=dtype, device="cpu")  # `load_state_dict` moves it to the parameter's device
+    size, dtype = entry.size, entry.properties.dtype
+    if param is not None and name != "step":  # "step" stays on the host and in its dtype, as in torch
+        is_alike = size == param.size()
+        if dtype is dtype_before and (is_alike or size):  # scalars are in float32 whatever the parameter is
+            dtype = param.dtype
+        if is_alike:
+            return torch.empty_like(param.detach(), dtype=dtype)
+    return torch.empty(size, dtype=dtype, device="cpu")  # `load_state_dict` moves it to the parameter's device

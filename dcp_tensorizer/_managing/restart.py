@@ -44,6 +44,7 @@ from ..planner import SavePlanner
 from .agreement import Agreement
 from .copies import MemoryVote, PeerCopies
 from .lineage import Place, RestoreChoice
+from .optimizer_state import dtypes_kept
 from .options import JobOptions
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
 from .step_folder import Step
@@ -419,11 +420,12 @@ def load_kept(
         logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
         return problem
     found.forget_all_but(head.id)
-    for key, value in loaded.items():
-        if isinstance(state[key], Stateful):
-            state[key].load_state_dict(value)
-        else:
-            state[key] = value
+    with dtypes_kept(state.values()):
+        for key, value in loaded.items():
+            if isinstance(state[key], Stateful):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
     seconds = time.perf_counter() - started
     logger.info("%s: step %d is restored from memory (%.3f s)", folder.path, head.step, seconds)
     return head.record

@@ -21,6 +21,7 @@ from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_pat
 from .._planning.read_items import has_older_keys
 from .._runtime.torch_compat import plain_local
 from .._runtime.validation import check_flags
+from .._saving.ties import identity_of
 from .._storage.base import Storage
 from ..any_format import open_reader
 from ..data_parallel import other_sizes
@@ -40,7 +41,7 @@ from ..errors import (
 )
 from ..planner import LoadPlanner
 from .agreement import Heartbeats
-from .optimizer_state import OptimizerTarget, address_of
+from .optimizer_state import OptimizerTarget, dtypes_kept
 from .step_folder import Step
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -152,14 +153,15 @@ def _load(
         reader = open_reader(folder.location, **options)
         heartbeats.watch_load(reader)
         try:
-            dcp_load(
-                state,
-                checkpoint_id=storage.location,
-                storage_reader=reader,
-                planner=planner,
-                process_group=heartbeats.group,
-                no_dist=heartbeats.group is None,
-            )
+            with dtypes_kept(state.values()):
+                dcp_load(
+                    state,
+                    checkpoint_id=storage.location,
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=heartbeats.group,
+                    no_dist=heartbeats.group is None,
+                )
         except RuntimeError as error:
             if (gone := heartbeats.error_of(error, f"{storage.path} was not loaded")) is None:
                 raise
@@ -202,6 +204,7 @@ class SelectivePlanner(LoadPlanner):
         self._path = path
         self._selection = selection
         self._grown: dict[str, tuple[torch.Size, float | None]] = {}  # the stored size, and the value of new elements
+        self._dtype_before: Callable[[torch.Tensor], torch.dtype | None] = lambda parameter: None
         self._modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
@@ -241,7 +244,7 @@ class SelectivePlanner(LoadPlanner):
                 left |= of_left - of_grown  # a tied parameter may have grown under one of its names only
                 for optimizer in optimizers:
                     rest = {key: entry for key, entry in more.items() if key not in left}
-                    optimizer.make_state(rest, paths, size_before)
+                    optimizer.make_state(rest, paths, size_before, self._dtype_before)
                 self._set_up(state_dict, metadata, is_coordinator)
             grown |= self._growing(lambda key: (0.0,) if key in of_grown else None) | grown
             misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
@@ -285,8 +288,8 @@ class SelectivePlanner(LoadPlanner):
     def _of_parameters(self, of_keys: Mapping[str, _T]) -> Callable[[torch.Tensor], _T | None]:
         """Returns a function that finds the value for a parameter, given values by key.
 
-        It finds the key by the parameter's name in a module, or by its address. Addresses alone are not enough: a rank
-        may have no element of a parameter, and all ranks must give the same answer.
+        It finds the key by the parameter's name in a module, or by its memory. Memory alone is not enough: a rank may
+        have no element of a parameter, and all ranks must give the same answer.
         """
         numbers = {
             id(parameter): of_keys[name]
@@ -294,14 +297,20 @@ class SelectivePlanner(LoadPlanner):
             for inner, parameter in module.named_parameters(remove_duplicate=False)
             if (name := f"{key}.{WRAPPERS.sub('', inner)}") in of_keys
         }
-        places = {address_of(self.state_dict[key]): value for key, value in of_keys.items()}
-        places.pop(None, None)
-        return lambda parameter: numbers.get(id(parameter)) or places.get(address_of(parameter))
+        tensors = ((self.state_dict.get(key), value) for key, value in of_keys.items())
+        same = {identity_of(tensor.detach()): value for tensor, value in tensors if isinstance(tensor, torch.Tensor)}
+        same.pop(None, None)
+        return lambda parameter: numbers.get(id(parameter)) or same.get(identity_of(parameter.detach()))
 
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
         """Flattens the state, and selects the keys of the state and of the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata
+        if self._of_optimizers:  # also if the selection leaves the parameters out
+            of_optimizers = tuple(f"{key}." for key in self._of_optimizers)
+            entries = ((key, stored.get(key)) for key in self.state_dict if not key.startswith(of_optimizers))
+            dtypes = {key: e.properties.dtype for key, e in entries if isinstance(e, TensorStorageMetadata)}
+            self._dtype_before = self._of_parameters(dtypes)
         if self._selection.is_all and not self._selection.grow:
             return
         paths = dict(recorded_paths(metadata)) | getattr(self, "mappings", {})

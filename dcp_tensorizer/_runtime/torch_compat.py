@@ -203,6 +203,12 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *
     torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
+def allocator_settings() -> str:
+    """The settings of torch's allocators that were set last, also at run time; empty if torch has no getter."""
+    getter = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    return str(getter())
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's memory is its values in C order: contiguous, and not lazily conjugated or negated.
 

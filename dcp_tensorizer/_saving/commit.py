@@ -17,6 +17,7 @@ from .._format.names import (
     is_metadata_file_name,
     is_record_file_name,
     is_temporary_file_name,
+    is_temporary_file_of,
     metadata_file_name,
     name_of_temporary,
     record_file_name,
@@ -70,8 +71,8 @@ def drop_record(storage: Storage, save_id: str) -> None:
     if storage.locks_are_visible:
         with suppress(Exception):  # if that is unknown, the record stays
             names = [file.name for file in storage.listing()[0]]
-            written = [name for name in names if is_data_file_name(name) or is_temporary_file_name(name)]
-            if not any(save_id_in(name) == save_id for name in written):
+            data = [name for name in names if is_data_file_name(name) and save_id_in(name) == save_id]
+            if not data and not any(is_temporary_file_of(name, [save_id]) for name in names):
                 remove_records(storage, [save_id])
 
 
@@ -99,8 +100,10 @@ def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str]
     temporary = [name for name in names if is_temporary_file_name(name) and is_wanted(name)]
     data = [name for name in names if is_data_file_name(name) and name not in kept and is_wanted(name)]
     records = [name for name in names if is_record_file_name(name) and is_wanted(name)]
+    known = set(map(save_id_in, (*temporary, *records)))
+    beside = [name for name in names if name not in temporary and is_temporary_file_of(name, known)]
     of_models = files_of_models(storage, names, [*temporary, *marks_of_uploads(recorded_uploads(storage, records))])
-    return [*of_models, *data, *temporary, *records]
+    return [*of_models, *data, *temporary, *beside, *records]
 
 
 def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[str]) -> list[str]:

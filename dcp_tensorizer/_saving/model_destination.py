@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from .._format.names import metadata_file_name
 from .._format.safetensors import file_names, index_of
 from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
+from .._format.tensor_bytes import dtype_name
+from .._runtime.direct_memory import direct_memory
 from .._staging.staged_save import StagedSave
-from .._storage.base import Refused, SharedFile, Storage
+from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
 from .._storage.open import NOT_SHARED
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import NotCommitted, ReadError, WriteError
@@ -24,8 +29,23 @@ from .model_layout import ModelOptions, ModelPlan
 from .uploads import abort_uploads, marks_of_uploads, put_replaced, put_uploads, recorded_uploads, remove_uploads
 from .versions import VersionsOfWriter
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""The suffixes of files that hold weights or list them."""
+_WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|gguf|ggml|h5|keras|msgpack|ot|onnx|onnx[._]data|tflite|tensors|index\.json)$"
+    r"|\.ckpt(\.|$)",
+    re.IGNORECASE,
+)
+"""The ends of the names of files that hold weights in some format, or list them."""
+
+_CONFIG = "config.json"
+_DTYPES = ("torch_dtype", "dtype")  # transformers' name of the weights' dtype in it, until release 4.56 and since then
+
+
+class _OtherFile(NamedTuple):
+    """A file of the user's that is complete, and has a temporary name."""
+
+    file: SharedFile
+    parts: Mapping[int, Mapping[str, str]]
+    replaces: bool  # whether it would change what is there already: a model, or another file of its name
 
 
 class ModelDestination(Destination):
@@ -57,6 +77,7 @@ class ModelDestination(Destination):
         self._has_single = False
         self._is_fresh = True
         self._begun: tuple[SharedFile, ...] = ()
+        self._others: tuple[_OtherFile, ...] = ()
         self._completed: tuple[str, ...] = ()
         self._save_id = ""
         self._left: set[str] = set()
@@ -119,30 +140,58 @@ class ModelDestination(Destination):
         granules = [storage.granule_of(layout.nbytes) for layout in plan.files]
         if not all(granules):
             raise WriteError(f"{storage.path}: {NOT_SHARED}")
+        others = self._other_files()
         self._save_id = save_id
         put_records(storage, [save_id])
         try:
             for name, layout in zip(names, plan.files, strict=True):
                 with storage.writing(f"create {storage.path}/{name}"):
                     self._begun += (storage.begin_shared(name, layout.nbytes, save_id=save_id),)
-            put_uploads(storage, save_id, self._begun)
+            for name, content in others.items():
+                if (before := storage.read(name)) != content:
+                    with storage.writing(f"write {storage.path}/{name}"):
+                        self._write_other(name, content, replaces=before is not None or not self._is_fresh)
+            put_uploads(storage, save_id, [*self._begun, *(other.file for other in self._others)])
         except BaseException:
             self._drop()
             raise
         return [SharedFilePart(file, granule) for file, granule in zip(self._begun, granules, strict=True)]
 
+    def _write_other(self, name: str, content: bytes, *, replaces: bool) -> None:
+        """Writes a file of the user's under a temporary name; raises `OSError`."""
+        storage, nbytes = self.storage, len(content)
+        file = storage.begin_shared(name, nbytes, save_id=self._save_id)
+        self._others += (_OtherFile(file, {}, replaces),)
+        memory = direct_memory(max(1, nbytes))[:nbytes]
+        memory[:] = content
+        granule = storage.granule_of(nbytes)
+        step = granule if granule > 1 else max(1, nbytes)
+        sink = storage.open_shared(file, sync=self._context.options.write.sync_files)
+        try:
+            for start in range(0, max(1, nbytes), step):
+                sink.put(start, memory[start : start + step])
+            parts = sink.finish()
+        finally:
+            sink.close()
+        self._others = (*self._others[:-1], _OtherFile(file, parts, replaces))
+
     def drop_files(self) -> None:
         """Drops the files that were begun, if they are not a model by now. Idempotent."""
-        if self._begun or self._completed:
+        if self._begun or self._completed or self._others:
             self._clean_up(self._drop)
 
     def _drop(self) -> None:
         begun, self._begun = self._begun, ()
+        others, self._others = self._others, ()
         completed, self._completed = self._completed, ()
         if completed:
             with suppress(Exception):
                 self.storage.remove(*completed)
-        for file in begun:
+        for file, _, _ in others:
+            with suppress(Exception):  # another save may have replaced it
+                if self.storage.is_marked(file.name, temporary_file_name(file.name, self._save_id)):
+                    self.storage.remove(file.name)
+        for file in (*begun, *(file for file, _, _ in others)):
             with suppress(Exception):
                 self.storage.abort_shared(file)
         self._forget()
@@ -171,9 +220,13 @@ class ModelDestination(Destination):
         storage, sync = self.storage, self._context.options.write.sync_files
         is_lone = self._begun[0].name == self._single
         self._check_commit()
-        for name, content in self._other_files().items():
-            if storage.read(name) != content:
-                storage.put(name, content, sync=sync, save_id=self._save_id)
+        for other in self._others:
+            if not other.replaces:
+                with storage.writing(f"write {storage.path}/{other.file.name}"):
+                    storage.complete_shared(other.file, other.parts, replace=False)
+        if sync and is_lone and self._others:  # before the model appears
+            with storage.writing(f"write {storage.path}"):
+                storage.sync_directory()
         for number, file in enumerate(self._begun):
             with storage.writing(f"write {storage.path}/{file.name}"):
                 storage.complete_shared(file, parts.get(number, {}), replace=is_lone and self._has_single)
@@ -183,6 +236,7 @@ class ModelDestination(Destination):
             with storage.writing(f"write {storage.path}"):
                 storage.sync_directory()
         names = {file.name for file in self._begun}
+        others = self._others
         replaced = self._left - names
         if not is_lone:
             replaced |= _named_files(self._index) - names
@@ -198,9 +252,11 @@ class ModelDestination(Destination):
                 storage.unmark(self._save_id, *replaced)
                 raise
             except WriteError:  # the index may be in place, or arrive later, so all files stay
-                self._begun = self._completed = ()
+                self._begun = self._others = self._completed = ()
                 raise
-        self._begun = self._completed = ()
+        self._begun = self._others = self._completed = ()
+        self._replace_others([other for other in others if other.replaces])
+        names |= {other.file.name for other in others}
         if replaced:
             with suppress(OSError):
                 storage.unmark(self._save_id, *names)
@@ -209,6 +265,16 @@ class ModelDestination(Destination):
             self._forget(*names)
         return replaced
 
+    def _replace_others(self, others: Sequence[_OtherFile]) -> None:
+        """Replaces files of the user's beside the model that is committed; raises `WriteError`."""
+        storage = self.storage
+        for other in others:
+            with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
+                storage.complete_shared(other.file, other.parts, replace=True)
+        if others and self._context.options.write.sync_files:
+            with storage.writing(f"write {storage.path}"):
+                storage.sync_directory()
+
     def _other_files(self) -> dict[str, bytes]:
         """The user's other files, by name; raises `Refused` if one is unreadable or named like a file of the model."""
         found: dict[str, bytes] = {}
@@ -216,11 +282,13 @@ class ModelDestination(Destination):
             path = Path(given)
             try:
                 for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-                    if path.is_dir() and (not file.is_file() or file.name.endswith(_WEIGHTS)):
+                    if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name)):
                         continue
                     if file.name.endswith((".safetensors", ".safetensors.index.json")):
                         raise Refused(f"files= has {file}, which would be taken for a part of the model: leave it out")
                     found[file.name] = file.read_bytes()
+                    if file.name == _CONFIG and self.model.dtype is not None:
+                        found[_CONFIG] = _with_dtype(found[_CONFIG], dtype_name(self.model.dtype))
             except OSError as error:
                 raise Refused(f"{given}, which files= has, cannot be read: {error}") from error
         return found
@@ -262,6 +330,26 @@ class ModelDestination(Destination):
         held.append(operation)
         if self._held is None:  # another thread, or a signal's handler, has released it: a lock would not let that in
             _run_all(held)
+
+
+def _with_dtype(content: bytes, dtype: str) -> bytes:
+    """A configuration of transformers that names the weights' dtype, if it named one before; it may have others in it.
+
+    Otherwise, and if it is something else, it stays as it is.
+    """
+    try:
+        config = json.loads(content)
+    except ValueError:
+        return content
+    configs = [config] if isinstance(config, dict) else []
+    is_changed = False
+    for one in configs:
+        changed = {key: dtype for key in _DTYPES if isinstance(one.get(key), str) and one[key] != dtype}
+        is_changed = is_changed or bool(changed)
+        one |= changed
+        parts = ((key, value) for key, value in one.items() if isinstance(value, dict))
+        configs += [value for key, value in parts if key.endswith("_config") and key != "quantization_config"]
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n" if is_changed else content
 
 
 def _run_all(operations: deque[Callable[[], None]] | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -201,9 +201,17 @@ def _carried(box: Box, saved: _Saved, layouts: dict[int, ChunkLayout]) -> list[_
 
 
 def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
-    """The tensors that are tied to others. Ranks that have elements of one check again that it is tied there."""
-    found = {fqn: first for of_rank in ties for fqn, first in of_rank.items()}
-    return frozenset(fqn for fqn, first in found.items() if fqn in tensors and first in tensors)
+    """The tensors that are tied to others. Ranks that have elements of one check again that it is tied there.
+
+    Each has a name that stays, also if ranks have the names in another order.
+    """
+    dropped: dict[str, str] = {}
+    for fqn, first in (tie for of_rank in ties for tie in of_rank.items()):
+        while first in dropped:
+            first = dropped[first]
+        if fqn in tensors and first in tensors and fqn != first:
+            dropped[fqn] = first
+    return frozenset(dropped)
 
 
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
@@ -277,6 +285,11 @@ class RankLayout:
     def has_granules(self) -> bool:
         """Returns whether each block of a file has one writer."""
         return self.ranks > 1 and any(part.granule > 1 for part in self.files)
+
+    def dropped(self, fqns: Iterable[str]) -> list[str]:
+        """Those of some names that are not written, because their tensors are tied to others."""
+        hashes = set(self.hashes[self.file < 0].tolist())
+        return [fqn for fqn in fqns if _hash(fqn) in hashes] if hashes else []
 
     def find(self, fqns: Sequence[str]) -> list[range]:
         """The rows of tensors; raises `KeyError` for unknown ones."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.chunks import Region
@@ -22,7 +22,7 @@ from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.open import open_storage
 from .._writer_process.protocol import FileResult, WriteDone
 from .._writer_process.shared_job import PartsWritten, Pieces
-from ..errors import StagingError, WriteError
+from ..errors import StagingError, WriteError, listed
 from .destination import Destination
 from .item_bytes import ItemBytes
 from .keeping import KeptSave
@@ -50,6 +50,7 @@ class ModelSession(SaveSession):
     ) -> None:
         super().__init__(context, save_id, destination, staged_save)
         self._ties: Mapping[str, str] = {} if staged_save is None else staged_save.ties
+        self._untied: list[str] = []  # names of tensors that have elements here, and are tied to nothing
         self._order: dict[str, int] = {}
         self._model: ModelPlan | None = None
 
@@ -65,6 +66,8 @@ class ModelSession(SaveSession):
                 self._order = {item.index.fqn: number for number, item in enumerate(plan.items)}
             if self._staged_save is None and (state := live_state(state_of_save())) is not None:
                 self._ties = ties_of(state)
+            tied = {*self._ties, *self._ties.values()}
+            self._untied = [item.index.fqn for item in plan.items if item.index.fqn not in tied and _has_elements(item)]
             return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -142,19 +145,20 @@ class ModelSession(SaveSession):
             rows = layout.find([item.fqn for item in items])
         except KeyError as error:
             raise WriteError(f"{self.path}: {error.args[0]!r} was not planned") from None
-        is_written = [bool(layout.file[of_item[0]] >= 0) for of_item in rows]
-        for item, is_there in zip(items, is_written, strict=True):
+        if untied := layout.dropped(self._untied):
+            raise WriteError(
+                f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, and not "
+                f"on rank {self._destination.rank}: tie it on all ranks, or on none"
+            )
+        for item in items:
             if item.kind != "tensor":
                 raise WriteError(
                     f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
                     f"it is made of, or leave it out"
                 )
-            if not is_there and item.has_bytes and item.fqn not in self._ties:
-                raise WriteError(
-                    f"{item.fqn!r} is tied to another tensor on some rank, and not on this one: tie it on all "
-                    f"ranks, or on none"
-                )
-        return [item for item, is_there in zip(items, is_written, strict=True) if is_there and item.has_bytes]
+        return [
+            item for item, of_item in zip(items, rows, strict=True) if layout.file[of_item[0]] >= 0 and item.has_bytes
+        ]
 
     def headers(self) -> list[torch.Tensor]:
         """The headers of the files on the coordinator, which writes them; none on other ranks."""
@@ -183,6 +187,10 @@ class ModelSession(SaveSession):
             lambda: context.closed,
             progress,
         )
+
+
+def _has_elements(item: WriteItem) -> bool:
+    return item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
 
 
 class ModelSaver(Saver):

@@ -14,20 +14,20 @@ from .._staging.staged_save import StagedStateDict
 def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """The tied tensors, by their names: each with the name of the earlier tensor that it is tied to.
 
-    Tied tensors have the same elements of the same memory, and the same sharding. Names are those of the flattened
-    state dict.
+    Tied tensors have the same elements of the same memory, read in the same way, and the same sharding. Names are those
+    of the flattened state dict.
     """
     first: dict[object, str] = {}
     ties: dict[str, str] = {}
     flat, _ = flatten_state_dict(dict(state_dict))
     for fqn, value in flat.items():
-        identity = _identity(value)
+        identity = identity_of(value)
         if identity is not None and first.setdefault(identity, fqn) != fqn:
             ties[fqn] = first[identity]
     return ties
 
 
-def _identity(value: object) -> object:
+def identity_of(value: object) -> object:
     """A value that is equal for tied tensors; None if there is no memory here."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -39,9 +39,10 @@ def _identity(value: object) -> object:
         tensor = value.to_local() if local is None else local
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel() or tensor.is_meta:
         return None
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or not (address := tensor.data_ptr()):  # FSDP frees memory, but not tensors
         return None
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), sharding
+    read_as = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.device, address, read_as, sharding
 
 
 def live_state(state_dict: Any) -> Mapping[str, Any] | None:

@@ -19,6 +19,7 @@ from .._format.checksums import digests_of
 from .._format.encryption import Cipher
 from .._format.names import INDEX_CAPACITY, INLINE_BYTES, MAX_INLINE_BYTES, StoredItem, data_file_name, index_entry_size
 from .._format.tensor_bytes import check_supported, detached, dtype_name, host_bytes, is_ordinary, is_wrapper
+from .._format.tensorizer_file import reads_empty
 from .._index.locations import InlineItem, RankPlaces, checked_hash
 from .._index.schema import ItemKey, item_key
 from .._runtime.gc_pause import collector_paused
@@ -66,9 +67,7 @@ class Item:
 
     @property
     def has_bytes(self) -> bool:
-        """Returns whether the item has bytes. Items without bytes are not written: tensorizer cannot read some of them
-        back.
-        """
+        """Returns whether the item has bytes. A load takes others from the index alone."""
         return self.tensor.numel() > 0
 
     def source(self, memory: int | MappedFile | None = None, offset: int = 0) -> TensorSource:
@@ -111,6 +110,18 @@ def resolve(
     return items
 
 
+def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
+    """The items that are in a rank's data files: those with bytes.
+
+    Tensors without elements are beside them, for other readers of tensorizer files. As in files that tensorizer writes,
+    they are in no encrypted file, and of no dtype that would make a file unreadable. No file is made for them alone.
+    """
+    written = [item for item in items if item.has_bytes]
+    if is_encrypted or not written or len(written) == len(items):
+        return written
+    return [item for item in items if item.has_bytes or (item.kind == "tensor" and reads_empty(item.dtype))]
+
+
 def plan_with(plan: SavePlan, storage_data: object) -> SavePlan:
     """A plan with a message to the coordinator, or from it."""
     plan = copy.copy(plan)  # `dataclasses.replace` would decode items that are decoded on demand
@@ -149,8 +160,8 @@ def write_results(
     written = done.places()
     places: dict[ItemKey, StoredItem] = {}
     for item in items:
-        stored, _ = written.get(item.name) or (StoredItem.empty(item.dtype, item.kind), 0)
-        places[item.key] = stored
+        found = written.get(item.name) if item.has_bytes else None
+        places[item.key] = StoredItem.empty(item.dtype, item.kind) if found is None else found[0]
     part = RankPlaces.of(
         rank,
         places,

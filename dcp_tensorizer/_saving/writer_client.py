@@ -37,7 +37,7 @@ from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError, WriterProcessDied
 from .item_bytes import ItemBytes
 from .reuse import FilesOfSave
-from .write_plan import Item
+from .write_plan import Item, in_files
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +124,7 @@ class WriterClient:
         is told the bytes that are written, about once a second. Raises `WriteError`, and then no file is left.
         """
         storage, options = files.storage, files.options
+        items = in_files(items, is_encrypted=options.cipher is not None)
         if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
             return self._write_here(files, items, progress)
         try:
@@ -342,7 +343,7 @@ class WriterClient:
         def contents(source: TensorSource) -> memoryview:
             return host_bytes(tensors[source.name])
 
-        sources = [item.source() for item in items if item.has_bytes]
+        sources = [item.source() for item in items]
 
         def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
             return take_digests(sources, contents, files.options.thread_count)
@@ -360,8 +361,8 @@ class WriterClient:
         made: dict[int, Item] = {}  # by their numbers in ``sources``
         for item in items:
             if not item.has_bytes:
-                continue
-            if (offset := buffer.locate(item.tensor)) is not None:
+                sources.append(item.source(buffer.id))
+            elif (offset := buffer.locate(item.tensor)) is not None:
                 sources.append(item.source(buffer.id, offset))
             elif shared is not None and (place := shared.locate(item.tensor)) is not None:
                 sources.append(item.source(*place))

@@ -61,7 +61,7 @@ class StagedSaves:
 
     def remove(self, staged_save: StagedSave) -> None:
         """Removes a save that will not happen."""
-        with suppress(ValueError):  # `close` has removed all
+        with self._lock, suppress(ValueError):  # `close` has removed all
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
@@ -140,7 +140,8 @@ class StagedSaves:
 
     def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
         """Waits for the buffer that `prewarm` has begun, until the deadline."""
-        prewarming, self._prewarming = self._prewarming, None
+        with self._lock:
+            prewarming, self._prewarming = self._prewarming, None
         if prewarming is not None:
             with suppress(Exception):  # such as a shortage of memory, which staging reports if it lasts
                 self._idle.append(prewarming.result(deadline.left))
@@ -189,9 +190,10 @@ class StagedSaves:
         So do those that are still being copied to at the deadline. With ``owner``, a stager, the unfinished saves of
         other stagers stay.
         """
-        saves = [s for s in list(self._saves) if owner is None or owner in s.owners or s.over()]
-        for staged_save in saves:
-            self.remove(staged_save)
+        with self._lock:  # `reclaim` takes buffers of the same saves
+            saves = [s for s in self._saves if owner is None or owner in s.owners or s.over()]
+            for staged_save in saves:
+                self._saves.remove(staged_save)
         unused = [staged_save.buffer for staged_save in saves if staged_save.wait_unused(deadline)]
         self.wait_prewarmed(deadline)
         kept, self._kept = self._kept, []

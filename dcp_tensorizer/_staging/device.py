@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from .._runtime.forks import free_in_child
-from .._runtime.torch_compat import copy_all
+from .._runtime.torch_compat import allocator_settings, copy_all
 from ..errors import StagingError
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -53,7 +54,7 @@ class SideStream(abc.ABC):
     """A queue of copies on one device, beside the queues of training."""
 
     def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
+        self._idle: deque[torch.Tensor] = deque(maxlen=1)
 
     @abc.abstractmethod
     def follow(self) -> None:
@@ -71,21 +72,33 @@ class SideStream(abc.ABC):
         """Queues copies in any order, also relative to those of `copy`."""
         self.copy(targets, sources)
 
-    def buffer(self, most: int, least: int) -> torch.Tensor:
-        """Memory on the device for copies of this stream only.
+    @contextmanager
+    def buffer(self, most: int, least: int) -> Iterator[torch.Tensor]:
+        """Gives the caller memory on the device of its own, for copies queued in order on this stream.
 
-        It is kept from the first call on, so that no later save fails because training has taken the rest. ``most``
-        bytes are useful, ``least`` are needed: if the device has less than ``most``, half of that is tried, and so on.
+        The memory is reused from the first call on, so that no later save fails because training has taken the rest.
+        Another staging that begins meanwhile, on another thread or in a signal handler, gets memory of its own.
+        ``most`` bytes are useful, ``least`` are needed: if the device has less than ``most``, half of that is tried,
+        and so on.
         Raises `torch.OutOfMemoryError` if the device has less than ``least``.
         """
-        while self._buffer is None:
+        try:
+            buffer = self._idle.pop()  # one call, so that no two callers get the same
+        except IndexError:
+            buffer = self._allocate_most(most, least)
+        try:
+            yield buffer
+        finally:
+            self._idle.append(buffer)  # the next user's copies come after these in the stream
+
+    def _allocate_most(self, most: int, least: int) -> torch.Tensor:
+        while True:
             try:
-                self._buffer = self.allocate(most)
+                return self.allocate(most)
             except torch.OutOfMemoryError:
                 if most <= least:
                     raise
                 most = max(most // 2, least)
-        return self._buffer
 
     @abc.abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -366,11 +379,12 @@ CUDA = Cuda()
 
 
 def expandable_segments() -> str | None:
-    """The environment variable that turns torch's expandable segments on; None if there is none."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
-        value = os.environ.get(name, "")
+    """The setting that turns torch's expandable segments on, in the environment or at run time; None without one."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    settings = {name: os.environ.get(name, "") for name in names} | {"set at run time": allocator_settings()}
+    for name, value in settings.items():
         if any(part.replace(" ", "").lower() == "expandable_segments:true" for part in value.split(",")):
-            return f"{name}={value}"
+            return f"{name}={value}" if name in names else f"{value}, {name}"
     return None
 
 

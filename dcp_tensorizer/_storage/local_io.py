@@ -237,7 +237,7 @@ def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None
     fd = new_file(path, umask)
     try:
         try:
-            if preallocate and hasattr(os, "posix_fallocate"):
+            if preallocate and nbytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, nbytes)
             else:
                 os.ftruncate(fd, nbytes)

@@ -161,6 +161,42 @@ def test_ranks_write_their_parts_in_place(tmp_path):
         assert_holds(tmp_path / name, in_files(saved), tmp_path / "scratch")
 
 
+def tie(rank, folder):
+    """Saves whole tensors that are tied on no rank, on one, on all, and on all in another order."""
+    warnings.simplefilter("ignore")
+    failures = {}
+    for name, tied in {"none": [], "0": [0], "1": [1], "both": [0, 1], "turned": [0, 1]}.items():
+        first = torch.arange(5000.0)
+        state = {"a": first, "b": first if rank.index in tied else first.clone(), "c": torch.ones(rank.index + 1)[:1]}
+        if name == "turned" and rank.index:
+            state = {key: state[key] for key in ("b", "a", "c")}
+        for save in dcp.save, lambda *args, **options: dcp.async_save(*args, **options).result():
+            with SafetensorsStorageWriter(folder / name, overwrite=True) as writer:
+
+                def run(save=save, writer=writer, state=state):
+                    save(state, storage_writer=writer, process_group=rank.saves)
+
+                failures.setdefault(name, []).append(attempt(run))
+    return failures
+
+
+def test_whole_tensors_are_tied_on_all_ranks_or_on_none(tmp_path):
+    """Whichever rank would write them: otherwise a name, and perhaps its values, would be lost in silence."""
+    for failures in run_ranks(2, tie, tmp_path):
+        for name, untied in ("0", 1), ("1", 0):
+            for failure in failures.pop(name):
+                (error,) = failure.causes.values()
+                assert f"'b' is tied to another tensor on some rank, and not on rank {untied}: tie it" in str(error)
+            assert not list((tmp_path / name).glob("*.safetensors"))
+        assert {name: [failure.causes for failure in both] for name, both in failures.items()} == {
+            "none": [{}, {}],
+            "both": [{}, {}],
+            "turned": [{}, {}],
+        }
+    keys = {name: set(load_file(tmp_path / name / "model.safetensors")) for name in ("none", "both", "turned")}
+    assert keys == {"none": {"a", "b", "c"}, "both": {"a", "c"}, "turned": {"a", "c"}}
+
+
 def fail_on_one(rank, folder):
     """One rank cannot write: before the exchange, in the middle of it; then a save that goes well."""
     warnings.simplefilter("ignore")
@@ -239,8 +275,12 @@ def die(rank, folder, victim):
     """A rank is killed in the middle of its part."""
     warnings.simplefilter("ignore")
     state, _ = make_state(2)
-    with SafetensorsStorageWriter(folder, overwrite=True, max_shard_bytes=150_000) as writer:
+    config = folder.parent / "config.json"
+    config.write_text("old")
+    options = {"overwrite": True, "max_shard_bytes": 150_000, "files": [config]}
+    with SafetensorsStorageWriter(folder, **options) as writer:
         dcp.save(state, storage_writer=writer, process_group=rank.saves)
+        config.write_text("new")
         if rank.index == victim:
             LocalStorage.open_shared = lambda *arguments, **options: kill_self()
         return attempt(lambda: dcp.save(state, storage_writer=writer, process_group=rank.saves))
@@ -252,6 +292,8 @@ def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
     run_ranks(2, die, tmp_path / "model", victim, killed=[victim])
     left = sorted(file.name for file in (tmp_path / "model").iterdir())
     assert any(name.endswith(".tmp") for name in left) == (victim == 0)
+    assert any(name.startswith("config.json.") for name in left) == (victim == 0)
+    assert (tmp_path / "model" / "config.json").read_text() == "old"
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
     assert all((tmp_path / "model" / name).exists() for name in index.values())
     with warnings.catch_warnings():
@@ -259,7 +301,7 @@ def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
         with SafetensorsStorageWriter(tmp_path / "model", overwrite=True) as writer:
             dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     assert_is_whole(tmp_path / "model")
-    assert len(list((tmp_path / "model").iterdir())) == 2
+    assert len(list((tmp_path / "model").iterdir())) == 3
 
 
 def save_to_s3(rank, url, options):

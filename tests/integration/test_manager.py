@@ -41,7 +41,7 @@ from dcp_tensorizer._loading.validate import read_head
 from dcp_tensorizer._managing.goodput import ASSUMED
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ..support import cached, directories_in, forget, quietly
+from ..support import cached, directories_in, forget, quietly, same
 
 NUMBERS = 2048  # more than what stands in the index itself
 
@@ -551,12 +551,12 @@ def trainer(kind: str, rows: int = 5) -> dict[str, Any]:
     return {"model": model, "optimizer": OPTIMIZERS[kind](model.parameters())}
 
 
-def train(state: dict[str, Any], steps: int = 3) -> None:
+def train(state: dict[str, Any], steps: int = 3, dtype: torch.dtype = torch.float32) -> None:
     model, optimizer = state["model"], state["optimizer"]
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        result: torch.Tensor = model(torch.ones(4, 3)).square().sum()
+        result: torch.Tensor = model(torch.ones(4, 3, dtype=dtype)).square().sum()
         result.backward()
         return result
 
@@ -581,6 +581,84 @@ def test_a_new_optimizer_gets_its_state(tmp_path: Path) -> None:
             train(state)
             train(new)
             assert_same(new, state)
+
+
+class MasterOptimizer(torch.optim.Optimizer):
+    """An optimizer with a master, moments in a list, and counts in a dict, in other dtypes than its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["master"] = parameter.detach().double() / 3
+                state["moments"] = [torch.zeros_like(state["master"], dtype=torch.float32)]
+                state["counts"] = {"all": torch.tensor(2**40 + 1), "is_new": torch.tensor(True)}
+            state["step"] += 1
+            state["moments"][0].lerp_(parameter.grad.float(), 0.3)
+            state["master"] -= 0.1 * state["moments"][0]
+            parameter.data.copy_(state["master"])
+
+
+LOW: dict[str, Any] = {
+    "own": MasterOptimizer,
+    "scalars": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),  # mu_product is in float32
+    "averages": lambda parameters: torch.optim.ASGD(parameters, lr=0.001),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+}
+
+
+def low(kind: str) -> dict[str, Any]:
+    """A model in bfloat16."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).bfloat16()
+    return {"model": model, "optimizer": LOW[kind](model.parameters())}
+
+
+@pytest.mark.parametrize("kind", LOW)
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "used"])
+def test_an_optimizers_state_keeps_its_dtypes(tmp_path: Path, kind: str, is_new: bool) -> None:
+    """torch's ``load_state_dict`` casts it to the dtype of the parameters; the user's hooks see what is restored."""
+    state, new = low(kind), low(kind)
+    train(state, dtype=torch.bfloat16)
+    if not is_new:
+        train(new, 1, dtype=torch.bfloat16)
+    seen: list[Any] = []
+    new["optimizer"].register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer.state_dict()["state"]))
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state, wait=True)
+        for selection in ({}, {"include": ["optimizer.*"]}, {"exclude": ["model.*"]}):
+            assert manager.restore(new, **selection) == 1
+            assert_same(new, state)
+    assert len(seen) == 3
+    torch.testing.assert_close(seen[0], state["optimizer"].state_dict()["state"], rtol=0, atol=0)
+    assert len(new["optimizer"]._optimizer_load_state_dict_post_hooks) == 1
+    train(state, dtype=torch.bfloat16)
+    train(new, dtype=torch.bfloat16)
+    assert_same(new, state)
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["module", "state dict"])
+def test_an_optimizers_state_follows_parameters_of_another_dtype(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: bool
+) -> None:
+    """If it was in the dtype of its parameter when it was saved, as torch's own optimizers need it."""
+    train(state := trainer("adamw"))
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state, wait=True)
+        new = low("adamw")
+        target = new if names else {"model": new["model"].state_dict(), "optimizer": new["optimizer"]}
+        assert manager.restore(target) == 1
+    for number, of_parameter in state["optimizer"].state_dict()["state"].items():
+        found = new["optimizer"].state_dict()["state"][number]
+        assert same(found["exp_avg"], of_parameter["exp_avg"].bfloat16())
+        assert found["step"].dtype == torch.float32
+    assert "converted to the torch.bfloat16 of the target: " in said(caplog)
+    assert "'optimizer.state.0.exp_avg'" in said(caplog)
+    train(new, dtype=torch.bfloat16)
 
 
 def test_an_optimizer_of_an_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

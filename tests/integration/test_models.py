@@ -189,15 +189,93 @@ def test_every_dtype_of_the_format_comes_through(tmp_path: Path) -> None:
 def test_names_are_changed_by_patterns_and_files_come_along(tmp_path: Path) -> None:
     """Of a directory all files but those of weights."""
     (tmp_path / "from").mkdir()
-    for name in ("config.json", "tokenizer.json", "pytorch_model.bin", INDEX):
-        (tmp_path / "from" / name).write_text(f'"{name}"')
+    others = ("config.json", "tokenizer.json", "configuration_ckpt.py", "empty")
+    weights = ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.onnx", "m.onnx_data")
+    weights += ("last.ckpt", "model.ckpt.index", "model.ckpt.data-00000-of-00001", "model.tensors", "X.GGUF")
+    indexes = (INDEX, "pytorch_model.bin.index.json", "tf_model.h5.index.json", "flax_model.msgpack.index.json")
+    for name in (*others, *weights, *indexes):
+        (tmp_path / "from" / name).write_text(f'"{name}"' if name != "empty" else "")
     (tmp_path / "extra.txt").write_text("extra")
     rename = {"layers.*.w": "model.layers.*.weight", "embed": "model.embed"}
     save(tmp_path / "to", state(), rename=rename, files=[tmp_path / "from", tmp_path / "extra.txt"])
-    assert names(tmp_path / "to") == ["config.json", "extra.txt", "model.safetensors", "tokenizer.json"]
-    assert (tmp_path / "to" / "config.json").read_text() == '"config.json"'
+    assert names(tmp_path / "to") == sorted([*others, "extra.txt", "model.safetensors"])
+    assert {name: (tmp_path / "to" / name).read_text() for name in others} == {
+        name: f'"{name}"' if name != "empty" else "" for name in others
+    }
     renamed = {f"model.layers.{n}.weight" for n in range(4)} | {"model.embed", "n", "none", "turned"}
     assert set(loaded(tmp_path / "to")) == renamed
+
+
+CONFIG = {"torch_dtype": "float32", "n": 1e-05, "text_config": {"dtype": "float32", "vision_config": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "written"),
+    [
+        (json.dumps(CONFIG), None, json.dumps(CONFIG)),
+        (
+            json.dumps(CONFIG | {"quantization_config": {"dtype": "float32"}}),
+            torch.bfloat16,
+            CONFIG
+            | {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "vision_config": {"a": 1}}}
+            | {"quantization_config": {"dtype": "float32"}},
+        ),
+        ('{"dtype":  "float16", "dtype_of": "float32"}', torch.float16, '{"dtype":  "float16", "dtype_of": "float32"}'),
+        ('{"n": 1}', torch.bfloat16, '{"n": 1}'),
+        ("[]", torch.bfloat16, "[]"),
+        ("no json", torch.bfloat16, "no json"),
+    ],
+    ids=["no cast", "cast", "the same", "no dtype", "a list", "no json"],
+)
+def test_the_configuration_names_the_dtype_of_a_cast(
+    tmp_path: Path, config: str, dtype: torch.dtype | None, written: Any
+) -> None:
+    """Where it named one before, also in the parts of a model of several; otherwise it stays as it is."""
+    (tmp_path / "config.json").write_text(config)
+    save(tmp_path / "to", state(), files=[tmp_path / "config.json"], dtype=dtype)
+    found = (tmp_path / "to" / "config.json").read_text()
+    assert (found if isinstance(written, str) else json.loads(found)) == written
+
+
+@pytest.mark.parametrize("failure", ["index", "one file", "another save"])
+def test_files_that_come_along_are_replaced_by_the_commit(
+    tmp_path: Path, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fails leaves those of the model before; one into an empty directory leaves none."""
+    source, path = tmp_path / "config.json", tmp_path / "model"
+    options: dict[str, Any] = {"files": [source], "overwrite": True}
+    options["max_shard_bytes"] = 1_000_000 if failure == "one file" else 10_000
+    commit = LocalStorage.complete_shared if failure == "one file" else LocalStorage.put_if
+    others: list[str] = []
+
+    def fail(self: LocalStorage, what: Any, *arguments: Any, **keywords: Any) -> Any:
+        if getattr(what, "name", what) not in (INDEX, "model.safetensors") or others:
+            return commit(self, what, *arguments, **keywords)
+        if failure == "one file":
+            raise OSError(28, "No space left on device")
+        if failure == "index":
+            raise Refused("no space")
+        others.append("another")
+        source.write_text("another")
+        save(path, state(), **options)
+        return commit(self, what, *arguments, **keywords)
+
+    def config() -> dict[str, str]:
+        return {name: (path / name).read_text() for name in names(path) if "config" in name}
+
+    for before in ({}, {"config.json": "old"}):
+        for content in before.values():
+            source.write_text(content)
+            save(path, state(), **options)
+        source.write_text("new")
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStorage, commit.__name__, fail)
+            refused(path, state(), **options)
+        assert config() == (dict.fromkeys(["config.json"], "another") if others else before)
+        others.clear()
+    source.write_text("last")
+    save(path, state(), **options)
+    assert config() == {"config.json": "last"}
 
 
 def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None:
@@ -419,6 +497,37 @@ options = {"storage_options": eval(sys.argv[2]), "max_shard_bytes": 1_000_000}
 writer = SafetensorsStorageWriter(sys.argv[1], overwrite=len(sys.argv) > 4, **options)
 dcp.save({"a": torch.ones(250_000), "b": torch.ones(250_000)}, storage_writer=writer, no_dist=True)
 """
+
+
+def test_files_that_come_along_are_uploads_of_their_own(
+    s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty file, and one of several parts; a save that fails completes none of them, and leaves no upload."""
+    url = f"s3://{s3.bucket}/{prefix}"
+    contents = {"config.json": b"old", "empty": b"", "tokenizer.json": bytes(range(256)) * (9 << 12)}
+    options, tensors = in_shards(s3.options())
+    options["files"] = [tmp_path / name for name in contents]
+
+    def write(state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content)
+        save(url, state, **options)
+        bodies = {name: s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/{name}")["Body"] for name in contents}
+        return {name: body.read() for name, body in bodies.items()}
+
+    assert write(tensors) == contents
+    contents["config.json"] = b"new"
+
+    def put_if(*arguments: Any, **keywords: Any) -> bool:
+        raise Refused("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(S3Storage, "put_if", put_if)
+        with pytest.raises(CheckpointException):
+            write(tensors)
+    body = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/config.json")["Body"]
+    assert (body.read(), s3.uploads(prefix)) == (b"old", [])
+    assert write(tensors) == contents
 
 
 def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server) -> None:

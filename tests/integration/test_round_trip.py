@@ -2,12 +2,14 @@
 
 import io
 from collections import OrderedDict, namedtuple
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -116,6 +118,57 @@ def test_everything_survives(writer, tmp_path, kind):
     """Bit for bit, under its own name, beside another tensor."""
     state = {"odd": ZOO[kind](), "plain": numbers(7)}
     assert_same(round_trip(state, writer, tmp_path), state)
+
+
+def stock(folder, **options):
+    """The shapes and dtypes of what tensorizer itself finds in the data files of a checkpoint."""
+    found = {}
+    for path in folder.glob("*.tensors"):
+        with TensorDeserializer(path, device="cpu", **options) as file:
+            found |= {str(key): (tuple(file[key].shape), file[key].dtype) for key in file}
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sha256": True}, {"reuse_unchanged": True}, {"encryption": EncryptionParams.random()}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_tensors_without_elements_are_in_the_files(tmp_path, options, is_async):
+    """As tensorizer writes them: not where it is encrypted, or cannot read the file then. A load needs none of them."""
+    empty = {dtype_name(dtype): torch.empty(0, 3, dtype=dtype) for dtype in ALL_DTYPES}
+    state = empty | {"of no rows": torch.empty(4, 0), "first": numbers(70_000), "scalar": numbers(1)[0]}
+    alone = dict(list(empty.items())[:3])
+    with TensorizerStorageWriter(**options) as writer:
+        for name, content in ("a", state), ("b", state), ("alone", alone):
+            if is_async:
+                dcp.async_save(content, checkpoint_id=tmp_path / name, storage_writer=writer).result()
+            else:
+                dcp.save(content, checkpoint_id=tmp_path / name, storage_writer=writer)
+    key = options.get("encryption")
+    decryption = {} if key is None else {"encryption": DecryptionParams.from_key(key.key)}
+    readable = {}
+    if key is None:
+        for name, tensor in empty.items():
+            with suppress(TypeError):
+                tensor.numpy()
+                readable[name] = tensor
+        assert {"float32", "uint64", "bool", "complex128"} <= readable.keys()
+    expected = readable | {key: tensor for key, tensor in state.items() if tensor.numel() or "rows" in key}
+    if key is not None:
+        del expected["of no rows"]
+    for name in "ab":
+        for how in {"verify_hash": True}, {"lazy_load": True, "verify_hash": True}, {"num_readers": 2}:
+            found = stock(tmp_path / name, **decryption, **how)
+            assert found == {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in expected.items()}
+        loaded = blank(state)
+        reader = TensorizerStorageReader(
+            tmp_path / name, **({} if key is None else {"encryption": decryption["encryption"]})
+        )
+        dcp.load(loaded, storage_reader=reader)
+        assert_same(loaded, state)
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == [".metadata"]
 
 
 def test_names_that_dcp_makes_one_of(writer, tmp_path):

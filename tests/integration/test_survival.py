@@ -67,11 +67,12 @@ def fail(folder: Path, *steps: int, **options: Any) -> None:
 
 
 def test_a_new_optimizer_gets_its_state_from_memory(tmp_path: Path, sockets: Path) -> None:
-    """As it does from storage: bit for bit, without a step."""
-    weight = torch.nn.Parameter(torch.ones(1000))
-    optimizer, new = torch.optim.AdamW([weight]), torch.optim.AdamW([weight])
-    weight.grad = torch.rand(1000)
+    """As it does from storage: bit for bit, in its own dtypes, without a step."""
+    weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    optimizer, new = torch.optim.NAdam([weight]), torch.optim.NAdam([weight])
+    weight.grad = torch.rand(1000).bfloat16()
     optimizer.step()
+    optimizer.state[weight]["exp_avg"] = torch.rand(1000)
     with suppress(ZeroDivisionError), manager_of(tmp_path / "run", save_every=1000) as manager:
         manager.save(3, {"optimizer": optimizer})
         raise ZeroDivisionError

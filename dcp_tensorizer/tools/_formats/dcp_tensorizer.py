@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..._format.tensor_bytes import host_bytes
 from ..._saving.commit import commit, put_records
-from ..._saving.write_plan import Item, plan_files, stored_names, write_results
+from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT, Storage
 from ..._writer_process.jobs import FileJob
 from ..._writer_process.protocol import TensorSource
@@ -49,7 +49,8 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         return host_bytes(view.tensors[key].read_all()) if key in view.tensors else memoryview(view.objects[key].read())
 
     with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
-        files = plan_files((item.source() for item in items if item.has_bytes), 0, save_id, storage.max_file_bytes)
+        sources = (item.source() for item in in_files(items, is_encrypted=False))
+        files = plan_files(sources, 0, save_id, storage.max_file_bytes)
         put_records(storage, [save_id])
         options_of_files = WriteOptions(thread_count=tensors_at_once(view.tensors.values()))
         done = FileJob(storage, files, bytes_of, options_of_files).run()

@@ -20,7 +20,7 @@ from dcp_tensorizer import SavePlanner, StagingError, WriteError
 from dcp_tensorizer._format.names import MAX_INLINE_BYTES, StoredItem
 from dcp_tensorizer._index.locations import PlaceTable, RankPlaces, hash_of
 from dcp_tensorizer._index.schema import decode_places, item_key
-from dcp_tensorizer._saving.write_plan import Item, resolve, warn_of_refused, write_results
+from dcp_tensorizer._saving.write_plan import Item, in_files, resolve, warn_of_refused, write_results
 from dcp_tensorizer._writer_process.protocol import FileResult, TensorSource, WriteDone
 
 from ...support import same
@@ -230,21 +230,26 @@ def test_names_that_tensorizer_cannot_hold_are_replaced() -> None:
     }
 
 
-def test_items_without_elements_are_not_written_but_reported() -> None:
-    """tensorizer never sees them, and the metadata knows their dtype."""
-    state = {"empty": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "full": torch.ones(2, 2)}
+def test_items_without_elements_are_reported_whether_or_not_they_are_in_a_file() -> None:
+    """In a plain file of others, if tensorizer can read them there; the metadata knows their dtype in any case."""
+    state = {"empty": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "full": torch.ones(2, 2), "none": torch.empty(0, 3)}
     plan, planner = planned(state)
     items = resolve(plan, planner)
-    assert [item.source(5, 64) for item in items if item.has_bytes] == [
-        TensorSource("full", "float32", (2, 2), 16, "tensor", memory=5, offset=64)
+    assert [item.source(5, 64) for item in in_files(items, is_encrypted=False)] == [
+        TensorSource("full", "float32", (2, 2), 16, "tensor", memory=5, offset=64),
+        TensorSource("none", "float32", (0, 3), 0, "tensor", memory=5, offset=64),
     ]
+    assert [item.name for item in in_files(items, is_encrypted=True)] == ["full"]
+    assert in_files([item for item in items if item.name == "none"], is_encrypted=False) == []
     stored = StoredItem("file", "full", 262_200, 16, "float32", "tensor", b"12345678")
-    done = WriteDone((FileResult("file", 300_000, (stored,)),), 0.0, 0.0, 0.0)
+    none = StoredItem("file", "none", 262_400, 0, "float32", "tensor", b"12345678")
+    done = WriteDone((FileResult("file", 300_000, (stored, none)),), 0.0, 0.0, 0.0)
     (result,) = write_results(items, done, 3)
     part = result.storage_data
     assert (part.rank, part.files, part.check) == (3, (("file", 300_000),), b"")
     assert result.size_in_bytes == 300_000
-    assert items_in(part, [("empty", (0, 0)), ("full", (0, 0))]) == [StoredItem.empty("float8_e4m3fn"), stored]
+    found = items_in(part, [("empty", (0, 0)), ("full", (0, 0)), ("none", (0, 0))])
+    assert found == [StoredItem.empty("float8_e4m3fn"), stored, StoredItem.empty("float32")]
 
 
 def items_in(part: RankPlaces, keys: list[Any]) -> list[StoredItem | None]:

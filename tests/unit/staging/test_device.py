@@ -105,8 +105,21 @@ def test_the_borders_are_those_of_what_is_registered_now(driver: Driver) -> None
 )
 def test_expandable_segments_are_seen(variable: str, value: str, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the variables that torch reads, wherever they stand in them."""
+    monkeypatch.setattr(device_module, "allocator_settings", str)  # torch reads the variables once in a process
     monkeypatch.setenv(variable, value)
     assert expandable_segments() == (f"{variable}={value}" if found else None)
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch has no getter")
+def test_expandable_segments_are_seen_when_they_are_set_at_run_time() -> None:
+    """By the function that torch names for it."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:512,expandable_segments:True")
+        assert expandable_segments() == "max_split_size_mb:512,expandable_segments:True, set at run time"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+    assert expandable_segments() is None
 
 
 def test_other_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

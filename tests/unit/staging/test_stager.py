@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import signal
 import threading
 import weakref
 from typing import Any
@@ -321,6 +322,47 @@ def test_all_saves_use_one_stream() -> None:
         stager.saves.close()
     assert len(device.streams) == 1
     assert device.buffers == [GatherLimits().buffer_bytes]
+
+
+@pytest.mark.parametrize(
+    ("is_signal", "pools", "overlap"), [(True, 1, False), (True, 2, False), (False, 2, False), (False, 2, True)]
+)
+def test_a_staging_inside_another_one_leaves_its_values_alone(is_signal: bool, pools: int, overlap: bool) -> None:
+    """(Simulated device.) A second staging, by a handler or a thread, runs after each copy of the first one."""
+    device, saves = SimulatedDevice(), [StagedSaves() for _ in range(pools)]
+    limits = GatherLimits(buffer_bytes=8 << 10, small_bytes=4 << 10)
+    first, second = (Stager(p, device=device, limits=limits, overlap_staging=overlap) for p in (saves[0], saves[-1]))
+    base = device.declare(torch.arange(2 * 64 * 640, dtype=torch.float32).view(2, 64, 640))
+    states = [{**{f"small {n}": rows[n, :500] for n in range(40)}, "strided": rows.t()} for rows in base]
+    inner: list[StagedStateDict] = []
+
+    def stage_second() -> None:
+        device.on_copy = lambda: None
+        inner.append(second.stage(states[1]))
+        inner[-1].staged_save.wait_copied()
+        device.on_copy = interrupt
+
+    def interrupt() -> None:
+        if is_signal:
+            signal.raise_signal(signal.SIGUSR1)
+        else:
+            in_thread(stage_second).join(WAIT)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: stage_second())
+    try:
+        device.on_copy = interrupt
+        outer = first.stage(states[0])
+        outer.staged_save.wait_copied()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(inner) >= 10
+    for result, state in [(outer, states[0]), *((one, states[1]) for one in inner)]:
+        assert [key for key, value in dict(result).items() if not torch.equal(value, state[key])] == []
+    assert len(device.buffers) == 2  # one for each staging at a time, reused
+    inner.clear()
+    del outer, result
+    for stager in (first, second):
+        stager.saves.close()
 
 
 def test_a_buffer_is_unregistered_before_it_regrows() -> None:
