@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from .._runtime.torch_compat import describes_part
 from ..errors import StagingError
 
 # Integers of less than a byte each. DCP's planner fails on them without naming the key.
@@ -53,24 +54,20 @@ def _fault(tensor: torch.Tensor) -> str | None:
         )
     if tensor.dtype in _SUB_BYTE:
         return f"of dtype {tensor.dtype}, which DCP cannot plan. Save the result of its view(torch.uint8)"
-    if type(tensor) not in _PLAIN and tensor.numel() and not _has_memory(tensor):
+    if type(tensor) not in _PLAIN and tensor.numel() and not has_memory(tensor):
         return _opaque(tensor)
     return None
 
 
 def _opaque(tensor: torch.Tensor) -> str:
-    kind = (
-        f"of type {type(tensor).__qualname__}, which cannot be staged: it has neither a storage nor __tensor_flatten__"
+    return (
+        f"of type {type(tensor).__qualname__}, which cannot be staged: it has neither a storage nor "
+        f"__tensor_flatten__. Give its class __tensor_flatten__ and __tensor_unflatten__"
     )
-    if hasattr(tensor, "__create_write_items__"):
-        return (
-            f"{kind}. DCP splits it by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
-            f"torch.distributed.checkpoint.staging to dcp.async_save"
-        )
-    return f"{kind}. Give its class __tensor_flatten__ and __tensor_unflatten__"
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has elements in a memory of its own, which wrappers of other tensors do not."""
     try:
         return tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0
     except Exception:  # a subclass may raise anything here
@@ -85,6 +82,7 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
     """Returns whether a value is a tensor of torch's own class that `check_supported` accepts, in half of its time.
 
+    False if it describes a part (`describes_part`): DCP has to be asked what it holds.
     Nearly all values of large state dicts are: every look counts.
     """
     return (
@@ -93,6 +91,7 @@ def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
         and value.dtype in _ORDINARY
         and not value.is_meta
         and not value.is_nested
+        and not (value.__dict__ and describes_part(value))  # an empty dict costs half of a call
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .._runtime.torch_compat import DTensor, set_element
+from .._runtime.torch_compat import DTensor, describes_part, set_element
 
 _Path = Sequence[str | int]
 
@@ -143,7 +143,12 @@ def _as_given(cast: Any, given: Any) -> Any:
 
 
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
-    """Returns whether a value's sharding is known: that of its parameter, or none."""
+    """Returns whether a value's sharding is known: that of its parameter, or none.
+
+    What a parameter describes as its part need not be what its optimizer's state describes.
+    """
+    if param is not None and describes_part(param):
+        return False
     if not isinstance(entry, TensorStorageMetadata) or not isinstance(param, DTensor):
         return True
     return not entry.size or entry.size == param.size()

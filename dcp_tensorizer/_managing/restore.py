@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
 from .._planning.read_items import has_older_keys
-from .._runtime.torch_compat import plain_local
+from .._runtime.torch_compat import local_parts, whole_size
 from .._runtime.validation import check_flags
 from .._saving.ties import identity_of
 from .._storage.base import Storage
@@ -266,7 +266,7 @@ class SelectivePlanner(LoadPlanner):
             entry = stored.get(key)
             if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
                 continue
-            if is_larger(tensor.size(), entry.size) and (value := value_of(key)) is not None:
+            if is_larger(whole_size(tensor), entry.size) and (value := value_of(key)) is not None:
                 growing[key] = value
         return growing
 
@@ -280,7 +280,7 @@ class SelectivePlanner(LoadPlanner):
             entry = stored[key]
             assert isinstance(entry, TensorStorageMetadata)
             self._grown[key] = entry.size, value
-            stored[key] = dataclasses.replace(entry, size=self.state_dict[key].size())
+            stored[key] = dataclasses.replace(entry, size=whole_size(self.state_dict[key]))
         self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=stored)
         shown = [f"{key!r}, of which {tuple(size)} are there" for key, (size, _) in self._grown.items()]
         logger.info("%s is loaded into larger tensors (grow): %s", self._path, listed(shown))
@@ -346,7 +346,7 @@ class SelectivePlanner(LoadPlanner):
         for key, value in self.state_dict.items():
             entry = stored.get(key)
             if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
-                shape = value.size()
+                shape = whole_size(value)
                 if shape != entry.size:
                     misfits[key] = f"{key!r} is {tuple(entry.size)} there and {tuple(shape)} here"
         return misfits
@@ -441,15 +441,10 @@ def is_larger(size: torch.Size, stored: torch.Size) -> bool:
 
 def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
     """Sets this rank's elements of a tensor that lie outside of the stored size."""
-    tensor = tensor.detach()
-    local, offsets = plain_local(tensor), [0] * tensor.dim()
-    if local is None:
-        local = tensor
-    elif chunks := tensor.__create_chunk_list__():  # type: ignore[attr-defined]
-        offsets = list(chunks[0].offsets)
-    for dim, (extent, offset) in enumerate(zip(stored, offsets, strict=True)):
-        begin = min(max(0, extent - offset), local.size(dim))
-        local.narrow(dim, begin, local.size(dim) - begin).fill_(value)
+    for offsets, part in local_parts(tensor):
+        for dim, (extent, offset) in enumerate(zip(stored, offsets, strict=True)):
+            begin = min(max(0, extent - offset), part.size(dim))
+            part.detach().narrow(dim, begin, part.size(dim) - begin).fill_(value)
 
 
 def _lists_around(path: Sequence[str | int]) -> Iterator[str]:

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from .._format.runs import Integers
-from .._runtime.torch_compat import layout_of, plain_local
+from .._runtime.torch_compat import PART_NAMES, layout_of, plain_local, write_items
 
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
 """The kinds that `Table.kinds` numbers."""
@@ -293,7 +292,7 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
         if chunk is not None and type(key) is str:
             yield Row(key, chunk, -1)
             continue
-        rows = list(map(row_of, create_default_local_save_plan({key: value}, is_coordinator).items))
+        rows = list(map(row_of, write_items(key, value, is_coordinator=is_coordinator)))
         if likeness is not None and len(rows) == 1 and rows[0].hint == -1:
             chunks[likeness] = rows[0].chunk
         yield from rows
@@ -301,7 +300,7 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
 
 def _likeness(value: Any) -> Any:
     """A value that is equal for tensors of which torch makes equal items, but for their keys; None for other values."""
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN and PART_NAMES.isdisjoint(value.__dict__):
         return value.shape, _properties(TensorProperties.create_from_tensor(value))
     local, layout = plain_local(value), layout_of(value)
     if local is None or layout is None:

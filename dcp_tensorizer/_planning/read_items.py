@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .._runtime.torch_compat import layout_of
+from .._runtime.torch_compat import is_whole, layout_of
 
 _Layout = tuple[Any, ...]
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
     for key, value in state_dict.items():
         stored = metadata.state_dict_metadata.get(key)
         # Many plain tensors share one entry of the metadata, which is faster to look up than the layout.
-        name = (id(stored), value.shape) if type(value) is torch.Tensor else None
+        name = (id(stored), value.shape) if is_whole(value) else None
         made = known.get(name)
         if made is None:
             layout = _layout(value, stored)
@@ -74,7 +74,7 @@ def _layout(value: Any, stored: Any) -> _Layout | None:
     chunk = stored.chunks[0]
     if chunk.sizes != stored.size or any(chunk.offsets):
         return None
-    if type(value) is torch.Tensor:
+    if is_whole(value):
         return stored.size, value.shape
     layout = layout_of(value)
     return None if layout is None else (stored.size, *layout)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -29,8 +30,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
+# What DCP's planners ask of one value. Their public functions ask it of a whole state dict.
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
 # The value of ``Metadata.version``, which is a constant of one of torch's modules.
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.utils import find_state_dict_object, find_tensor_shard
 
 # A group's store and its timeout, which ``ProcessGroup`` does not have in every release.
 from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
-    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_state_dict_from_keys
     from torch.distributed.distributed_c10d import ProcessGroup, Store
 
@@ -57,6 +64,7 @@ __all__ = [
     "GET_LAYOUT",
     "OLD_PROPERTIES",
     "PROCESS_EXECUTOR",
+    "PART_NAMES",
     "REBUILD_PREFIX",
     "REBUILD_SUBCLASS",
     "STORAGE_SETUP",
@@ -76,6 +84,7 @@ __all__ = [
     "checkpoint_offset",
     "copy_all",
     "cpu_placement",
+    "describes_part",
     "flatten_state_dict",
     "group_devices",
     "group_store",
@@ -83,11 +92,15 @@ __all__ = [
     "group_of_save",
     "is_fake",
     "is_plain",
+    "is_whole",
     "layout_of",
     "load_state_dict_from_keys",
     "local_elements",
+    "local_of",
+    "local_parts",
     "negated_view",
     "NEVER_FAKE",
+    "part_described",
     "pickle_of",
     "plain_local",
     "plain_tensor_at",
@@ -100,6 +113,9 @@ __all__ = [
     "state_of_save",
     "tensor_makers",
     "trusted_globals",
+    "whole_size",
+    "write_items",
+    "written_shards",
 ]
 
 # Public from torch 2.15 on.
@@ -261,15 +277,87 @@ def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
 
 
+# --- tensors that describe their part: DCP asks them which part of which tensor they hold ----------------------------
+
+PART_NAMES = frozenset(
+    {
+        "__create_write_items__",
+        "__create_chunk_list__",
+        "__get_tensor_shard__",
+        # Of ``CheckpointableTensor``, from torch 2.14 on.
+        "global_shape",
+        "global_offsets",
+        "local_offsets",
+        "local_sizes",
+    }
+)
+"""The attributes by which a tensor describes its part. DCP also asks a DTensor's local tensor for the first three."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def describes_part(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has any of `PART_NAMES`, so that its class, shape and placements do not tell its part.
+
+    Such a tensor is planned by torch, and staged with torch's answers. Nothing of it is assumed or remembered.
+    """
+    if not PART_NAMES.isdisjoint(tensor.__dict__):
+        return True
+    if type(tensor) in _PLAIN:
+        return False
+    if isinstance(tensor, DTensor):
+        return describes_part(tensor._local_tensor)
+    return any(hasattr(type(tensor), name) for name in PART_NAMES)
+
+
+def is_whole(value: object) -> TypeGuard[torch.Tensor]:
+    """Returns whether a value is a tensor of torch's own class that does not describe a part."""
+    return type(value) is torch.Tensor and PART_NAMES.isdisjoint(value.__dict__)
+
+
+def write_items(key: str, value: object, *, is_coordinator: bool = True) -> list[WriteItem]:
+    """The items that DCP's planner makes of a value."""
+    return create_default_local_save_plan({key: value}, is_coordinator).items
+
+
+def written_shards(key: str, tensor: torch.Tensor) -> list[tuple[WriteItem, torch.Tensor]]:
+    """The items that DCP's planner makes of a tensor, each with the tensor that DCP writes for it."""
+    return [(item, awaited(find_state_dict_object({key: tensor}, item.index))) for item in write_items(key, tensor)]
+
+
+def part_described(tensor: torch.Tensor) -> str:
+    """A text that is equal for tensors that describe equal parts; empty for all tensors that describe none."""
+    return repr(write_items("", tensor)) if describes_part(tensor) else ""
+
+
+def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Size, torch.Tensor]]:
+    """The parts of a tensor on this rank, as DCP loads them: the offsets of each, and its elements."""
+    for chunk in _create_chunk_list(tensor):
+        yield chunk.offsets, find_tensor_shard(tensor, MetadataIndex("", chunk.offsets))
+
+
+def whole_size(tensor: torch.Tensor) -> torch.Size:
+    """The size of the whole tensor, of which a tensor may hold a part: what DCP compares with the stored size."""
+    return torch.Size(tensor.global_shape) if _is_checkpointable(tensor) else tensor.size()  # type: ignore[attr-defined]
+
+
+def _is_checkpointable(tensor: torch.Tensor) -> bool:
+    if not describes_part(tensor) or find_spec("torch.distributed.checkpoint.protocol") is None:
+        return False
+    protocol = import_module("torch.distributed.checkpoint.protocol")
+    return isinstance(tensor, protocol.CheckpointableTensor)
+
+
 def plain_local(value: object) -> torch.Tensor | None:
     """The local tensor of a DTensor, if ``to_local`` would return that very tensor; None otherwise.
 
-    ``to_local`` records an operation for autograd, which takes ten times as long as everything else here.
+    ``to_local`` records an operation for autograd, which takes ten times as long as everything else here. None, too, if
+    the DTensor describes its part: then DCP may take another tensor than the local one.
     """
-    if type(value) is not DTensor:
+    if type(value) is not DTensor or not PART_NAMES.isdisjoint(value.__dict__):
         return None
     local = value._local_tensor
-    return local if type(local) is torch.Tensor and not value.requires_grad else None
+    return local if is_whole(local) and not value.requires_grad else None
 
 
 def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torch.Tensor | None:
@@ -278,23 +366,30 @@ def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torc
     None for everything else: torch's planners find it, and take longer.
     """
     value = state_dict.get(index.fqn)
-    if type(value) is torch.Tensor:
+    if is_whole(value):
         return None if any(index.offset or ()) else value
     return plain_local(value)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
     """A value that tells which part of a DTensor is on this rank; equal layouts have equal values.
 
-    None if the local tensor tells that, and for values that are not DTensors.
+    None if it describes that itself, and for values that are not DTensors.
     """
-    if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):
+    if type(value) is not DTensor or describes_part(value):
         return None
     return value.shape, id(value.device_mesh), value.placements
 
 
 def local_elements(target: Any) -> int:
     """The number of a tensor's elements on this rank."""
+    if isinstance(target, torch.Tensor) and describes_part(target):
+        return sum(math.prod(chunk.sizes) for chunk in _create_chunk_list(target))
     if isinstance(target, ShardedTensor):
         return sum(shard.tensor.numel() for shard in target.local_shards())
     if isinstance(target, DTensor):  # `to_local` would record an operation for autograd

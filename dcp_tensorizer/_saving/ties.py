@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._runtime.torch_compat import DTensor, flatten_state_dict, plain_local
+from .._runtime.torch_compat import DTensor, flatten_state_dict, part_described, plain_local
 from .._staging.staged_save import StagedStateDict
 
 
@@ -42,7 +42,7 @@ def identity_of(value: object) -> object:
     if tensor.layout is not torch.strided or not (address := tensor.data_ptr()):  # FSDP frees memory, but not tensors
         return None
     read_as = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return tensor.device, address, read_as, sharding
+    return tensor.device, address, read_as, sharding, part_described(value)
 
 
 def live_state(state_dict: Any) -> Mapping[str, Any] | None:

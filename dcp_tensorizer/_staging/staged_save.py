@@ -10,7 +10,7 @@ import concurrent.futures
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
@@ -67,6 +67,7 @@ class StagedSave:
         files: Receives what a rank has written for the save; None if nobody needs it.
         ties: The names of tied tensors, and of the tensor that each is; noted for saves of models.
         omitted: The keys of tensors that are not staged, because other ranks write them.
+        described: The keys of tensors that describe their parts.
         on_written: Called when the save is written, with the digests of the written items by offset and size in the
             buffer. The digests are empty if items are encrypted.
     """
@@ -91,6 +92,7 @@ class StagedSave:
         self.files: Any = None
         self.ties: Mapping[str, str] = {}
         self.omitted: frozenset[str] = frozenset()
+        self.described: Sequence[str] = ()
         self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
         # All waits use this condition. Its lock is reentrant, because a signal handler that closes the writer, or the
         # collector that drops a staged state dict, may interrupt its holder.
@@ -337,6 +339,11 @@ class StagedStateDict(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         error = self._take()
+        if error is None and self.staged_save.described:
+            error = (
+                f"{self.staged_save.described[0]!r} describes which part of a tensor it is, and does not pickle: save "
+                f"it with async_checkpointer_type=AsyncCheckpointerType.THREAD"
+            )
         if self.staged_save.buffer is not None:  # torch.multiprocessing moves the tensors to other memory
             self.staged_save.buffer.forget()
         return (dict, (list(super().items()),)) if error is None else (_failed, (error,))

@@ -44,6 +44,7 @@ class _Snapshot:
     sources: list[torch.Tensor]  # the tensors to copy
     dtypes: list[torch.dtype]  # of their copies
     dtype_of: DtypeOf | None  # what those are that are cast
+    described: list[str]  # keys of tensors that describe their parts
     places: list[int | None]  # the device of each source; None for host memory
 
     @property
@@ -150,7 +151,7 @@ class Stager:
             staged_save.distributed = world_size_of_job() > 1
             staged_save.omitted = omitted
             snapshot = self._snapshot(state_dict, omitted)
-            staged_save.shared = snapshot.shared
+            staged_save.shared, staged_save.described = snapshot.shared, snapshot.described
             if snapshot.devices:
                 self._device.side_streams.follow(snapshot.sources)
             settle_other_devices(snapshot.sources)
@@ -288,7 +289,7 @@ class Stager:
             for number, (source, place) in enumerate(zip(sources, places, strict=True)):
                 if place is not None and id(source) not in fixed:
                     dtypes[number] = self.dtype_of(source.dtype)
-        of_sources = sources, dtypes, self.dtype_of, places
+        of_sources = sources, dtypes, self.dtype_of, tensors.described, places
         return _Snapshot(structure, listed, tensors, in_place, omitted_tensors, shared, *of_sources)
 
     def _pin_for(self, devices: Sequence[int]) -> int | None:

@@ -10,28 +10,37 @@ from __future__ import annotations
 import collections
 import copy
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
-from .._format.tensor_bytes import check_supported, is_ordinary, is_plain_class, is_wrapper
+from .._format.tensor_bytes import check_supported, has_memory, is_ordinary, is_plain_class, is_wrapper
 from .._runtime.torch_compat import (
+    PART_NAMES,
     DTensor,
     Shard,
     ShardedTensor,
     ShardMetadata,
     awaited,
     cpu_placement,
+    describes_part,
+    local_of,
+    part_described,
     rebuild_dtensor,
     rebuild_sharded_tensor,
+    written_shards,
 )
-from ..errors import StagingError
+from ..errors import StagingError, describe
 
 _OTHER_TENSORS = (
     "the tensors of the state dict have changed during staging: do not change it before its staging is complete (a "
     "container or tensor subclass that returns other tensors at each access cannot be saved)"
 )
+_NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan it by them"
 DtypeOf: TypeAlias = Callable[[torch.dtype], torch.dtype]
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -41,6 +50,9 @@ class TensorList(list[torch.Tensor]):
 
     A ShardedTensor is always staged, because it cannot be made of shards without memory. So are two tensors of one key:
     one of them is in an object, which this rank may write.
+
+    Attributes:
+        described: The keys of tensors that describe their parts (`describes_part`).
     """
 
     def __init__(self, omitted: Set[str] = frozenset()) -> None:
@@ -48,16 +60,20 @@ class TensorList(list[torch.Tensor]):
         self._omitted_keys = omitted
         self._omitted: dict[str, range] = {}
         self._inner: list[range] = []
+        self.described: list[str] = []
 
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Adds the plain tensors inside a tensor."""
-        if is_plain_class(tensor) and key not in self._omitted_keys:
+    def add(self, key: str, tensor: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> None:
+        """Adds the plain tensors inside a tensor; of a tensor that describes its part, those inside its shards."""
+        if shards is None and is_plain_class(tensor) and key not in self._omitted_keys:
             check_supported(key, tensor)
             self.append(tensor)
             return
         first = len(self)
-        self.extend(_inner_tensors(tensor, key))
-        if not (type(tensor) is DTensor and len(self) == first + 1):
+        for part in [tensor] if shards is None else shards:
+            self.extend(_inner_tensors(part, key))
+        if shards is not None:
+            self.described.append(key)
+        if shards is not None or not (type(tensor) is DTensor and len(self) == first + 1):
             self._inner.append(range(first, len(self)))
         if key in self._omitted_keys:
             is_staged = key in self._omitted or isinstance(tensor, ShardedTensor)
@@ -86,6 +102,13 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
     """
     if isinstance(value, torch.Tensor):
         value = awaited(value)
+        if describes_part(value):
+            try:
+                described = _Described(key, value)
+            except Exception as error:
+                raise StagingError(f"{key!r} {_NO_ANSWER}: {describe(error)}") from error
+            tensors.add(key, value, described.shards)
+            return described
         tensors.add(key, value)
         return value
     if isinstance(value, _ATOMIC):
@@ -115,6 +138,73 @@ def copy_items(mapping: Mapping[Any, Any], prefix: str, tensors: TensorList) -> 
             item = copy_structure(item, f"{prefix}{name}", tensors)
         items.append((name, item))
     return items
+
+
+class _Described:
+    """A tensor that describes its part, with its answers at the time of staging.
+
+    DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor answers as the live one did:
+    with the same write items, and with the staged shards. The live one is not asked again: training may have changed
+    it, and its answers are often views of its own memory.
+
+    The staged tensor has values only if one of the shards is all of it. It cannot be pickled or copied, because its
+    answers belong to the memory of one save.
+    """
+
+    def __init__(self, key: str, tensor: torch.Tensor) -> None:
+        self.key = key
+        self.tensor = tensor
+        written = written_shards(key, tensor)
+        self.items, self.shards = [item for item, _ in written], [shard for _, shard in written]
+        fields = {name: getattr(tensor, name) for name in PART_NAMES if hasattr(tensor, name)}
+        self.fields = {name: copy.deepcopy(value) for name, value in fields.items() if not callable(value)}
+
+    def filled(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The staged tensor, given the staged shards; called once."""
+        tensor, live = self.tensor, self.shards
+        local = local_of(tensor)
+        whole = next((s.detach() for s, shard in zip(shards, live, strict=True) if _is_same(shard, local)), None)
+        if whole is None:
+            whole = torch.empty(local.shape, dtype=local.dtype, device="meta")
+        staged = rebuild_dtensor(tensor, whole) if isinstance(tensor, DTensor) else whole
+        self.shards = list(shards)
+        del self.tensor  # the live one
+        staged.__dict__.update(
+            self.fields,
+            __create_write_items__=self.write_items,
+            __create_chunk_list__=self.chunks,
+            __get_tensor_shard__=self.shard,
+        )
+        return staged
+
+    def write_items(self, key: str, value: object) -> list[WriteItem]:
+        """The items of the live tensor, under a key."""
+        return [replace(item, index=replace(item.index, fqn=key)) for item in self.items]
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """The chunks of the items."""
+        return [item.tensor_data.chunk for item in self.items if item.tensor_data is not None]
+
+    def shard(self, index: MetadataIndex) -> torch.Tensor:
+        """The staged shard at the offset of an index."""
+        for item, shard in zip(self.items, self.shards, strict=True):
+            if item.index.offset == index.offset:
+                return shard
+        raise StagingError(f"{self.key!r} has no shard at {index.offset}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StagingError(
+            f"{self.key!r} describes which part of a tensor it is: it cannot be pickled or copied once it is staged. "
+            f"Put it into a dict or a list, not into a tuple, and use a planner with flatten_state_dict=True."
+        )
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors are the same elements of the same memory."""
+    if tensor is other or not (has_memory(tensor) and has_memory(other)):
+        return tensor is other
+    layouts = {(t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in (tensor, other)}
+    return len(layouts) == 1
 
 
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
@@ -224,6 +314,8 @@ class _Staged(NamedTuple):
 
 
 def _fill(structure: Any, staged: _Staged) -> Any:
+    if isinstance(structure, _Described):
+        return structure.filled([_rebuild_tensor(shard, staged) for shard in structure.shards])
     if isinstance(structure, torch.Tensor):
         return _rebuild_tensor(structure, staged)
     if type(structure) is dict:
@@ -281,7 +373,7 @@ def fingerprint(value: Any) -> int:
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return hash((kind, value.shape, value.dtype, _sharding(value)))
+        return hash((kind, value.shape, value.dtype, _sharding(value), part_described(value)))
     if isinstance(value, Mapping):
         return hash((kind, tuple((name, fingerprint(member)) for name, member in value.items())))
     if isinstance(value, list | tuple):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ..support import ALL_DTYPES, dtype_name
 from .objects import NEED_TRUST, PLAIN, UNSAVABLE
-from .planners import LOAD_PLANNERS, SAVE_PLANNERS
+from .planners import EACH_ITS_OWN, LOAD_PLANNERS, SAVE_PLANNERS
 from .run import MEANWHILE, Case, Load, Save
-from .values import ODD_TENSORS, Box, Object, Odd, Seq, Sharded, Slice, Spec, Tensor
+from .values import HOW_DESCRIBED, ODD_TENSORS, Box, Described, Object, Odd, Seq, Sharded, Slice, Spec, Tensor
 
 __all__ = ["cases"]
 
@@ -41,7 +41,7 @@ _ODD_KEYS = [
 ]
 _LONG_KEYS = [letter * 60_000 for letter in "abcde"] + ["f" * 70_000]  # a file's index holds four of them
 _OTHER_KEYS = [0, 1, -1, (1, 2), ("a",), None, True, 1.5, b"k"]
-_PLACEMENTS = ["0", "1", "r", "0r", "r0", "00", "01", "rr", "rows"]
+_PLACEMENTS = ["0", "1", "r", "0r", "r0", "00", "01", "rr", "rows", "ss"]
 _MODES = ["save", "save", "async_save", "async_save", "overlap", "at once"]
 _OBJECTS = [*PLAIN, *PLAIN, *NEED_TRUST]
 _ODD_OBJECTS = [*_OBJECTS, *UNSAVABLE]
@@ -73,7 +73,9 @@ def _shape(draw: Any, least: int = 0) -> tuple[int, ...]:
 def _tensor(draw: Any) -> Tensor:
     view = _one_of(draw, _VIEWS) if _weighted(draw, 2) else "whole"
     kind = _one_of(draw, _KINDS)
-    return Tensor(_one_of(draw, _DTYPES), _shape(draw), view, draw(_up_to(99)), kind, _weighted(draw, 8))
+    return Tensor(
+        _one_of(draw, _DTYPES), _shape(draw), view, draw(_up_to(99)), kind, _weighted(draw, 8), _weighted(draw, 40)
+    )
 
 
 def _slice(draw: Any) -> Slice:
@@ -92,17 +94,30 @@ def _sharded(draw: Any) -> Sharded:
     return Sharded(_one_of(draw, _SHARDED_DTYPES), shape, placements, draw(_up_to(99)))
 
 
+def _described(draw: Any) -> Described:
+    shape = (_one_of(draw, [4, 8, 6, 5, 3]), *_shape(draw)[:2])
+    how = _one_of(draw, sorted(HOW_DESCRIBED))
+    return Described(_one_of(draw, _SHARDED_DTYPES), shape, how, 1 + draw(_up_to(2)), draw(_up_to(3)), draw(_up_to(99)))
+
+
 def _object(draw: Any, odd: bool) -> Object:
     return Object(_one_of(draw, _ODD_OBJECTS if odd else _OBJECTS))
 
 
 def _leaf(draw: Any, odd: bool) -> Spec:
-    kind = _one_of(draw, ["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "odd"])
+    kind = _one_of(
+        draw, ["tensor", "tensor", "tensor", "sharded", "sharded", "object", "object", "slice", "described", "odd"]
+    )
     if kind == "odd":
         return Odd(_one_of(draw, sorted(ODD_TENSORS))) if odd else _tensor(draw)
     if kind == "object":
         return _object(draw, odd)
-    makers: dict[str, Callable[[Any], Spec]] = {"tensor": _tensor, "sharded": _sharded, "slice": _slice}
+    makers: dict[str, Callable[[Any], Spec]] = {
+        "tensor": _tensor,
+        "sharded": _sharded,
+        "slice": _slice,
+        "described": _described,
+    }
     return makers[kind](draw)
 
 
@@ -160,6 +175,12 @@ def _blank(draw: Any, spec: Spec, trouble: bool) -> Spec:
             if p != "rows" and ("1" not in p or len(spec.shape) > 1) and (spec.shape or "0" not in p)
         ]
         return dataclasses.replace(spec, seed=555, placements=_one_of(draw, [*fit, spec.placements]))
+    if isinstance(spec, Described):
+        if _weighted(draw, 2):
+            return Tensor(spec.dtype, spec.shape, "whole", 555)
+        if _weighted(draw, 3):
+            return Sharded(spec.dtype, spec.shape, _one_of(draw, ["0", "r", "0r", "ss"]), 555)
+        return dataclasses.replace(_described(draw), dtype=spec.dtype, shape=spec.shape, seed=555)
     if isinstance(spec, Slice):
         return spec if _weighted(draw, 2) else Tensor("float32", (spec.length,), "whole", 555)
     if isinstance(spec, Object):
@@ -212,7 +233,9 @@ def _load(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int)
             else tuple(_one_of(draw, [str(k) for k, _ in save.state.items] or [""]) for _ in "ab")
         )
         return Load(path, min(size, 1), keys, trusted=trusted)
-    planner = _one_of(draw, sorted(LOAD_PLANNERS)) if _weighted(draw, 2) else "none"
+    planner = _one_of(draw, sorted(LOAD_PLANNERS.keys() - {EACH_ITS_OWN})) if _weighted(draw, 2) else "none"
+    if _weighted(draw, 3) and not _has_other_keys(save.state):  # ours takes those as they are, torch's as text
+        planner = EACH_ITS_OWN
     if save.planner == "nested" and not _weighted(draw, 4):
         planner = "nested"
     target = _blank(draw, save.state, trouble=_weighted(draw, 3))
@@ -222,12 +245,21 @@ def _load(draw: Any, saves: tuple[Save, ...], paths: dict[int, int], ranks: int)
     return Load(path, size, target, planner, trusted, _weighted(draw, 6))
 
 
+def _has_other_keys(spec: Spec) -> bool:
+    """Whether there is a key that is not a string."""
+    if isinstance(spec, Seq):
+        return any(map(_has_other_keys, spec.members))
+    return isinstance(spec, Box) and any(type(key) is not str or _has_other_keys(value) for key, value in spec.items)
+
+
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
 def _save(draw: Any) -> Save:
     planner = "none"
-    if _weighted(draw, 2):
+    if _weighted(draw, 3):
+        planner = EACH_ITS_OWN
+    elif _weighted(draw, 2):
         planner = _one_of(draw, [name for name in sorted(SAVE_PLANNERS) if name not in _BAD_SAVERS])
     elif _weighted(draw, 12):
         planner = _one_of(draw, _BAD_SAVERS)

@@ -128,7 +128,7 @@ def describe_metadata(metadata: Metadata | None) -> Any:
     ids = {} if meta is None else {name: type(getattr(meta, name)).__name__ for name in ("save_id", "load_id")}
     where = None if meta is None else meta.checkpoint_id
     return {
-        "type": type(metadata).__name__,
+        "is metadata": isinstance(metadata, Metadata),
         "keys": {repr(key): _plain(entry) for key, entry in metadata.state_dict_metadata.items()},
         "order": tuple(map(repr, metadata.state_dict_metadata)),
         "planner_data": _plain(metadata.planner_data),

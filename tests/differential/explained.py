@@ -169,14 +169,31 @@ def _is_failed_overwrite(context: Context, difference: Difference) -> bool:
     return any(isinstance(end, Failed) for end in ends[1:]) and not isinstance(difference.ours, Failed)
 
 
+def _is_described_in_object(context: Context, difference: Difference) -> bool:
+    """Its shards are staged, and an object would need the tensor itself."""
+    if context.case.mode in ("save", "threads") or difference.path[0] != "saves":
+        return False
+    return _ours_fails(difference, "describes which part of a tensor it is: it cannot be pickled")
+
+
+def _disagrees(context: Context, difference: Difference) -> bool:
+    return difference.path[0] == "saves" and _ours_fails(difference, "the ranks do not agree on its")
+
+
 def _has_other_shape(context: Context, difference: Difference) -> bool:
     return difference.path[0] == "saves" and _ours_fails(difference, "and its resolve_data gave one of")
 
 
 def _is_asked_at_once(context: Context, difference: Difference) -> bool:
-    """Of the planner that transposes what is square: a part of a tensor may be, where the whole is not."""
+    """Of the planner that transposes what is square: a part of a tensor may be, where the whole is not. And of the one
+    that shrinks what has several rows: a part may have one.
+    """
     load = context.load(difference)
-    return load is not None and load.planner == "transposing" and context.case.ranks > 1 and "bits" in difference.path
+    if load is None or context.case.ranks < 2:
+        return False
+    return (load.planner == "transposing" and "bits" in difference.path) or (
+        load.planner == "shrinking" and _ours_fails(difference, "do not fit a target of")
+    )
 
 
 ALWAYS = ("storage_data", "checkpoint_id")  # in every checkpoint
@@ -190,8 +207,10 @@ DIFFERENCES: dict[str, Holds] = {
     "ranks that saved for themselves": _saved_apart,
     "tensors that are no plain bytes": _is_no_plain_tensor,
     "planners that give other shapes": _has_other_shape,
+    "ranks that disagree": _disagrees,
     "dtypes that do not convert": _does_not_convert,
     "staged tensors are plain": _is_plain_copy,
+    "described parts in objects": _is_described_in_object,
     "overwrites that fail": _is_failed_overwrite,
     "parts at once": _is_asked_at_once,
     STAGING: lambda context, difference: False,  # `judge` finds it

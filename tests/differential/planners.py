@@ -14,7 +14,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_tensorizer import planner as ours
 
-__all__ = ["LOAD_PLANNERS", "SAVE_PLANNERS", "load_planner", "save_planner"]
+__all__ = ["EACH_ITS_OWN", "LOAD_PLANNERS", "SAVE_PLANNERS", "load_planner", "save_planner"]
+
+EACH_ITS_OWN = "each its own"
+"""torch's storage with torch's planner, and ours with ours. By other names both have the same planner."""
 
 
 def _is_chosen(key: Any) -> bool:
@@ -146,13 +149,16 @@ SAVE_PLANNERS: dict[str, Any] = {
     "lying": LyingSave,
     "read bytes": ReadBytesSave,
     "failing": FailingSave,
+    EACH_ITS_OWN: DefaultSavePlanner,
 }
 
 
-def save_planner(name: str, rank: int) -> SavePlanner | None:
+def save_planner(name: str, rank: int, is_ours: bool) -> SavePlanner | None:
     """A planner by its name; torch's cache of plans is the class's, so that each rank needs a name of its own there."""
     if name == "none":
         return None
+    if name == EACH_ITS_OWN and is_ours:
+        return ours.SavePlanner()
     planner: SavePlanner = SAVE_PLANNERS[name]()
     planner._cached_plans_key = f"rank {rank}"
     return planner
@@ -182,15 +188,16 @@ class Recorded(DefaultLoadPlanner):
         In torch's plans there is an item for each stored chunk, and in ours one for all of them.
         """
         found: dict[str, dict[str, int]] = {}
-        for (key, _, _, lengths), seen in self._seen.items():
+        for (key, lengths, *_), seen in self._seen.items():
             of_key = found.setdefault(f"{key}", {})
             of_key[", ".join(seen)] = of_key.get(", ".join(seen), 0) + math.prod(lengths)
         return found
 
     def note(self, what: str, item: ReadItem) -> None:
         if item.type == LoadItemType.BYTE_IO or math.prod(item.lengths):
-            place = item.dest_index.fqn, item.dest_offsets, item.storage_offsets, item.lengths
-            self._seen.setdefault(place, []).append(what)
+            target = item.dest_index.offset, item.dest_offsets
+            source = item.storage_index.offset, item.storage_offsets
+            self._seen.setdefault((item.dest_index.fqn, item.lengths, target, source), []).append(what)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.note(f"bytes at {value.tell()}", read_item)
@@ -345,8 +352,11 @@ LOAD_PLANNERS: dict[str, Any] = {
     "shrinking": ShrinkingLoad,
     "failing": FailingLoad,
     "from metadata": lambda: MetadataLoad(flatten_state_dict=False),
+    EACH_ITS_OWN: DefaultLoadPlanner,
 }
 
 
-def load_planner(name: str) -> LoadPlanner | None:
+def load_planner(name: str, is_ours: bool) -> LoadPlanner | None:
+    if name == EACH_ITS_OWN and is_ours:
+        return ours.LoadPlanner()
     return None if name == "none" else LOAD_PLANNERS[name]()

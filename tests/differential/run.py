@@ -189,7 +189,7 @@ class _Job:
         options: dict[str, Any] = {
             "checkpoint_id": where,
             "storage_writer": self._storages.writer(self._ours, rank, self.mode, where),
-            "planner": save_planner(save.planner, rank),
+            "planner": save_planner(save.planner, rank, self._ours),
             "use_collectives": save.together,
         }
         try:
@@ -247,7 +247,7 @@ class _Job:
                     return {"state": describe(_load_state_dict_from_keys(keys, storage_reader=reader))}
             target = Maker(rank, Meshes(load.ranks) if load.ranks else None).make(load.target)
             before = tensors_in(target)  # held until the end: the `id` of one that is gone could be another's
-            planner = load_planner(load.planner)
+            planner = load_planner(load.planner, self._ours)
             with KnownMemory():
                 dcp.load(target, storage_reader=reader, planner=planner, no_dist=load.alone)
         except (Exception, CheckpointException) as error:

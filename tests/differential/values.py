@@ -9,25 +9,45 @@ import collections
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ..support import filled
 from .objects import OBJECTS, Books, Pair, TaggedDict, TaggedList
 
-__all__ = ["Box", "Maker", "Object", "Odd", "Seq", "Sharded", "Slice", "Spec", "Tensor", "ODD_TENSORS"]
+__all__ = [
+    "Box",
+    "Described",
+    "HOW_DESCRIBED",
+    "Maker",
+    "Object",
+    "Odd",
+    "Seq",
+    "Sharded",
+    "Slice",
+    "Spec",
+    "Tensor",
+    "ODD_TENSORS",
+]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A plain tensor; ``view`` says how it lies in memory, ``by_rank`` that each rank has values of its own."""
+    """A plain tensor; ``view`` says how it lies in memory, ``by_rank`` that each rank has values of its own.
+
+    With ``grows`` the ranks disagree about its shape: each has a row more than the rank before.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,6 +55,7 @@ class Tensor:
     seed: int = 0
     kind: str = "tensor"
     by_rank: bool = False
+    grows: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,25 @@ class Sharded:
     dtype: str
     shape: tuple[int, ...]
     placements: str
-    """A letter for each dimension of the mesh: ``r`` (replicated), or the dimension that is sharded. ``rows``."""
+    """A letter for each dimension of the mesh: ``r`` (replicated), or the dimension that is sharded. ``rows``. ``ss``:
+    rows that are sharded by the second dimension of the mesh first."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor over all ranks whose parts have attributes that describe them: blocks of rows, in an order of their own.
+
+    The blocks are dealt to the ranks in turn, ``pieces`` to each, from the rank ``shift`` on. The last ones may be
+    shorter, or empty.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    how: str
+    """See `HOW_DESCRIBED`."""
+    pieces: int = 1
+    shift: int = 0
     seed: int = 0
 
 
@@ -87,7 +126,7 @@ class Seq:
     members: tuple[Spec, ...]
 
 
-Spec = Tensor | Slice | Sharded | Odd | Object | Box | Seq
+Spec = Tensor | Slice | Sharded | Described | Odd | Object | Box | Seq
 
 
 class Named(torch.Tensor):
@@ -135,6 +174,8 @@ class Maker:
             return memory[spec.start : spec.start + spec.length]
         if isinstance(spec, Sharded):
             return self._sharded(spec)
+        if isinstance(spec, Described):
+            return _described(spec, self.rank, None if self._mesh is None else self._mesh[1])
         if isinstance(spec, Odd):
             return ODD_TENSORS[spec.name]()
         if isinstance(spec, Object):
@@ -150,7 +191,11 @@ class Maker:
         if spec.placements == "rows":
             return _sharded_rows(full, self.rank)
         mesh = self._mesh[len(spec.placements)]
-        placements: list[Placement] = [Replicate() if p == "r" else Shard(int(p)) for p in spec.placements]
+        if spec.placements == "ss" and len(full) % mesh.size() == 0:
+            return _strided(full, mesh)
+        placements: list[Placement] = [
+            Replicate() if p == "r" else Shard(0 if p == "s" else int(p)) for p in spec.placements
+        ]
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
@@ -171,7 +216,8 @@ class Meshes:
 
 def _tensor(spec: Tensor, rank: int) -> torch.Tensor:
     seed = spec.seed + (1000 * rank if spec.by_rank else 0)
-    tensor = _viewed(getattr(torch, spec.dtype), spec.shape, spec.view, seed)
+    shape = (spec.shape[0] + rank, *spec.shape[1:]) if spec.grows and spec.shape else spec.shape
+    tensor = _viewed(getattr(torch, spec.dtype), shape, spec.view, seed)
     if spec.kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=_can_require(tensor))
     if spec.kind == "requires grad" and _can_require(tensor):
@@ -222,6 +268,113 @@ def _sharded_rows(full: torch.Tensor, rank: int) -> Any:
     offsets = [start, *(0 for _ in full.shape[1:])]
     shards = [LocalShard.from_tensor_and_offsets(local, offsets, rank)] if len(local) else []
     return init_from_local_shards(shards, list(full.shape))
+
+
+def _strided(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Rows that tensor parallelism has sharded first, and FSDP what is left of them."""
+    outer, inner = mesh.get_coordinate() or (0, 0)
+    local = full.chunk(mesh.size(1))[inner].chunk(mesh.size(0))[outer].clone()
+    placements = [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+# --- tensors that describe their part ---------------------------------------------------------------------------------
+
+
+class SelfDescribed(torch.Tensor):
+    """A subclass with bytes of its own, whose class describes its part."""
+
+    part: _Part
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        return self.part.items(fqn)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self.part.chunks
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.part.shard(index)
+
+
+class _Part:
+    """The answers of a tensor to DCP, all of them about its own memory."""
+
+    def __init__(self, tensor: torch.Tensor, size: torch.Size, blocks: list[tuple[int, int]]) -> None:
+        self.tensor = tensor
+        self.size = size
+        self.starts = [start for start, _ in blocks]
+        self.lengths = [length for _, length in blocks]
+        self.chunks = [
+            ChunkStorageMetadata(torch.Size([start, *(0 for _ in size[1:])]), torch.Size([length, *size[1:]]))
+            for start, length in blocks
+        ]
+
+    def items(self, key: str) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.tensor)
+        return [
+            WriteItem(
+                MetadataIndex(key, c.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(c, properties, self.size),
+            )
+            for c in self.chunks
+        ]
+
+    def shard(self, index: MetadataIndex) -> torch.Tensor:
+        number = next(number for number, chunk in enumerate(self.chunks) if chunk.offsets == index.offset)
+        begin = sum(self.lengths[:number])
+        return self.tensor.as_subclass(torch.Tensor)[begin : begin + self.lengths[number]]
+
+    def by_methods(self, tensor: torch.Tensor) -> None:
+        tensor.__create_write_items__ = lambda key, value: self.items(key)  # type: ignore[attr-defined]
+        tensor.__create_chunk_list__ = lambda: self.chunks  # type: ignore[attr-defined]
+        tensor.__get_tensor_shard__ = self.shard  # type: ignore[attr-defined]
+
+    def by_two_methods(self, tensor: torch.Tensor) -> None:
+        self.by_methods(tensor)
+        del tensor.__get_tensor_shard__  # type: ignore[attr-defined]
+
+    def by_fields(self, tensor: torch.Tensor) -> None:
+        others = [0 for _ in self.size[1:]]
+        tensor.global_shape = tuple(self.size)  # type: ignore[attr-defined]
+        tensor.global_offsets = tuple((start, *others) for start in self.starts)  # type: ignore[attr-defined]
+        begins = [sum(self.lengths[:number]) for number in range(len(self.lengths))]
+        tensor.local_offsets = tuple((begin, *others) for begin in begins)  # type: ignore[attr-defined]
+        tensor.local_sizes = tuple((length, *self.size[1:]) for length in self.lengths)  # type: ignore[attr-defined]
+
+
+HOW_DESCRIBED = {
+    "methods": _Part.by_methods,
+    "methods of a local tensor": _Part.by_methods,
+    "two methods of a local tensor": _Part.by_two_methods,
+    "a class": None,
+}
+if find_spec("torch.distributed.checkpoint.protocol") is not None:  # from torch 2.14 on
+    HOW_DESCRIBED["fields"] = _Part.by_fields
+
+
+def _described(spec: Described, rank: int, mesh: DeviceMesh | None) -> torch.Tensor:
+    full = filled(getattr(torch, spec.dtype), spec.shape, spec.seed)
+    size = 1 if mesh is None else mesh.size()
+    pieces = 1 if spec.how.startswith("two") else spec.pieces
+    length = -(-len(full) // (size * pieces))
+    numbers = [piece * size + (rank + spec.shift) % size for piece in range(pieces)]
+    starts = [min(number * length, len(full)) for number in numbers]
+    blocks = [(start, min(length, len(full) - start)) for start in starts]
+    blocks = [block for number, block in enumerate(blocks) if block[1] or number == 0]
+    local = torch.cat([full[start : start + count] for start, count in blocks])
+    if spec.how == "a class":
+        local = local.as_subclass(SelfDescribed)
+        local.part = _Part(local, full.shape, blocks)  # type: ignore[attr-defined]
+        return local
+    tensor: torch.Tensor = local
+    if "local" in spec.how and mesh is not None:
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+        local = tensor._local_tensor
+    describe = HOW_DESCRIBED[spec.how]
+    assert describe is not None
+    describe(_Part(local, full.shape, blocks), local)
+    return tensor
 
 
 def _box(kind: str, items: list[tuple[Any, Any]]) -> Any:

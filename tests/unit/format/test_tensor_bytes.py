@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._format.tensor_bytes import check_supported, host_bytes, memories_of, memory_of
@@ -25,10 +24,6 @@ class Opaque(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, *args: Any) -> Any:
         raise NotImplementedError
-
-
-def wrapped_shards() -> torch.Tensor:
-    return LocalShardsWrapper([torch.ones(2, 3), torch.ones(2, 3)], [(0, 0), (0, 3)])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantised dtypes and nested tensors
@@ -60,12 +55,6 @@ def wrapped_shards() -> torch.Tensor:
             Opaque,
             "of type Opaque, which cannot be staged: it has neither a storage nor __tensor_flatten__. Give its class "
             "__tensor_flatten__ and __tensor_unflatten__",
-        ),
-        (
-            wrapped_shards,
-            "of type LocalShardsWrapper, which cannot be staged: it has neither a storage nor __tensor_flatten__. DCP "
-            "splits it by itself: save it with dcp.save, or pass async_stager=DefaultStager(...) of "
-            "torch.distributed.checkpoint.staging to dcp.async_save",
         ),
     ],
 )

@@ -108,3 +108,14 @@ def test_a_state_dict_of_another_kind_is_left_alone() -> None:
         target = OptimizerTarget("opt", torch.optim.SGD([torch.zeros(2)]), collected)
         target.make_state({"opt.state.0.moment": tensor(2)}, {"opt.state.0.moment": ("opt", "state", "0", "moment")})
         assert collected in ({"moments": {}}, {"state": {}, "param_groups": [{"params": [0, 1]}]}, None, [])
+
+
+def test_there_is_no_room_for_the_state_of_parameters_that_describe_their_part() -> None:
+    """The parameter does not tell how its state is sharded."""
+    described, plain = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(2, 3))
+    described.__create_chunk_list__ = list  # type: ignore[attr-defined]
+    state = made(
+        torch.optim.SGD([described, plain]),
+        {("opt", "state", number, "moment"): tensor(2, 3) for number in ("0", "1")},
+    )
+    assert state.keys() == {1}

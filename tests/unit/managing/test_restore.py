@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_tensorizer import StateMismatch
-from dcp_tensorizer._managing.restore import Selection, SelectivePlanner
+from dcp_tensorizer._managing.restore import Selection, SelectivePlanner, fill_beyond
 
 
 @pytest.fixture
@@ -86,3 +86,15 @@ def test_an_optimizer_is_not_changed_before_all_is_loaded() -> None:
     assert {key for key in planner.state_dict if "state" in key} == keys.keys()
     assert optimizer.state[weight].keys() == {"past"}
     assert (len(optimizer.state[weight]["past"]), optimizer.param_groups[0]["lr"].item()) == (1, 0.5)
+
+
+def test_elements_beyond_the_stored_size_are_filled_where_a_tensor_describes_them() -> None:
+    """Of a tensor of which each rank has two blocks of rows, and of a whole one."""
+    blocks, whole = torch.ones(4, 2), torch.ones(3, 2)
+    chunks = {start: torch.Size((start, 0)) for start in (1, 5)}
+    blocks.__create_chunk_list__ = lambda: [ChunkStorageMetadata(s, torch.Size((2, 2))) for s in chunks.values()]  # type: ignore[attr-defined]
+    blocks.__get_tensor_shard__ = lambda index: blocks[:2] if index.offset == chunks[1] else blocks[2:]  # type: ignore[attr-defined]
+    for tensor in (blocks, whole):
+        fill_beyond(tensor, torch.Size((2, 2)), 7.0)
+    assert blocks[:, 0].tolist() == [1.0, 7.0, 7.0, 7.0]
+    assert whole[:, 0].tolist() == [1.0, 1.0, 7.0]

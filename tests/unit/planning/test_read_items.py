@@ -187,6 +187,22 @@ def test_tensors_that_say_themselves_what_is_here(mesh: DeviceMesh) -> None:
     assert [item.dest_index.fqn for item in theirs] == ["a", "b"]
 
 
+def test_plain_tensors_that_say_themselves_what_is_here() -> None:
+    """Two of one shape may be other parts: none is planned like another, whichever comes first."""
+
+    def part(start: int) -> torch.Tensor:
+        tensor = torch.rand(8, 4)
+        chunk = ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((4, 4)))
+        tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+        return tensor
+
+    state = {"a": torch.rand(8, 4), "b": part(0), "c": part(4), "d": torch.rand(8, 4)}
+    metadata = Metadata(dict.fromkeys(state, stored((8, 4))))
+    theirs = create_default_local_load_plan(state, metadata).items
+    assert in_full(read_items_of(state, metadata, strict=True)) == in_full(theirs)
+    assert [item.storage_offsets for item in theirs] == [(0, 0), (0, 0), (4, 0), (0, 0)]
+
+
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("options", [{}, {"flatten_state_dict": False}, {"allow_partial_load": True}])
 def test_a_checkpoint_that_has_more(options: dict[str, bool], more: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -11,6 +13,8 @@ from dcp_tensorizer._saving.model_layout import ModelOptions, plan_model, rank_l
 from dcp_tensorizer._saving.ties import ties_of
 from dcp_tensorizer._storage.base import SharedFile
 from dcp_tensorizer._writer_process.shared_job import SharedFilePart
+
+from ...planned import Shards
 
 SQUARE = torch.arange(16.0).view(4, 4)
 COMPLEX = torch.arange(4.0) + 1j
@@ -59,3 +63,17 @@ def test_ranks_may_have_tied_names_in_another_order() -> None:
     shared = [SharedFilePart(SharedFile(f"f{n}", "", of.nbytes, ""), 1) for n, of in enumerate(plan.files)]
     layout = rank_layout(plan, shared, "id")
     assert layout.dropped(["d", "c", "a", "unknown", "b"]) == ["c", "b"]
+
+
+def part(memory: torch.Tensor, start: int) -> torch.Tensor:
+    """A view that describes itself as the rows of a larger tensor."""
+    view: Any = memory.view_as(memory)
+    view.__create_write_items__ = Shards((8, 2), [((start, 0), (4, 2))]).__create_write_items__
+    return view  # type: ignore[no-any-return]
+
+
+def test_what_tensors_describe_as_their_part_counts() -> None:
+    """The same memory may be described as other parts, and as a whole tensor."""
+    memory = torch.ones(4, 2)
+    state = {"a": part(memory, 0), "b": part(memory, 4), "c": part(memory, 0), "d": memory, "e": memory.view_as(memory)}
+    assert ties_of(state) == {"c": "a", "e": "d"}

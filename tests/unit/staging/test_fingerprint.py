@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from dcp_tensorizer._runtime.torch_compat import write_items as write_items_of
 from dcp_tensorizer._staging.state_tree import fingerprint
 
 
@@ -20,6 +22,19 @@ def test_values_do_not_matter() -> None:
     later = _state(step=7)
     later["model"]["w"] += 1
     assert fingerprint(later) == fingerprint(_state())
+
+
+def _described(offset: int) -> torch.Tensor:
+    """A part of a tensor, which describes itself."""
+    part = torch.ones(2, 3)
+    whole = torch.ones(8, 3)
+
+    def write_items(key: str, value: object) -> list[Any]:
+        (item,) = write_items_of(key, whole)
+        return [replace(item, index=replace(item.index, offset=torch.Size((offset, 0))))]
+
+    part.__create_write_items__ = write_items  # type: ignore[attr-defined]
+    return part
 
 
 @pytest.mark.parametrize(
@@ -38,3 +53,11 @@ def test_values_do_not_matter() -> None:
 def test_everything_else_does(other: dict[str, Any]) -> None:
     """Keys, types, shapes, dtypes and containers."""
     assert fingerprint(other) != fingerprint(_state())
+
+
+def test_what_a_tensor_describes_as_its_part_does() -> None:
+    """Two ranks' parts may have one shape."""
+    first, same, other = (fingerprint({"w": _described(offset)}) for offset in (0, 0, 2))
+    assert first == same
+    assert first != other
+    assert first != fingerprint({"w": torch.ones(2, 3)})
