@@ -50,7 +50,8 @@ class SavePlanner(DefaultSavePlanner):
     each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns, or only a
     digest if a rank's plan equals that of one of the last saves.
 
-    A plan is refused if chunks overlap, are missing or lie outside their tensor. The error names the keys.
+    A plan is refused if chunks overlap, are missing or lie outside their tensor, or if ranks have tensors of other
+    shapes or dtypes under one key. The error names the keys.
 
     Subclasses may override the same methods as those of ``DefaultSavePlanner``. Plans that columns cannot hold are left
     to torch.

@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ._format.encryption import encryption_cipher
+from ._planning.wholes import checked_messages, wholes_of
 from ._runtime.forks import in_child
 from ._runtime.gc_pause import age_objects
+from ._runtime.ranks import world_size_of_job
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
@@ -34,6 +36,7 @@ from ._saving.partners import DEFAULT_RATE, check_copies
 from ._saving.report import SaveCallbacks, SaveReport
 from ._saving.saver import SaveDescription, Saver
 from ._saving.session import SaveSession
+from ._saving.write_plan import plan_with
 from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location, path_to_write
 from ._storage.redact import redact, shown
@@ -408,11 +411,21 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
         age_objects()
-        return self._session.prepare(plan)
+        prepared = self._session.prepare(plan)
+        if world_size_of_job() == 1:
+            return prepared
+        return plan_with(prepared, wholes_of(plan, prepared.storage_data))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds to the plans, on the coordinator, what each rank may leave out of its results."""
+        """Adds to the plans, on the coordinator, what each rank may leave out of its results.
+
+        Raises:
+            WriteError: ranks have tensors of other shapes or dtypes under one key, of which one would be kept.
+        """
         age_objects()
+        with self._session.or_fail():
+            messages = checked_messages([plan.storage_data for plan in plans])
+        plans = [plan_with(plan, message) for plan, message in zip(plans, messages, strict=True)]
         return self._session.answer(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

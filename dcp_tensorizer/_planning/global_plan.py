@@ -188,7 +188,7 @@ class Merged:
 def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     """Chooses, for each item that several ranks have, the rank that writes it, like torch's ``dedup_save_plans``.
 
-    Raises `WriteError`, naming the key, if two ranks disagree on what a key is.
+    Raises `WriteError`, naming the key and the ranks, if two ranks disagree on the tensor of a key.
     """
     keys: dict[str, int] = {}
     specs: dict[Spec, int] = {}
@@ -207,10 +207,45 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     starts, sizes = (np.concatenate([_widened(getattr(p, name), width) for p in plans]) for name in ("starts", "sizes"))
     rank = np.repeat(np.arange(len(plans)), [len(plan) for plan in plans])
     groups = _group([*starts.T[::-1], dims, key])
+    _check_alike(list(keys), list(specs), key, spec, groups, rank)
     kept = _writers(groups, rank, np.array([_weight(spec) for spec in specs] + [1])[spec], to_lowest_rank, len(plans))
     table = Table(list(keys), key, kind, spec, list(specs), None)
     hint = _hints(table.keys, np.where(kept, key, -1), kind)
     return Merged(Columns(table, dims, starts, sizes), rank, kept, hint)
+
+
+def _check_alike(
+    keys: list[str], specs: list[Spec], key: Integers, spec: Integers, groups: Integers, rank: Integers
+) -> None:
+    """Checks that all tensors of a key have one shape, and all copies of a chunk one dtype.
+
+    One rank writes what several ranks have: of ranks that disagree, all but one would lose their values in silence.
+    Other properties, such as ``requires_grad``, may differ.
+    """
+    rows = np.flatnonzero(spec >= 0)
+    for field, of in (("shape", key), ("dtype", groups)):
+        values: dict[object, int] = {}
+        found = [values.setdefault(s.shape if field == "shape" else s.properties[0], len(values)) for s in specs]
+        value = np.array([*found, -1])[spec]
+        of_first = np.empty(1 + of.max(initial=-1), dtype=np.int64)
+        of_first[of[rows[::-1]]] = value[rows[::-1]]  # the last assignment counts: that of the first row
+        wrong = rows[value[rows] != of_first[of[rows]]]
+        if len(wrong):
+            like = rows[of[rows] == of[wrong[0]]]
+            texts = list(values)
+            numbers = dict.fromkeys(value[like].tolist())
+            held = (f"{texts[number]} on {_ranks(rank[like[value[like] == number]])}" for number in numbers)
+            raise WriteError(
+                f"{keys[int(key[wrong[0]])]!r} cannot be saved: the ranks do not agree on its {field}: "
+                f"{', '.join(held)}. Give each rank's tensor a key of its own, for example by DataParallelState."
+            )
+
+
+def _ranks(ranks: Integers) -> str:
+    """Names a few ranks: ``rank 0``, ``ranks 1, 2, 3 and 5 others``."""
+    numbers = list(dict.fromkeys(ranks.tolist()))
+    more = f" and {len(numbers) - _SHOWN} others" if len(numbers) > _SHOWN else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_SHOWN]))}{more}"
 
 
 def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:

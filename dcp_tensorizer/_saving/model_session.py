@@ -60,7 +60,7 @@ class ModelSession(SaveSession):
         Returns the plan, with the tied tensors of this rank. Raises `WriteError` if the directory cannot be created, or
         holds a model that must not be replaced.
         """
-        with self._or_fail():
+        with self.or_fail():
             self._destination.open()
             if self._destination.commits:
                 self._order = {item.index.fqn: number for number, item in enumerate(plan.items)}
@@ -75,7 +75,7 @@ class ModelSession(SaveSession):
 
         Raises `WriteError` if the format cannot hold the model, or the files cannot be begun.
         """
-        with self._or_fail():
+        with self.or_fail():
             ties = [plan.storage_data if isinstance(plan.storage_data, dict) else {} for plan in plans]
             options = self._destination.model
             self._model = plan_model(plans, options, path=self.path, order=self._order, ties=ties)

@@ -74,14 +74,14 @@ class SaveSession:
         Returns the plan, with what this rank could leave out of its results. Raises `WriteError` if the directory
         cannot be created, or holds a checkpoint that must not be overwritten.
         """
-        with self._or_fail():
+        with self.or_fail():
             self._destination.open()
             keeping = None if self._kept is None else self._kept.planned(plan)
             return plan if self._destination.commits else self._tables.offer(plan, keeping)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
-        with self._or_fail():
+        with self.or_fail():
             states: list[KeptState | None] = [None] * len(plans)
             if self._kept is not None:
                 states = [*self._kept.begin(self.id, [keeping_rank(plan) for plan in plans], self._destination.rank)]
@@ -138,7 +138,7 @@ class SaveSession:
         """
         assert self._report is not None, "write comes first"
         self._times.commit_begins()
-        with self._or_fail():
+        with self.or_fail():
             replaced = self._commit(metadata, results)
         self._context.engine.failures.committed()
         report = self._report = self._times.committed(self._report)
@@ -229,7 +229,7 @@ class SaveSession:
         return None if self._record is None else self._context.freshness.compare(self._record.step, places)
 
     @contextmanager
-    def _or_fail(self) -> Iterator[None]:
+    def or_fail(self) -> Iterator[None]:
         """Makes the save fail with any error inside."""
         try:
             yield

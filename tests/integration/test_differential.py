@@ -9,7 +9,9 @@ import pytest
 
 from ..differential.cases import Case
 from ..differential.check import check
+from ..differential.describe import Failed
 from ..differential.explained import ALWAYS, DIFFERENCES, judge
+from ..differential.planners import EACH_ITS_OWN
 from ..differential.run import Load, Save, Storages, run_case
 from ..differential.values import Box, Object, Sharded, Tensor
 from ..differential.worlds import threads_as_ranks
@@ -37,6 +39,23 @@ def test_the_differences_are_those_of_the_documentation() -> None:
     section = text.partition("## Where we differ from torch's own storage")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \|(?:[^|\n]+\|){3}$", section, re.MULTILINE)
     assert sorted(rows) == sorted(["difference", *DIFFERENCES])
+
+
+@pytest.mark.parametrize("planner", ["none", EACH_ITS_OWN])
+@pytest.mark.parametrize("mode", ["save", "async_save"])
+def test_ranks_that_disagree_are_told_apart(tmp_path: Path, mode: str, planner: str) -> None:
+    """torch's storage keeps the tensor of one rank; ours refuses, whichever planner has made the plan."""
+    state = Box("dict", (("a", Tensor("float32", (2,), grows=True)), ("b", Sharded("bool", (5, 3), "0", 1))))
+    case, storages = Case(2, mode, True, (Save(state, planner),), ()), Storages()
+    try:
+        with threads_as_ranks() as run:
+            theirs, ours = (run_case(case, side, storages, run, tmp_path) for side in (False, True))
+    finally:
+        storages.close()
+    assert not any(isinstance(saves[0], Failed) for saves in theirs["saves"].values())
+    expected = "'a' cannot be saved: the ranks do not agree on its shape: (2,) on rank 0, (3,) on rank 1"
+    assert all(expected in saves[0].what for saves in ours["saves"].values())
+    assert judge(case, theirs, ours, lambda: theirs).explained >= {"ranks that disagree"}
 
 
 def case_of(first: str, seed: int, item: str) -> Case:

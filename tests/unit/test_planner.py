@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_tensorizer import SavePlanner, WriteError
 from dcp_tensorizer._planning import plan as plans
+from dcp_tensorizer._planning.wholes import checked_messages, wholes_of
 
 from ..planned import Place, Planned, Shards, plan_save, shard
 
@@ -357,6 +358,82 @@ def test_a_key_that_is_two_things_is_refused() -> None:
         plan_save([DefaultSavePlanner(), DefaultSavePlanner()], states)
     with pytest.raises(WriteError, match=r"^'x' cannot be saved: the ranks plan several parts of it"):
         plan_save([SavePlanner(), SavePlanner()], states)
+
+
+DISAGREE = {
+    "shapes": (
+        [torch.zeros(2, 3), torch.zeros(4, 3), None, torch.zeros(2, 3)],
+        "shape: (2, 3) on ranks 0, 3, (4, 3) on rank 1",
+    ),
+    "dimensions": (
+        [None, torch.zeros(2), torch.zeros(()), torch.zeros(2)],
+        "shape: (2,) on ranks 1, 3, () on rank 2",
+    ),
+    "dtypes": (
+        [torch.zeros(2), *(torch.zeros(2, dtype=torch.bfloat16) for _ in range(5))],
+        "dtype: torch.float32 on rank 0, torch.bfloat16 on ranks 1, 2, 3 and 2 others",
+    ),
+    "sizes of a sharded one": (
+        [Shards((6, 4), [((0, 0), (3, 4))]), Shards((5, 4), [((3, 0), (3, 4))])],
+        "shape: (6, 4) on rank 0, (5, 4) on rank 1",
+    ),
+}
+"""What ranks have under one key (None: not the key), and what the error says."""
+
+
+@pytest.mark.parametrize("case", DISAGREE)
+def test_ranks_that_have_other_tensors_under_one_key_are_refused(case: str) -> None:
+    """All but one would lose theirs: the error names the key, and what each rank has."""
+    values, problem = DISAGREE[case]
+    states = [{"a": torch.ones(3)} | ({} if value is None else {"x": value}) for value in values]
+    message = re.escape(f"'x' cannot be saved: the ranks do not agree on its {problem}. Give each rank's tensor a key")
+    with pytest.raises(WriteError, match=f"^{message}"):
+        plan_save([SavePlanner() for _ in states], states)
+
+
+@pytest.mark.parametrize("case", ["shapes", "dtypes"])
+def test_torchs_plans_are_refused_too(case: str) -> None:
+    """torch drops what it does not keep before a storage sees it: so each rank sends its whole tensors."""
+    values, problem = DISAGREE[case]
+    messages: list[Any] = []
+    for rank, value in enumerate(values):
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"a": torch.ones(3)} | ({} if value is None else {"x": value}), None, rank == 0)
+        messages.append(pickle.loads(pickle.dumps(wholes_of(planner.create_local_plan(), f"message {rank}"))))
+    assert checked_messages([messages[0], "of another kind", messages[0]]) == [
+        "message 0",
+        "of another kind",
+        "message 0",
+    ]
+    with pytest.raises(WriteError, match=re.escape(f"'x' cannot be saved: the ranks do not agree on its {problem}.")):
+        checked_messages(messages)
+
+
+def test_what_ranks_may_have_of_their_own() -> None:
+    """Keys, parts, objects, and properties that are not of the values."""
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    states = [{"x": torch.nn.Parameter(torch.ones(3)), "rank_0": torch.ones(1)}, {"x": frozen, "rank_1": torch.ones(2)}]
+    both(states)
+    planners = [DefaultSavePlanner(), DefaultSavePlanner()]
+    for planner, state in zip(planners, states, strict=True):
+        planner.set_up_planner(state, None, planner is planners[0])
+    sent = [wholes_of(planner.create_local_plan(), None) for planner in planners]
+    assert checked_messages(sent) == [None, None]
+    assert wholes_of(planners[0].create_local_plan(), None).columns.digest == sent[0].columns.digest
+
+
+def test_tensors_that_describe_their_part_are_planned_by_torch() -> None:
+    """None is planned like another of its shape and dtype, whichever comes first."""
+
+    def state(rank: int) -> dict[str, Any]:
+        values = {key: torch.full((3, 4), float(rank)) for key in ("a", "b", "c", "d")}
+        for key, start in (("b", 3 * rank), ("c", 3 - 3 * rank)):
+            values[key].__create_write_items__ = Shards((6, 4), [((start, 0), (3, 4))]).__create_write_items__  # type: ignore[attr-defined]
+        return values
+
+    planned = both([state(0), state(1)])
+    sizes = {key: entry.size for key, entry in planned.metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+    assert sizes == {"a": (3, 4), "b": (6, 4), "c": (6, 4), "d": (3, 4)}
 
 
 def test_a_gap_on_one_rank_alone_is_not_refused() -> None:
