@@ -155,7 +155,7 @@ def _is_plain_copy(context: Context, difference: Difference) -> bool:
         return True
     if (difference.theirs, difference.ours) == ("torch.nn.parameter.Parameter", "torch.Tensor"):
         return True
-    return "stride" in difference.path[-2:] or "requires_grad" in difference.path[-2:]
+    return not {"stride", "strides", "requires_grad"}.isdisjoint(difference.path)  # the metadata's, from torch 2.14 on
 
 
 def _is_failed_overwrite(context: Context, difference: Difference) -> bool:
