@@ -264,6 +264,8 @@ def _save(draw: Any) -> Save:
     elif _weighted(draw, 12):
         planner = _one_of(draw, _BAD_SAVERS)
     state = _state(draw)
+    if planner == EACH_ITS_OWN and "'bits" in repr(state):
+        planner = "none"  # torch's planner fails on them, where several ranks have them
     if planner == "nested" and _weighted(draw, 2):
         keys = _one_of(draw, [range(9), [(n, "a") for n in range(9)], [b"%d" % n for n in range(9)]])
         state = Box("dict", tuple(zip(keys, (value for _, value in state.items), strict=False)))
