@@ -10,23 +10,24 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from .._format.delta import digest_of, zstd
-from .._format.safetensors_header import INDEX, SINGLE
+from .._format.delta import PIECE, DeltaDecoder, digest_of, zstd
+from .._format.safetensors_header import INDEX, SINGLE, decode_json
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
-from .._storage.base import Storage
+from .._storage.base import FileIdentity, Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from ..errors import ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
-from .chain import Chain, copied, read_delta
+from .chain import Chain, Delta, copied, read_delta
 from .model import (
     StoredBytes,
     WeightFile,
@@ -36,13 +37,15 @@ from .model import (
     read_weight_file,
     written_file,
 )
-from .versions import FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
+from .versions import CLAIM, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
 
 _LOCK = ".publish.lock"
 _SGLANG = ".weight_sync"
 _LOCK_SECONDS = 600.0
-_VERSIONED = re.compile(r"(.+)-v\d{6,15}\.safetensors(\.[0-9a-f]{32}\.tmp)?")
-_TEMPORARY = re.compile(rf"(.+\.[0-9a-f]{{32}}\.publish|{re.escape(INDEX)}\.[0-9a-f]{{32}})\.tmp")
+_TEMPORARY = re.compile(
+    rf"(.+\.[0-9a-f]{{32}}\.publish|(.+-v\d{{6,15}}\.safetensors|{re.escape(INDEX)})\.[0-9a-f]{{32}})\.tmp"
+)
+_decode_journal = msgspec.json.Decoder(dict[str, tuple[int, ...]]).decode
 _Progress = Callable[[int, int], object]
 
 
@@ -154,6 +157,7 @@ class _Directory:
         path = absolute_path(target)
         if not isinstance(path, Path):
             raise WriteError(f"{path} is no local directory: deltas are applied to local ones")
+        _check_apart(path, published)
         self._storage = LocalStorage(path)
         self._path = path
         self._published, self._version, self._may_go_back = published, version, may_go_back
@@ -168,7 +172,7 @@ class _Directory:
                 f"directory, or let /pull_weights bring it to version {self._version}"
             )
         self._storage.make_directory()
-        with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK):
+        with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
             return self._apply(target)
 
     def _apply(self, target: Manifest) -> Applied:
@@ -184,8 +188,7 @@ class _Directory:
                 f"{self._path} has version {before}, and the newest in {self._published.path} is {self._version}: is "
                 f"it the directory that this copy comes from? To go back, name the version"
             )
-        if current is not None:
-            self._clear(current)
+        self._clear(current)
         is_whole = (
             current is None
             or before is None
@@ -313,10 +316,11 @@ class _Directory:
         except BaseException:
             self._storage.discard(*(file.name for file in self._storage.listing()[0] if save in file.name))
             raise
-        for name in names.values():
-            os.replace(self._path / f"{name}.{save}.tmp", self._path / name)
-        for name in others:
-            os.replace(self._path / f"{name}.{save}.publish.tmp", self._path / name)
+        renamed = {name: f"{name}.{save}.tmp" for name in names.values()}
+        renamed |= {name: f"{name}.{save}.publish.tmp" for name in others}
+        self._journal.write({name: self._storage.identity(temporary) or () for name, temporary in renamed.items()})
+        for name, temporary in renamed.items():
+            os.replace(self._path / temporary, self._path / name)
         self._storage.sync_directory()
         manifest = self._manifest(sources, names, current, base)
         notes = {"total_size": sum(tensor.nbytes for source in sources for tensor in source.file.tensors)}
@@ -328,15 +332,16 @@ class _Directory:
         """Writes the files beside the weights, into a directory without a model."""
         storage = self._published.folder(base.version)
         for name, record in base.others.items():
-            hashed, nbytes = hashlib.sha256(), storage.head(name)
+            stored = base.stored(name)
+            hashed, nbytes = hashlib.sha256(), storage.head(stored)
             if nbytes != record.nbytes:
-                raise ChecksumMismatch(f"{storage.path}/{name} no longer has its {record.nbytes:,} bytes")
+                raise ChecksumMismatch(f"{storage.path}/{stored}, {name}, no longer has its {record.nbytes:,} bytes")
             with written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write:
-                for block in read_blocks(storage, name):
+                for block in read_blocks(storage, stored):
                     hashed.update(block)
                     write(memoryview(block))
                 if hashed.hexdigest() != record.sha256:
-                    raise ChecksumMismatch(f"{storage.path}/{name} is not what was published: it is damaged")
+                    raise ChecksumMismatch(f"{storage.path}/{stored}, {name}, is not what was published: it is damaged")
         return list(base.others)
 
     def _manifest(
@@ -360,18 +365,29 @@ class _Directory:
             replaced=tuple(replaced),
         )
 
-    def _clear(self, manifest: Manifest) -> None:
+    def _clear(self, manifest: Manifest | None) -> None:
         """Removes the files that the index no longer names, and those that a killed attempt has left."""
         present = {file.name for file in self._storage.listing()[0]}
-        origins = {record.origin or name for name, record in manifest.files.items()}
-        leftovers = {name for name in present if _is_leftover(name, origins)} | set(manifest.replaced)
-        self._storage.remove(*sorted((leftovers & present) - set(manifest.files)))
+        leftovers = set(filter(_TEMPORARY.fullmatch, present))
+        leftovers |= {
+            name for name, identity in self._journal.read().items() if self._storage.identity(name) == identity
+        }
+        if manifest is not None:
+            leftovers = (leftovers | set(manifest.replaced)) - {*manifest.files, *manifest.others}
+        self._storage.remove(*sorted(leftovers & present))
+        self._journal.write({})
 
 
-def _is_leftover(name: str, origins: Set[str]) -> bool:
-    """Returns whether only an attempt to change the directory can have made a file of this name."""
-    match = _VERSIONED.fullmatch(name)
-    return bool(_TEMPORARY.fullmatch(name)) or (match is not None and f"{match[1]}.safetensors" in origins)
+def _check_apart(target: Path, published: Published) -> None:
+    """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
+    real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
+    is_version = version_of(real.name) is not None and (real.parent / CLAIM).exists()
+    if is_version or real.is_relative_to(source) or source.is_relative_to(real):
+        raise WriteError(
+            f"{target} cannot be changed to a version in {published.path}: "
+            + (f"it is a version in {real.parent}" if is_version else "one of them is in the other")
+            + ". Name another directory"
+        )
 
 
 def _same_files(base: Manifest, target: Manifest) -> list[str]:
@@ -384,8 +400,32 @@ def _versioned(name: str, version: int) -> str:
     return f"{name.removesuffix('.safetensors')}-v{version:06d}.safetensors"
 
 
+class _Journal:
+    """The files that an attempt to change a directory has put there, in the file that locks it.
+
+    Each is known by its identity, which renaming keeps. So if the attempt is killed, the next one removes its files,
+    and no others that have the same names.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self) -> dict[str, tuple[int, ...]]:
+        content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        with suppress(ValueError):  # empty, or torn by a power cut
+            return {name: identity for name, identity in decode_json(_decode_journal, content).items() if identity}
+        return {}
+
+    def write(self, files: Mapping[str, FileIdentity]) -> None:
+        content = msgspec.json.encode(files) if files else b""
+        if content or os.fstat(self._descriptor).st_size:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, content, 0)
+            os.fsync(self._descriptor)
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[_Journal]:
     """Locks a directory against others that change it, because all ranks of a server may do so at once."""
     deadline = time.monotonic() + _LOCK_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -394,7 +434,7 @@ def _locked(path: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise WriteError(f"another process has changed {path.parent} for {_LOCK_SECONDS:g} s: is it stopped?")
             time.sleep(0.05)
-        yield
+        yield _Journal(descriptor)
     finally:
         os.close(descriptor)
 
@@ -420,7 +460,7 @@ class _Tensors:
         self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
     ) -> None:
         self._target, self._published, self._version = target, published, version
-        self._on_progress = on_progress
+        self._on_progress, self._done, self._total = on_progress, 0, 0
 
     def apply(self) -> Applied:
         chain = self._published.chain(self._version)
@@ -429,20 +469,60 @@ class _Tensors:
         missing = sorted(set(tensors) - set(self._target))
         if missing:
             raise StateMismatch(f"tensors of version {self._version} are missing in the mapping: {listed(missing)}")
-        views = {key: _bytes_of(key, self._target[key], tensor) for key, tensor in tensors.items()}
-        digests = {key: digest_of(view.array.data) for key, view in views.items()}
-        start = self._start(base, deltas, digests)
+        for key, tensor in tensors.items():
+            _check_target(key, self._target[key], tensor)
+        start = self._start(base, deltas, self._digests(tensors))
         before = deltas[start - 1].manifest.version if start else base.version
         changes = Chain(deltas[start:])
         keys = sorted(changes.keys())
-        total = 2 * sum(tensors[key].nbytes for key in keys)
-        done = 0
-        for is_final in (False, True):  # first it is verified what all of them become
+        self._total = 2 * sum(tensors[key].nbytes for key in keys)
+        frames = {key: self._verified(changes, tensors[key]) for key in keys}
+        names = {_memory_of(self._target[key]): key for key in keys}  # tied tensors change once
+        with ExitStack() as undoing:
             for key in keys:
-                self._change(changes, tensors[key], views[key], is_final=is_final)
-                done += tensors[key].nbytes
-                self._on_progress(done, total)
-        return Applied(self._version, before, len(deltas) - start, False, total // 2)
+                if names[_memory_of(self._target[key])] == key:
+                    change = _TensorChange(self._target[key], frames[key])
+                    undoing.callback(change.undo)
+                    change.apply()
+                self._progress(tensors[key].nbytes)
+            self._check_result(base, deltas, tensors)
+            undoing.pop_all()
+        return Applied(self._version, before, len(deltas) - start, False, self._total // 2)
+
+    def _digests(self, tensors: Mapping[str, StoredBytes]) -> dict[str, str]:
+        return {key: digest_of(_view(self._target[key]).array.data) for key in tensors}
+
+    def _progress(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._on_progress(self._done, self._total)
+
+    def _verified(self, changes: Chain, tensor: StoredBytes) -> list[list[memoryview]]:
+        """Verifies what a tensor becomes, and returns its deltas as they were read.
+
+        With them it can be changed, and changed back, whatever becomes of the published files.
+        """
+        array = _view(self._target[tensor.key]).array
+
+        def read(start: int, block: np.ndarray) -> None:
+            block[:] = array[start : start + block.size]
+
+        frames: list[list[memoryview]] = []
+        for _ in changes.changed(tensor, read, frames):
+            pass
+        self._progress(tensor.nbytes)
+        return frames
+
+    def _check_result(self, base: Manifest, deltas: Sequence[Delta], tensors: Mapping[str, StoredBytes]) -> None:
+        """Raises `StateMismatch` if tensors did not become what was published, because they share memory."""
+        expected = dict(base.tensors)
+        for delta in deltas:
+            expected |= {key: change.digest for key, change in delta.changes.items()}
+        digests = self._digests(tensors)
+        if wrong := [key for key in expected if digests[key] != expected[key]]:
+            raise StateMismatch(
+                f"tensors that share memory differ in version {self._version}: {listed(wrong)}. Give each its own "
+                f"memory. No tensor has changed"
+            )
 
     def _places(self, base: Manifest) -> dict[str, StoredBytes]:
         storage = self._published.folder(base.version)
@@ -467,53 +547,96 @@ class _Tensors:
             )
         return start
 
-    def _change(self, changes: Chain, tensor: StoredBytes, view: _View, *, is_final: bool) -> None:
-        def read(start: int, block: np.ndarray) -> None:
-            block[:] = view.array[start : start + block.size]
 
-        position = 0
-        for piece in changes.changed(tensor, read):
-            if is_final:
-                view.array[position : position + piece.size] = piece
-            position += piece.size
-        if is_final:
+class _TensorChange:
+    """A change of a tensor in place, which can be undone after any interruption: XOR twice is no change."""
+
+    def __init__(self, value: Any, frames: Sequence[Sequence[memoryview]]) -> None:
+        self._value, self._frames = value, frames
+        # Up to here it is changed. The old bytes that follow may be changed, too.
+        self._reached = 0, np.empty(0, np.uint8)
+
+    def apply(self) -> None:
+        view, decoders = self._opened()
+        step = PIECE if view.give_back is None else view.array.size  # a copy is given back once
+        for start in range(0, view.array.size, step):
+            piece = view.array[start : start + step]
+            self._reached = start, piece.copy()
+            for decoder in decoders:
+                decoder.xor_into(piece)
+            if view.give_back is not None:
+                view.give_back()
+        self._reached = view.array.size, np.empty(0, np.uint8)
+
+    def undo(self) -> None:
+        view, decoders = self._opened()
+        stop, old = self._reached
+        view.array[stop : stop + old.size] = old
+        for start in range(0, stop, PIECE):
+            for decoder in decoders:
+                decoder.xor_into(view.array[start : min(start + PIECE, stop)])
+        if view.give_back is not None:
             view.give_back()
+
+    def _opened(self) -> tuple[_View, list[DeltaDecoder]]:
+        view = _view(self._value)
+        return view, [DeltaDecoder(frame, view.array.size) for frame in self._frames]
 
 
 class _View(NamedTuple):
     """A tensor's bytes, as an array of ``uint8``: the tensor's own memory, or a copy."""
 
     array: np.ndarray
-    give_back: Callable[[], object]  # to call after a change: copies a copy back to the tensor
+    give_back: Callable[[], object] | None  # to call after a change: copies a copy back to the tensor
 
 
-def _bytes_of(key: str, value: Any, tensor: StoredBytes) -> _View:
-    """The bytes of a tensor; raises `StateMismatch` if it has another number of bytes, or is not in memory."""
-    view = _view(value)
-    if view is None:
+def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
+    """Raises `StateMismatch` unless a value is a tensor in memory, of the right size, that can change."""
+    torch = sys.modules.get("torch")  # without torch there are no tensors
+    if torch is not None and isinstance(value, torch.Tensor):
+        is_plain = not hasattr(value, "__tensor_flatten__")  # as a DTensor has it
+        is_right = is_plain and value.layout == torch.strided and not value.is_meta and not _overlaps(value)
+    else:
+        is_right = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable
+    if not is_right:
         raise StateMismatch(
-            f"{key!r} is of type {type(value).__name__}: it must be a tensor or an array that can change"
+            f"{key!r} is of type {type(value).__name__}: it must be a tensor or an array in memory that can change, "
+            f"and whose elements do not overlap"
         )
-    if view.array.size != tensor.nbytes:
+    if value.nbytes != tensor.nbytes:
         raise StateMismatch(
-            f"{key!r} has {view.array.size:,} bytes, and {tensor.nbytes:,} as it was published: {tensor.dtype} of "
+            f"{key!r} has {value.nbytes:,} bytes, and {tensor.nbytes:,} as it was published: {tensor.dtype} of "
             f"shape {tensor.shape}"
         )
-    return view
 
 
-def _view(value: Any) -> _View | None:
+def _overlaps(tensor: Any) -> bool:
+    """Returns whether several elements of a tensor may be in one place, as in an expanded one."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _memory_of(value: Any) -> tuple[Any, ...]:
+    """Identifies the memory of a tensor or an array."""
     if isinstance(value, np.ndarray):
-        if not (value.flags.c_contiguous and value.flags.writeable):
-            return None
-        return _View(value.reshape(-1).view(np.uint8), lambda: None)
-    torch = sys.modules.get("torch")  # without torch there are no tensors
-    if torch is None or not isinstance(value, torch.Tensor):
-        return None
+        return "cpu", value.__array_interface__["data"][0], value.nbytes
+    if value.is_contiguous():
+        return str(value.device), value.data_ptr(), value.nbytes
+    return str(value.device), value.data_ptr(), value.nbytes, value.shape, value.stride()
+
+
+def _view(value: Any) -> _View:
+    if isinstance(value, np.ndarray):
+        return _View(value.reshape(-1).view(np.uint8), None)
+    torch = sys.modules["torch"]
     tensor = value.detach()
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if is_plain:
-        return _View(tensor.reshape(-1).view(torch.uint8).numpy(), lambda: None)
+        return _View(tensor.reshape(-1).view(torch.uint8).numpy(), None)
     copy = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     if copy.data_ptr() == tensor.data_ptr():
         copy = copy.clone()

@@ -178,13 +178,15 @@ class _Verification:
         for name, record in manifest.files.items():
             copied(storage, read_weight_file(storage, name), chain, record, lambda piece: self._count(piece.nbytes))
             self._files += 1
-        self.compare_files(storage, base.others)
+        self.compare_files(storage, {base.stored(name): record for name, record in base.others.items()})
+        for name, record in base.others.items() if base.publication else ():
+            if storage.head(name) is not None:  # another name of the same file, or a copy of it
+                _compare(storage, name, record, lambda nbytes: None)
 
     def compare_files(self, storage: Storage, files: Mapping[str, FileRecord]) -> None:
         """Verifies files of a directory as they are."""
         for name, record in files.items():
-            if FileRecord.of(storage, name, self._count).sha256 != record.sha256:
-                raise CheckpointError(f"{storage.path}/{name} is not what was published")
+            _compare(storage, name, record, self._count)
             self._files += 1
 
     def _count(self, nbytes: int) -> None:
@@ -194,6 +196,11 @@ class _Verification:
     def result(self, path: str, versions: list[int], started: float) -> VersionsVerified:
         seconds = time.monotonic() - started
         return VersionsVerified(path, tuple(versions), self._files, self._done, tuple(self._damages), seconds)
+
+
+def _compare(storage: Storage, name: str, record: FileRecord, on_read: Callable[[int], object]) -> None:
+    if FileRecord.of(storage, name, on_read).sha256 != record.sha256:
+        raise CheckpointError(f"{storage.path}/{name} is not what was published")
 
 
 def _size(manifest: Manifest) -> int:

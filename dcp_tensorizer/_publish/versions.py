@@ -3,15 +3,20 @@
     published/
       .publish.claim                    the publisher that the directory belongs to
       weight_v000001/                   a base: a whole model
+        model-00001-of-00002-5f0c1e2a.safetensors, ...
+        .other-<SHA-256>-5f0c1e2a, ...  the configuration, the tokenizer and other files
+        model.safetensors.index.json    the manifest: the commit
         config.json, tokenizer.json, ...
-        model-00001-of-00002.safetensors, ...
-        model.safetensors.index.json    the manifest, written last
       weight_v000002/                   a delta: the changes since version 1
-        delta-00001-5f0c1e2a.safetensors, ...
+        delta-00001-81d4fa3b.safetensors, ...
         model.safetensors.index.json
 
 A version's manifest is its index. So programs that read models can read a base, and SGLang's receiver finds all that it
 needs in the indices. The rest is in one object, ``metadata.dcp_tensorizer``.
+
+Two publications may write the same version at once. Their files have different names, and the storage takes one of
+their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs expect the
+files beside the weights under fixed names. So these names are given after the commit, and the manifest refers to none.
 """
 
 from __future__ import annotations
@@ -20,25 +25,31 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from .._format.safetensors_header import INDEX
-from .._storage.base import Refused, Storage
+from .._format.safetensors_header import INDEX, decode_json
+from .._storage.base import Storage
 from .._storage.claim import Claim, Ownership
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
-from .model import check_plain_name, check_weight_name, read_blocks, read_small
+from .model import check_plain_name, check_weight_name, read_blocks, read_small, written_file
 
 FORMAT = 1
 _DIRECTORY = re.compile(r"weight_v(\d{6,15})")
-_CLAIM = ".publish.claim"
+_OF_A_PUBLICATION = re.compile(
+    r"(delta-\d+|model-\d+-of-\d+|\.other-[0-9a-f]{64})-[0-9a-f]{8}(\.safetensors)?"
+    rf"|{re.escape(INDEX)}\.[0-9a-f]{{32}}\.tmp"
+)
+CLAIM = ".publish.claim"
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Number = Annotated[str, Meta(pattern=r"^\d{6,15}$")]
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+_Publication = Annotated[str, Meta(pattern=r"^([0-9a-f]{8})?\Z")]
 
 
 class FileRecord(Struct, frozen=True, omit_defaults=True):
@@ -67,17 +78,27 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     chain: int  # the base on which a delta builds, by all versions in between; the own number of a base
     files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base
     others: dict[str, FileRecord]  # the other files, in the manifest of a base: they do not change within a chain
-    tensors: dict[str, str]  # the digests of all tensors, in the manifest of a base
+    tensors: dict[str, str]  # the digests of all tensors of a base, and of those that a delta changes
     weight_map: dict[str, str]  # the file of each tensor; of a delta, those that have changed
     published_at: datetime
     nbytes: int  # the size of the version's own files, without this manifest
     step: int | None = None  # the step of training, if the publisher has given it
     replaced: tuple[str, ...] = ()  # the files that it has replaced, in a directory to which deltas are applied
+    publication: str = ""  # is in the names of the version's own files; empty in copies and old versions
 
     @property
     def is_delta(self) -> bool:
         """Returns whether it has only the changes since the version before."""
         return self.base_version is not None
+
+    def stored(self, name: str) -> str:
+        """Returns the name under which one of `others` is stored."""
+        return other_file_name(self.others[name], self.publication) if self.publication else name
+
+
+def other_file_name(record: FileRecord, publication: str) -> str:
+    """Returns the name under which a publication stores a file beside the weights."""
+    return f".other-{record.sha256}-{publication}"
 
 
 # --- as JSON ----------------------------------------------------------------------------------------------------------
@@ -95,6 +116,7 @@ class _Ours(Struct, omit_defaults=True):
     tensors: dict[str, _Digest] = {}
     step: int | None = None
     replaced: list[str] = []
+    publication: _Publication = ""
 
 
 class _Notes(Struct):
@@ -112,7 +134,7 @@ class _VersionIndex(Struct):
 
 
 class _AnyIndex(Struct):
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] | None = None
 
 
 _decode = msgspec.json.Decoder(_VersionIndex).decode
@@ -131,12 +153,18 @@ def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes
         manifest.tensors,
         manifest.step,
         list(manifest.replaced),
+        manifest.publication,
     )
     notes: dict[str, Any] = {**model_notes, "version": _digits(manifest.version), "checksum_format": "xxh3-128"}
     if manifest.base_version is not None:
         notes |= {"base_version": _digits(manifest.base_version), "delta_encoding": "xor", "compression_format": "zstd"}
     notes["dcp_tensorizer"] = msgspec.to_builtins(ours)
     return json.dumps({"metadata": notes, "weight_map": manifest.weight_map}, indent=1).encode() + b"\n"
+
+
+def decode_notes(content: bytes) -> dict[str, Any]:
+    """Decodes the ``metadata`` of any index; raises `ValueError` if it is damaged."""
+    return decode_json(_decode_any, content).metadata or {}
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
@@ -146,7 +174,7 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     names files outside of its directory.
     """
     try:
-        found = _decode_any(content).metadata
+        found = decode_notes(content)
         if "dcp_tensorizer" not in found:
             raise UnsupportedFormat(
                 f"{path} is the index of a model, and no manifest of dcp_tensorizer: without the SHA-256 of the files, "
@@ -154,8 +182,8 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
             )
         if (number := msgspec.convert(found["dcp_tensorizer"], dict[str, Any]).get("format", FORMAT)) != FORMAT:
             raise UnsupportedFormat(f"{path} has format {number}, and this release reads {FORMAT}: update it")
-        index = _decode(content)
-    except msgspec.MsgspecError as error:
+        index = decode_json(_decode, content)
+    except (ValueError, msgspec.ValidationError) as error:
         raise MetadataError(f"{path} is no manifest of a version, or damaged: {error}") from None
     base, ours = index.metadata.base_version, index.metadata.dcp_tensorizer
     manifest = Manifest(
@@ -170,6 +198,7 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         ours.nbytes,
         ours.step,
         tuple(ours.replaced),
+        ours.publication,
     )
     _check(manifest, index.metadata, path)
     return manifest
@@ -186,6 +215,8 @@ def _check(manifest: Manifest, notes: _Notes, path: str) -> None:
     is_ordered = manifest.base_version is None or manifest.chain <= manifest.base_version < manifest.version
     if any(delta) != all(delta) or not is_ordered or manifest.chain > manifest.version:
         raise MetadataError(f"{path} contradicts itself: it is neither a whole version nor a change of an earlier one")
+    if all(delta) and manifest.publication and set(manifest.tensors) != set(manifest.weight_map):
+        raise MetadataError(f"{path} contradicts itself: its digests are not those of the tensors that it changes")
 
 
 def _digits(version: int) -> str:
@@ -282,7 +313,7 @@ class Published:
 
     def ownership(self, own: Claim | None = None) -> Ownership:
         """A publisher's ownership of the directory, by a new claim or by its own earlier one."""
-        return Ownership(self.storage, _CLAIM, own)
+        return Ownership(self.storage, CLAIM, own)
 
     def remove(self, version: int) -> None:
         """Removes a version, its manifest first, so that it is complete or not there. Raises `OSError`."""
@@ -290,22 +321,45 @@ class Published:
         self._manifests.pop(version, None)
         folder.remove(INDEX)
         folder.sync_directory()
-        self.clear(version)
+        folder.discard(*_files_in(folder))
         folder.remove_directory()
 
-    def clear(self, version: int) -> None:
-        """Removes the files in a version's directory that has no manifest.
+    def tidy(self, manifest: Manifest, *, is_new: bool = False) -> None:
+        """Removes what other publications of a version have left, and names the files beside its weights.
 
-        Raises `Refused` if another publisher has just put one there.
+        The version has its manifest, so no other publication of it can commit any more. Until it has one, any of them
+        may, and nothing is removed. In a new version nothing but leftovers can be. Raises `OSError` and `WriteError`.
         """
-        folder = self.folder(version)
-        try:
-            names = [file.name for file in folder.listing()[0]]
-        except NotCommitted:
-            return
-        if INDEX in names:
-            raise Refused(f"another publisher has just published {folder.path}")
-        folder.discard(*names)
+        folder = self.folder(manifest.version)
+        found = _files_in(folder)
+        stored = {name: manifest.stored(name) for name in manifest.others}
+        weights = manifest.weight_map.values() if manifest.is_delta else manifest.files
+        own = {INDEX, *weights, *stored.values()}
+        if is_new:
+            folder.discard(*sorted(found.keys() - own))
+            found = {name: found[name] for name in found.keys() & own}
+        else:
+            folder.discard(*sorted(filter(_OF_A_PUBLICATION.fullmatch, found.keys() - own)))
+        for name, record in manifest.others.items():
+            if found.get(name) != record.nbytes:
+                _copy(folder, stored[name], name, record.nbytes)
+        folder.sync_directory()
+
+
+def _files_in(folder: Storage) -> dict[str, int]:
+    """The sizes of the files in a directory, with those that are being uploaded to it."""
+    with suppress(NotCommitted):
+        return {file.name: file.nbytes for file in (*folder.uploads(), *folder.listing()[0])}
+    return {}
+
+
+def _copy(folder: Storage, source: str, name: str, nbytes: int) -> None:
+    identity = folder.identity(source)
+    folder.discard(name)
+    if identity is None or folder.adopt(folder, source, identity, name, sync=True) is None:
+        with written_file(folder, name, nbytes) as write:
+            for block in read_blocks(folder, source):
+                write(memoryview(block))
 
 
 def name_of(version: int) -> str:
