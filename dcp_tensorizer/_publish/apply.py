@@ -82,7 +82,7 @@ def apply_delta(
 
     A directory gets new files, whose SHA-256 is verified. Then its index is replaced, which is the moment of the
     change. The old files are removed last. An empty directory gets a whole version. Tensors are changed in place, but
-    only after the result for each of them has been verified.
+    only after the result for each of them has been verified. After an error they are changed back.
 
     Args:
         target: A local directory, or a mapping from names to tensors, such as a state dict. Its values may also be
@@ -98,7 +98,7 @@ def apply_delta(
         NotCommitted: there is no such version.
         MetadataError: the published version is damaged.
         UnsupportedFormat: the published version is of another program, or of a newer release.
-        WriteError: the directory cannot be written.
+        WriteError: the directory cannot be written, is a published version, or is in the directory of versions.
     """
     started = time.monotonic()
     zstd()

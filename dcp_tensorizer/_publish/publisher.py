@@ -99,7 +99,8 @@ def publish(
     A version is whole if it is the first one, or if ``max_deltas`` follow the last whole one. It is also whole if the
     model has other tensors, dtypes, shapes, places in the files, or other files beside the weights.
 
-    A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused.
+    A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused. If
+    the earlier one's manifest arrives first nevertheless, its version stays, and the later one is refused.
 
     Args:
         directory: The model, as Hugging Face lays it out. Nothing may change it meanwhile.
@@ -116,7 +117,7 @@ def publish(
         NotCommitted: there is no model in ``directory``.
         MetadataError: the model or a published version is damaged.
         ChecksumMismatch: ``previous`` or the published files are not the version before, or are damaged.
-        Refused: a `WriteError`: another publisher has taken the directory over.
+        Refused: a `WriteError`: another publisher has taken the directory over, or has just published this version.
         WriteError: the version cannot be written.
         CheckpointError: zstd is not installed.
     """

@@ -319,10 +319,12 @@ class Published:
         """Removes a version, its manifest first, so that it is complete or not there. Raises `OSError`."""
         folder = self.folder(version)
         self._manifests.pop(version, None)
-        folder.remove(INDEX)
-        folder.sync_directory()
-        folder.discard(*_files_in(folder))
-        folder.remove_directory()
+        for _ in range(2):  # a publication that others have overtaken may put its manifest between two steps
+            folder.remove(INDEX)
+            folder.sync_directory()
+            folder.discard(*_files_in(folder))
+            if folder.remove_directory():
+                break
 
     def tidy(self, manifest: Manifest, *, is_new: bool = False) -> None:
         """Removes what other publications of a version have left, and names the files beside its weights.

@@ -30,20 +30,21 @@ CHANGES = ("fsync", "link", "mkdir", "open", "pwrite", "replace", "rmdir", "unli
 
 
 class Killed:
-    """Counts the calls that change the disk, and kills the process before one of them."""
+    """Counts the calls that change the disk, and kills the process before one of them. It pauses before the others."""
 
-    def __init__(self, at: int) -> None:
-        self._left, self._lock = at, threading.Lock()
+    def __init__(self, at: int, pause: Callable[[str], object] = lambda call: None) -> None:
+        self._left, self._lock, self._pause = at, threading.Lock(), pause
         for name in CHANGES:
-            setattr(os, name, self._counted(getattr(os, name), is_open=name == "open"))
+            setattr(os, name, self._counted(name, getattr(os, name)))
 
-    def _counted(self, call: Callable[..., Any], *, is_open: bool) -> Callable[..., Any]:
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if not is_open or (len(args) > 1 and args[1] & os.O_CREAT):
+            if name != "open" or (len(args) > 1 and args[1] & os.O_CREAT):
                 with self._lock:
                     self._left -= 1
                     if self._left < 0:
                         os.kill(os.getpid(), signal.SIGKILL)
+                self._pause(name)
             return call(*args, **kwargs)
 
         return counted
