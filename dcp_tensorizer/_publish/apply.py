@@ -381,7 +381,7 @@ class _Directory:
 def _check_apart(target: Path, published: Published) -> None:
     """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
-    is_version = version_of(real.name) is not None and (real.parent / CLAIM).exists()
+    is_version = version_of(real.name) is not None and os.path.exists(real.parent / CLAIM)
     if is_version or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
             f"{target} cannot be changed to a version in {published.path}: "

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from .._format.delta import PIECE, DeltaEncoder, zstd
-from .._format.safetensors_header import INDEX
+from .._format.safetensors_header import INDEX, MAX_HEADER
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
@@ -283,7 +283,7 @@ class _Publisher:
     def _encoded_manifest(self, manifest: Manifest, notes: Mapping[str, Any]) -> bytes:
         """Encodes a manifest; raises `MetadataError` if a reader would not get back what it says."""
         content, path = encode_manifest(manifest, notes), f"{self._target.path}/{INDEX}"
-        if decode_manifest(content, path) != manifest:
+        if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
             raise MetadataError(f"the manifest of {self._source.path} would not be read from {path} as it was written")
         return content
 

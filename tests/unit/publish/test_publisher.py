@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import xxhash
 from safetensors import safe_open
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, WriteError, apply_delta, publish
+from dcp_tensorizer._format.delta import zstd
 from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
 from dcp_tensorizer._storage.base import Refused
@@ -332,3 +335,34 @@ def test_metadata_that_json_holds_comes_back(tmp_path: Path) -> None:
         publish(model, tmp_path / f"published-{number}")
         notes = json.loads((tmp_path / f"published-{number}" / "weight_v000001" / INDEX).read_text())["metadata"]
         assert (json.loads(metadata) or {}).items() <= notes.items()
+
+
+def test_a_receiver_like_sglangs_follows(tmp_path: Path) -> None:
+    """It copies every file of the whole version, finds tensors in every safetensors file there, and changes them."""
+    published_versions(tmp_path, 3)
+    copy, versions = tmp_path / "receiver", sorted((tmp_path / "published").glob("weight_v*"))
+    shutil.copytree(versions[0], copy)
+    places: dict[str, tuple[Path, int, int]] = {}
+    for path in copy.glob("*.safetensors"):
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        for key, entry in json.loads(content[8 : 8 + length]).items():
+            if key != "__metadata__":
+                assert key not in places
+                places[key] = path, 8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1]
+    for version in versions[1:]:
+        index = json.loads((version / INDEX).read_text())
+        for key, name in index["weight_map"].items():
+            path, start, stop = places[key]
+            content = bytearray(path.read_bytes())
+            with safe_open(version / name, framework="numpy") as file:
+                frame, digest = file.get_tensor(key).tobytes(), file.metadata()[key]
+            old, change = (
+                np.frombuffer(content[start:stop], np.uint8),
+                np.frombuffer(zstd().decompress(frame), np.uint8),
+            )
+            content[start:stop] = (old ^ change).tobytes()
+            assert xxhash.xxh3_128_hexdigest(content[start:stop]) == digest
+            path.write_bytes(content)
+    assert weights_of(copy) == weights_of(tmp_path / "model-3")
+    assert (copy / "config.json").read_text() == "{}"
