@@ -1,4 +1,4 @@
-"""Brings a copy of a model to a published version: a directory, or tensors in memory."""
+"""Brings a copy of a model, a directory or tensors in memory, to a published version; or verifies versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .._runtime.threads import Workers, cores
 from .._storage.base import FileIdentity, Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
-from ..errors import ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
+from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
 from .chain import Chain, Delta, copied, read_delta
 from .model import (
     StoredBytes,
@@ -133,15 +133,6 @@ def _published(
 # --- a directory ------------------------------------------------------------------------------------------------------
 
 
-class _FileSource(NamedTuple):
-    """The file from which a new one is made, with the record of the new one."""
-
-    storage: Storage
-    file: WeightFile
-    base_name: str
-    record: FileRecord
-
-
 class _Directory:
     """Changes a directory. It goes back to a lower version only if the caller has named that version."""
 
@@ -199,9 +190,11 @@ class _Directory:
         deltas = [read_delta(self._published, manifest) for manifest in chain if manifest.is_delta]
         base = self._published.manifest(target.chain)
         self._check_others(current, base)
-        sources = self._from_base(base, target) if is_whole else self._from_here(current, target)
-        self._check_keys(sources, deltas)
-        manifest = self._write(sources, Chain(deltas), current, base)
+        sources = self._files(None if is_whole else current, base, target)
+        if unknown := sorted(Chain(deltas).keys() - {tensor.key for file, _ in sources for tensor in file.tensors}):
+            raise MetadataError(f"the deltas up to version {self._version} change unknown tensors: {listed(unknown)}")
+        storage = self._published.folder(base.version) if is_whole else self._storage
+        manifest = self._write(storage, sources, Chain(deltas), current, base)
         return Applied(self._version, before, len(deltas), is_whole, manifest.nbytes)
 
     # --- the version of the directory -----------------------------------------------------------------------------
@@ -230,7 +223,12 @@ class _Directory:
                 }
                 places = {tensor.key: file.name for file in model.weights.values() for tensor in file.tensors}
                 return Manifest(
-                    candidate.version, None, candidate.chain, files, {}, {}, places, candidate.published_at, 0
+                    version=candidate.version,
+                    chain=candidate.chain,
+                    files=files,
+                    weight_map=places,
+                    published_at=candidate.published_at,
+                    nbytes=0,
                 )
         raise StateMismatch(
             f"the model in {self._path} is none of the versions in {self._published.path}, so no delta fits it: "
@@ -262,39 +260,38 @@ class _Directory:
             f"cannot change in one moment: name an empty directory, and let the server change to it"
         )
 
-    def _from_base(self, base: Manifest, target: Manifest) -> list[_FileSource]:
-        storage = self._published.folder(base.version)
-        return [
-            _FileSource(storage, read_weight_file(storage, name), name, target.files[name])
-            for name in _same_files(base, target)
-        ]
-
-    def _from_here(self, current: Manifest | None, target: Manifest) -> list[_FileSource]:
-        assert current is not None
-        names = {record.origin or name: name for name, record in current.files.items()}
+    def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:
+        """The files from which those of a version are made, here or in the base, with the records of the new ones."""
+        names = {record.origin or name: name for name, record in (current or base).files.items()}
         if set(names) != set(target.files):
+            if current is None:
+                raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
             raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds upon")
+        storage = self._published.folder(base.version) if current is None else self._storage
         return [
-            _FileSource(self._storage, read_weight_file(self._storage, name), origin, target.files[origin])
+            (read_weight_file(storage, name), msgspec.structs.replace(target.files[origin], origin=origin))
             for origin, name in sorted(names.items())
         ]
 
-    def _check_keys(self, sources: Sequence[_FileSource], deltas: Sequence[Any]) -> None:
-        keys = {tensor.key for source in sources for tensor in source.file.tensors}
-        if unknown := sorted(Chain(deltas).keys() - keys):
-            raise MetadataError(f"the deltas up to version {self._version} change unknown tensors: {listed(unknown)}")
-
     # --- the change ---------------------------------------------------------------------------------------------------
 
-    def _write(self, sources: list[_FileSource], chain: Chain, current: Manifest | None, base: Manifest) -> Manifest:
+    def _write(
+        self,
+        storage: Storage,
+        sources: Sequence[tuple[WeightFile, FileRecord]],
+        chain: Chain,
+        current: Manifest | None,
+        base: Manifest,
+    ) -> Manifest:
+        """Makes the files of a version from those of a directory, and puts them in place."""
         save = uuid.uuid4().hex
-        total = sum(source.file.nbytes for source in sources)
-        names = {source.base_name: _versioned(source.base_name, self._version) for source in sources}
-        is_new = current is None
+        total = sum(file.nbytes for file, _ in sources)
+        ending = f"-v{self._version:06d}.safetensors"
+        names = {record.origin: record.origin.removesuffix(".safetensors") + ending for _, record in sources}
 
-        def make(source: _FileSource) -> None:
-            name = f"{names[source.base_name]}.{save}.tmp"
-            with written_file(self._storage, name, source.record.nbytes) as write:
+        def make(source: tuple[WeightFile, FileRecord]) -> None:
+            file, record = source
+            with written_file(self._storage, f"{names[record.origin]}.{save}.tmp", record.nbytes) as write:
 
                 def take(piece: memoryview) -> None:
                     write(piece)
@@ -302,17 +299,17 @@ class _Directory:
                         self._done += piece.nbytes
                         self._on_progress(self._done, total)
 
-                if source.file.nbytes != source.record.nbytes:
+                if file.nbytes != record.nbytes:
                     raise ChecksumMismatch(
-                        f"{source.storage.path}/{source.file.name} has {source.file.nbytes:,} bytes, and version "
-                        f"{self._version} of it {source.record.nbytes:,}"
+                        f"{storage.path}/{file.name} has {file.nbytes:,} bytes, and version {self._version} of it "
+                        f"{record.nbytes:,}"
                     )
-                copied(source.storage, source.file, chain, source.record, take)
+                copied(storage, file, chain, record, take)
 
         try:
             with Workers(max(1, min(cores(), len(sources))), thread_name_prefix="apply") as pool:
                 list(pool.map(make, sources))
-            others = self._write_others(base, save) if is_new else {}
+            others = self._write_others(base, save) if current is None else []
         except BaseException:
             self._storage.discard(*(file.name for file in self._storage.listing()[0] if save in file.name))
             raise
@@ -322,8 +319,18 @@ class _Directory:
         for name, temporary in renamed.items():
             os.replace(self._path / temporary, self._path / name)
         self._storage.sync_directory()
-        manifest = self._manifest(sources, names, current, base)
-        notes = {"total_size": sum(tensor.nbytes for source in sources for tensor in source.file.tensors)}
+        files = {names[record.origin]: record for _, record in sources}
+        manifest = Manifest(
+            version=self._version,
+            chain=base.version,
+            files=files,
+            others=base.others if current is None or current.others else {},
+            weight_map={tensor.key: names[record.origin] for file, record in sources for tensor in file.tensors},
+            published_at=now(),
+            nbytes=sum(record.nbytes for record in files.values()),
+            replaced=tuple(sorted((set() if current is None else {*current.files, SINGLE}) - set(files))),
+        )
+        notes = {"total_size": sum(tensor.nbytes for file, _ in sources for tensor in file.tensors)}
         self._storage.put(INDEX, encode_manifest(manifest, notes), sync=True)
         self._clear(manifest)
         return manifest
@@ -343,27 +350,6 @@ class _Directory:
                 if hashed.hexdigest() != record.sha256:
                     raise ChecksumMismatch(f"{storage.path}/{stored}, {name}, is not what was published: it is damaged")
         return list(base.others)
-
-    def _manifest(
-        self, sources: list[_FileSource], names: Mapping[str, str], current: Manifest | None, base: Manifest
-    ) -> Manifest:
-        files = {
-            names[source.base_name]: FileRecord(source.record.nbytes, source.record.sha256, source.base_name)
-            for source in sources
-        }
-        replaced = sorted((set() if current is None else {*current.files, SINGLE}) - set(files))
-        return Manifest(
-            version=self._version,
-            base_version=None,
-            chain=base.version,
-            files=files,
-            others=base.others if current is None or current.others else {},
-            tensors={},
-            weight_map={tensor.key: names[source.base_name] for source in sources for tensor in source.file.tensors},
-            published_at=now(),
-            nbytes=sum(record.nbytes for record in files.values()),
-            replaced=tuple(replaced),
-        )
 
     def _clear(self, manifest: Manifest | None) -> None:
         """Removes the files that the index no longer names, and those that a killed attempt has left."""
@@ -388,16 +374,6 @@ def _check_apart(target: Path, published: Published) -> None:
             + (f"it is a version in {real.parent}" if is_version else "one of them is in the other")
             + ". Name another directory"
         )
-
-
-def _same_files(base: Manifest, target: Manifest) -> list[str]:
-    if set(base.files) != set(target.files):
-        raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
-    return sorted(base.files)
-
-
-def _versioned(name: str, version: int) -> str:
-    return f"{name.removesuffix('.safetensors')}-v{version:06d}.safetensors"
 
 
 class _Journal:
@@ -641,3 +617,95 @@ def _view(value: Any) -> _View:
     if copy.data_ptr() == tensor.data_ptr():
         copy = copy.clone()
     return _View(copy.reshape(-1).view(torch.uint8).numpy(), lambda: tensor.copy_(copy))
+
+
+# --- verification -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsVerified:
+    """The result of `verify_versions`.
+
+    Attributes:
+        path: The directory, without credentials.
+        versions: The versions that were put together and compared.
+        files: How many files were compared.
+        nbytes: Bytes of these files.
+        damages: The differences from what was published; empty if there are none.
+        seconds: How long it took.
+    """
+
+    path: str
+    versions: tuple[int, ...]
+    files: int
+    nbytes: int
+    damages: tuple[str, ...]
+    seconds: float
+
+
+def verify_versions(
+    path: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    on_progress: _Progress = lambda done, total: None,
+) -> VersionsVerified:
+    """Puts versions together, and compares the SHA-256 of each file with what was published.
+
+    Args:
+        path: A directory of versions, or a directory to which deltas are applied.
+        version: The version to verify. By default all: the last one of each whole version with its deltas, which needs
+            all of these.
+        storage_options: Passed to the fsspec filesystem of a URL.
+        on_progress: Called with the bytes that are done and the bytes in all.
+
+    Raises:
+        NotCommitted: there is no such version, or nothing has been published there.
+        MetadataError: a manifest is damaged.
+    """
+    started = time.monotonic()
+    published = Published(open_storage(path, storage_options))
+    copy = read_small(published.storage, INDEX)
+    if copy is not None:
+        wanted = [decode_manifest(copy, f"{published.path}/{INDEX}")]
+    else:
+        zstd()
+        manifests = published.manifests() if version is None else [published.manifest(version)]
+        if not manifests:
+            raise NotCommitted(f"nothing has been published in {published.path}")
+        wanted = list({manifest.chain: manifest for manifest in manifests}.values())
+    total = sum(record.nbytes for one in wanted for record in (*one.files.values(), *one.others.values()))
+    files = done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(min(done, total), total)
+
+    def verify(manifest: Manifest) -> None:
+        nonlocal files
+        base, *after = [manifest] if copy is not None else published.chain(manifest.version)
+        folder = published.storage if copy is not None else published.folder(base.version)
+        chain = Chain([read_delta(published, delta) for delta in after])
+        for name, record in manifest.files.items():
+            copied(folder, read_weight_file(folder, name), chain, record, lambda piece: count(piece.nbytes))
+            files += 1
+        for name, record in base.others.items() if copy is None else ():
+            _compare(folder, base.stored(name), record, count)
+            files += 1
+            if base.publication and folder.head(name) is not None:  # a name of the same file, or of a copy of it
+                _compare(folder, name, record, lambda nbytes: None)
+
+    damages = []
+    for manifest in wanted:
+        try:
+            verify(manifest)
+        except (CheckpointError, OSError) as error:
+            damages.append(f"version {manifest.version}: {error}")
+    numbers = tuple(manifest.version for manifest in wanted)
+    return VersionsVerified(published.path, numbers, files, done, tuple(damages), time.monotonic() - started)
+
+
+def _compare(folder: Storage, name: str, record: FileRecord, on_read: Callable[[int], object]) -> None:
+    if FileRecord.of(folder, name, on_read).sha256 != record.sha256:
+        raise CheckpointError(f"{folder.path}/{name} is not what was published")

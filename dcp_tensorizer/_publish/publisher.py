@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ from .versions import (
     FileRecord,
     Manifest,
     Published,
+    VersionInfo,
     decode_manifest,
     decode_notes,
     encode_manifest,
@@ -59,27 +60,15 @@ _Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedVersion:
+class PublishedVersion(VersionInfo):
     """A version that was published.
 
     Attributes:
-        path: Its directory, without credentials.
-        version: Its number.
-        is_delta: It has only the changes since the version before.
-        nbytes: The size of its files.
-        model_nbytes: The size of the model's safetensors files.
-        tensors: The number of its tensors; of a delta, those that have changed.
         why_whole: Why it is a whole model; empty for a delta.
         removed: The versions that were removed because no rule keeps them.
     """
 
-    path: str
-    version: int
-    is_delta: bool
-    nbytes: int
-    model_nbytes: int
-    tensors: int
-    why_whole: str
+    why_whole: str = ""
     removed: tuple[int, ...] = ()
 
 
@@ -192,33 +181,12 @@ class Publication:
         publisher = _Publisher(folder, folder.ownership(own), model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.max_deltas)
-            removed = () if self.keep_latest is None else remove_old(folder, self.keep_latest)
+            removed = () if self.keep_latest is None else folder.remove_old(self.keep_latest)
         assert publisher.ownership.own is not None
         return replace(version, removed=removed), publisher.ownership.own
 
     def _model(self, directory: str, index: bytes | None) -> Model:
         return read_model(open_storage(directory, self.storage_options), index)
-
-
-def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-    """Removes versions, except some of the newest and those on which they build; returns the removed ones.
-
-    The highest ones go first, so that there is never a delta without its base. The directory need not be claimed: a
-    version that a publisher adds meanwhile builds on the newest one, which stays. What killed publishers and removals
-    have left among the versions goes, too.
-    """
-    manifests = folder.manifests()
-    versions = [manifest.version for manifest in manifests]
-    needed = folder.needed(versions[-keep_latest:])
-    removed = [version for version in reversed(versions) if version not in needed]
-    if not dry_run:
-        for number in reversed(folder.numbers()):
-            if number < min(needed, default=0):
-                folder.remove(number)
-        for manifest in manifests:
-            if manifest.version in needed:
-                folder.tidy(manifest)
-    return tuple(removed)
 
 
 class _Publisher:
@@ -270,15 +238,7 @@ class _Publisher:
                 self._folder.tidy(self._newest)
         except (CheckpointError, OSError) as error:
             logger.warning("%s is published, and the next publication tidies it: %s", self._target.path, str(error))
-        return PublishedVersion(
-            self._target.path,
-            self._version,
-            base is not None,
-            manifest.nbytes,
-            self._total,
-            len(manifest.weight_map),
-            why,
-        )
+        return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why)
 
     def _encoded_manifest(self, manifest: Manifest, notes: Mapping[str, Any]) -> bytes:
         """Encodes a manifest; raises `MetadataError` if a reader would not get back what it says."""
@@ -348,7 +308,7 @@ class _Publisher:
         self._in_threads(copy, weights)
         weight_map = {tensor.key: names[file.name] for file in weights for tensor in file.tensors}
         nbytes = self._total + sum(record.nbytes for record in others.values())
-        return self._manifest(None, self._version, files, weight_map, nbytes, others, digests)
+        return self._manifest(files, weight_map, digests, nbytes, chain=self._version, others=others)
 
     def _copied(self, file: WeightFile, name: str) -> tuple[FileRecord, dict[str, str]]:
         hashed, digests = hashlib.sha256(file.header), {}
@@ -396,8 +356,8 @@ class _Publisher:
 
         self._in_threads(encode, base.pairs)
         assert self._newest is not None
-        first = base.manifest.version
-        return self._manifest(self._newest.version, first, records, weight_map, nbytes, {}, digests)
+        newest, first = self._newest.version, base.manifest.version
+        return self._manifest(records, weight_map, digests, nbytes, base_version=newest, chain=first)
 
     def _encoded(
         self,
@@ -464,26 +424,22 @@ class _Publisher:
 
     def _manifest(
         self,
-        before: int | None,
-        first: int,
         files: dict[str, FileRecord],
         weight_map: dict[str, str],
-        nbytes: int,
-        others: dict[str, FileRecord],
         digests: dict[str, str],
+        nbytes: int,
+        **rest: Any,
     ) -> Manifest:
         return Manifest(
             version=self._version,
-            base_version=before,
-            chain=first,
             files=dict(sorted(files.items())),
-            others=others,
             tensors=digests,
             weight_map=dict(sorted(weight_map.items())),
             published_at=now(),
             nbytes=nbytes,
             step=self._step,
             publication=self._publication,
+            **rest,
         )
 
     def _in_threads(self, work: Callable[[Any], None], subjects: Sequence[Any]) -> None:
