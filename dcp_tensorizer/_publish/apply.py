@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,8 +191,7 @@ class _Directory:
         base = self._published.manifest(target.chain)
         self._check_others(current, base)
         sources = self._files(None if is_whole else current, base, target)
-        if unknown := sorted(Chain(deltas).keys() - {tensor.key for file, _ in sources for tensor in file.tensors}):
-            raise MetadataError(f"the deltas up to version {self._version} change unknown tensors: {listed(unknown)}")
+        _check_known(deltas, {tensor.key for file, _ in sources for tensor in file.tensors})
         storage = self._published.folder(base.version) if is_whole else self._storage
         manifest = self._write(storage, sources, Chain(deltas), current, base)
         return Applied(self._version, before, len(deltas), is_whole, manifest.nbytes)
@@ -364,6 +363,12 @@ class _Directory:
         self._journal.write({})
 
 
+def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
+    if unknown := sorted(Chain(deltas).keys() - keys):
+        version = deltas[-1].manifest.version
+        raise MetadataError(f"the deltas up to version {version} change unknown tensors: {listed(unknown)}")
+
+
 def _check_apart(target: Path, published: Published) -> None:
     """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
@@ -442,6 +447,7 @@ class _Tensors:
         chain = self._published.chain(self._version)
         base, deltas = chain[0], [read_delta(self._published, manifest) for manifest in chain[1:]]
         tensors = self._places(base)
+        _check_known(deltas, tensors.keys())
         missing = sorted(set(tensors) - set(self._target))
         if missing:
             raise StateMismatch(f"tensors of version {self._version} are missing in the mapping: {listed(missing)}")
@@ -516,7 +522,7 @@ class _Tensors:
             expected |= {key: change.digest for key, change in delta.changes.items()}
             start = number if expected == digests else start
         if start is None:
-            other = [key for key in expected if expected[key] != digests[key]]
+            other = [key for key in expected if expected[key] != digests.get(key)]
             raise StateMismatch(
                 f"the tensors are no version from {base.version} to {self._version} in {self._published.path}: load "
                 f"version {base.version} whole first. Not those of version {self._version}: {listed(other)}"

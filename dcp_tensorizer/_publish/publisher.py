@@ -61,9 +61,10 @@ _Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(VersionInfo):
-    """A version that was published.
+    """A version that was published, with what `dcp_tensorizer.tools.list_versions` tells of it.
 
     Attributes:
+        path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As of a `VersionInfo`.
         why_whole: Why it is a whole model; empty for a delta.
         removed: The versions that were removed because no rule keeps them.
     """
