@@ -61,7 +61,7 @@ _Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(VersionInfo):
-    """A version that was published, with what `dcp_tensorizer.tools.list_versions` tells of it.
+    """A version that was published, with what `dcp_tensorizer.tools.list_versions` reports of it.
 
     Attributes:
         path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As of a `VersionInfo`.

@@ -268,7 +268,7 @@ class Published:
         return [manifest for manifest in found if manifest is not None]
 
     def info(self, manifest: Manifest) -> VersionInfo:
-        """What users are told of a version."""
+        """Describes a version for users."""
         return VersionInfo(
             path=self.folder(manifest.version).path,
             version=manifest.version,

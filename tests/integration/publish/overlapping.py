@@ -1,4 +1,4 @@
-"""Publishes to one directory by two to four publishers at once, of which some are killed, and looks at what is there.
+"""Publishes to one directory by two to four publishers at once, of which some are killed, and checks what is there.
 
     python -m tests.integration.publish.overlapping ROUNDS SEED DIRECTORY
 
