@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ._format.renaming import Renaming, Rules
-from ._format.safetensors import SHARDING
+from ._format.safetensors import SHARDING, saved_offsets
 from ._loading.deliver import LoadOptions
 from ._loading.model_reader import ModelReader
 from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_committed, unreadable
-from ._publish.model import read_weight_files
+from ._publish.model import WeightFile, read_weight_files
 from ._restart.checkpoint import KeptCheckpoint
 from ._restart.find import committed_id, find_orphan
 from ._runtime.ranks import rank_of_job, world_size_of_job
@@ -260,6 +260,8 @@ class AnyFormatReader(StorageReader):
         files = read_weight_files(storage)
         has_parts = any(SHARDING in file.notes for file in files)
         if has_parts and self._rename is None and isinstance(self._path, os.PathLike):  # torch puts them together
+            for file in files:
+                _check_parts(f"{storage.path}/{file.name}", file)
             return HuggingFaceStorageReader(os.fspath(self._path), threads or 1)
         options = LoadOptions(False, False, threads, self._options.get("page_cache"))
         progress = self._options.get("on_progress") or (lambda done, total: None)
@@ -289,6 +291,19 @@ class KeptReader(TensorizerStorageReader):
             return super().read_data(plan, planner)
         finally:
             self.checkpoint.close()
+
+
+def _check_parts(path: str, file: WeightFile) -> None:
+    """Raises `MetadataError` unless torch can find where each tensor of a file belongs in the whole one."""
+    try:
+        offsets = saved_offsets(file.notes)
+    except ValueError as error:
+        raise MetadataError(f"{path}: the note {SHARDING} is damaged: {error}") from None
+    for tensor in file.tensors if file.notes.get(SHARDING) else ():
+        offset = offsets.get(tensor.key, ())
+        ends = [start + size for start, size in zip(offset, tensor.shape, strict=False)]
+        if len(offset) != len(tensor.shape) or max(ends, default=0) > 2**63 - 1:
+            raise MetadataError(f"{path}: the note {SHARDING} does not have the offset of {tensor.key!r}")
 
 
 def _unknown(storage: Storage) -> CheckpointError:

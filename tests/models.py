@@ -77,6 +77,24 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
     return {key: value for file in weight_files(path) for key, value in load_file(file).items()}
 
 
+def not_of_versions(published: Path) -> list[str]:
+    """What is in a directory of versions and not of any of them, and what of them is missing.
+
+    What a killed publisher leaves of its claim is left to ``gc``.
+    """
+    odd = [path.name for path in published.iterdir() if not path.is_dir() and ".publish.claim" not in path.name]
+    for folder in filter(Path.is_dir, published.iterdir()):
+        index = json.loads((folder / INDEX).read_text()) if (folder / INDEX).exists() else {}
+        notes = index.get("metadata", {})
+        ours = notes.get("dcp_tensorizer", {"files": {}})
+        weights = set(index["weight_map"].values()) if "base_version" in notes else set(ours["files"])
+        others = ours.get("others", {})
+        stored = {f".other-{record['sha256']}-{ours['publication']}" for record in others.values()}
+        differing = {path.name for path in folder.iterdir()} ^ {INDEX, *weights, *others, *stored}
+        odd += [f"{folder.name}/{name}" for name in differing]
+    return sorted(odd)
+
+
 def publish_versions(folder: Path, count: int) -> Path:
     """Publishes versions 1 to ``count``: 1, 4, 7 ... are whole, the others deltas. The models are in ``model-N``."""
     state = first_state()

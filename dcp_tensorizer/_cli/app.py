@@ -470,7 +470,7 @@ def publish_add(
 @_command(of=_publish)
 def publish_ls(published: Published, storage_option: StorageOptions = None, as_json: Json = False) -> int:
     """List the versions, the newest first."""
-    from .._publish.offline import list_versions
+    from .._publish.versions import list_versions
     from .views import show_versions
 
     show_versions(list_versions(published, storage_options=read_options(storage_option)), as_json=as_json)
@@ -511,7 +511,7 @@ def publish_verify(
     as_json: Json = False,
 ) -> int:
     """Compare the SHA-256 of all files with what was published. The exit code is 1 if any is damaged."""
-    from .._publish.offline import verify_versions
+    from .._publish.apply import verify_versions
     from .terminal import progress
     from .views import show_versions_verified
 
@@ -531,7 +531,7 @@ def publish_gc(
     as_json: Json = False,
 ) -> int:
     """Remove old versions, but none that a newer one needs."""
-    from .._publish.offline import collect_versions
+    from .._publish.versions import collect_versions
     from .views import show_versions_removed
 
     options = read_options(storage_option)

@@ -12,9 +12,9 @@ from ..tools._atomic_output import shown_path
 from .terminal import count, moment, print_json, print_line, print_table, ranks, shape
 
 if TYPE_CHECKING:
-    from .._publish.apply import Applied
-    from .._publish.offline import VersionInfo, VersionsVerified
+    from .._publish.apply import Applied, VersionsVerified
     from .._publish.publisher import PublishedVersion
+    from .._publish.versions import VersionInfo
     from ..convert import Converted
     from ..tools import CheckpointInfo, Collected, Reported
     from ..tools._diff import Difference

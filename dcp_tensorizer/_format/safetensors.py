@@ -9,11 +9,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import torch
+from msgspec import Meta, Struct
+from msgspec.json import Decoder
 
-from .safetensors_header import encode_header
+from .safetensors_header import decode_json, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The largest size of a file, as in Hugging Face's libraries."""
@@ -109,6 +111,24 @@ def in_torch(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int,
     if not shape or shape[-1] % 2:
         raise ValueError(f"of shape {shape} has a last dimension that is not of pairs")
     return dtype, (*shape[:-1], shape[-1] // 2)
+
+
+class _SavedOffset(Struct):
+    saved_offsets: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...]
+
+
+_decode_saved = Decoder(dict[str, _SavedOffset]).decode
+
+
+def saved_offsets(notes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The offset of each part of a tensor in the whole tensor, from the notes of a file; empty without `SHARDING`.
+
+    Raises `ValueError` if the note is damaged.
+    """
+    note = notes.get(SHARDING, "")
+    if not isinstance(note, str):
+        raise ValueError(f"the note {SHARDING} is no text")
+    return {key: saved.saved_offsets for key, saved in decode_json(_decode_saved, note.encode() or b"{}").items()}
 
 
 def nbytes_of(tensor: Described) -> int:

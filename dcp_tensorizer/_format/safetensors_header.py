@@ -8,10 +8,9 @@ data      the tensors' elements, without gaps
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -27,6 +26,8 @@ MAX_HEADER = 100_000_000
 """The library's own limit of a header."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_MAX_NAME = 255
+_T = TypeVar("_T")
 
 
 class TensorRecord(Struct):
@@ -58,8 +59,8 @@ _decode_index = msgspec.json.Decoder(_Index).decode
 def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     """Reads the header of a file of ``nbytes`` bytes; ``read`` takes an offset and a number of bytes.
 
-    Raises `ValueError` or `msgspec.MsgspecError` if it is damaged, or the tensors are not all of the rest of the file,
-    one after the other, as the library requires.
+    Raises `ValueError` if it is damaged, or the tensors are not all of the rest of the file, one after the other, as
+    the library requires.
     """
     prefix = read(0, LENGTH.size)
     (length,) = LENGTH.unpack(prefix)
@@ -67,9 +68,9 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     if length > MAX_HEADER or base > nbytes:
         raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
     text = read(LENGTH.size, length)
-    raw = _decode_header(text)
-    notes = _decode_notes(raw.pop("__metadata__", Raw(b"{}")))
-    decoded = ((key, _decode_tensor(value)) for key, value in raw.items())
+    raw = decode_json(_decode_header, text)
+    notes = decode_json(_decode_notes, raw.pop("__metadata__", Raw(b"{}")))
+    decoded = ((key, decode_json(_decode_tensor, value)) for key, value in raw.items())
     tensors = dict(sorted(decoded, key=lambda item: (item[1].data_offsets, item[0])))
     end = 0
     for key, record in tensors.items():
@@ -90,11 +91,32 @@ def encode_header(described: Mapping[str, Any]) -> bytes:
 
 
 def files_named(index: bytes | None) -> set[str]:
-    """The files in an index's own directory that it names; raises `msgspec.MsgspecError` if it is none."""
+    """The files in an index's own directory that it names; raises `ValueError` if it is none."""
     names = set() if index is None else set(read_index(index).values())
-    return {name for name in names if os.path.basename(name) == name and name.endswith(".safetensors")}
+    return {name for name in names if is_plain_name(name) and name.endswith(".safetensors")}
+
+
+def is_plain_name(name: str) -> bool:
+    """Returns whether a name is of a visible file in the directory itself, not in a subdirectory or elsewhere."""
+    is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
+    return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
 
 
 def read_index(content: bytes) -> dict[str, str]:
-    """Returns the file of each tensor that an index names; raises `msgspec.MsgspecError` if it is no index."""
-    return _decode_index(content).weight_map
+    """Returns the file of each tensor that an index names; raises `ValueError` if it is no index."""
+    return decode_json(_decode_index, content).weight_map
+
+
+def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:
+    """Decodes JSON that another program may have written; raises `ValueError` whatever is wrong with it.
+
+    ``decode`` is the method of a `msgspec.json.Decoder`, which has an error of its own for each kind of damage.
+    """
+    try:
+        return decode(content)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {error}") from None
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

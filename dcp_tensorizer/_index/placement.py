@@ -146,10 +146,14 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
             raise ValueError(
                 f"{first!r} cannot become {name!r}: part {number.row} of {parts.names[number.part]!r} is missing"
             )
-    if len(parts.names) > 1 and len(shape) <= parts.dim:
-        raise ValueError(f"{first!r} has the shape {shapes[first]}, and dim={parts.dim} along which it would be joined")
     if len(parts.names) > 1:
-        shape[parts.dim] = sum(shapes[keys[PartNumber(a, 0)]][parts.dim] for a in range(len(parts.names)))
+        joined = [keys[PartNumber(part, 0)] for part in range(len(parts.names))]
+        for key in joined:
+            if len(shapes[key]) <= parts.dim:
+                raise ValueError(
+                    f"{key!r} has the shape {shapes[key]}, and dim={parts.dim} along which it would be joined"
+                )
+        shape[parts.dim] = sum(shapes[key][parts.dim] for key in joined)
     whole = (count, *shape) if parts.is_numbered else tuple(shape)
     placed = Placed(whole)
     for part in _cuts(parts, whole, name):

@@ -52,7 +52,7 @@ def quantised(stored: Stored) -> dict[str, Quantised]:
 
 def block_size(storage: Storage) -> tuple[int, int]:
     """The size of a block, by the model's configuration; 128 x 128 if it does not say."""
-    with suppress(ValueError, TypeError, LookupError):
+    with suppress(ValueError, TypeError, LookupError, RecursionError):
         content = json.loads(storage.read(_CONFIG) or b"{}")
         rows, columns = content["quantization_config"]["weight_block_size"]
         if type(rows) is int and type(columns) is int and rows > 0 and columns > 0:

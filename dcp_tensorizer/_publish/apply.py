@@ -1,4 +1,4 @@
-"""Brings a copy of a model to a published version: a directory, or tensors in memory."""
+"""Brings a copy of a model, a directory or tensors in memory, to a published version; or verifies versions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from .._format.delta import digest_of, zstd
-from .._format.safetensors_header import INDEX, SINGLE
+from .._format.delta import PIECE, DeltaDecoder, digest_of, zstd
+from .._format.safetensors_header import INDEX, SINGLE, decode_json
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
-from .._storage.base import Storage
+from .._storage.base import FileIdentity, Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
-from ..errors import ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
-from .chain import Chain, copied, read_delta
+from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
+from .chain import Chain, Delta, copied, read_delta
 from .model import (
     StoredBytes,
     WeightFile,
@@ -36,13 +37,15 @@ from .model import (
     read_weight_file,
     written_file,
 )
-from .versions import FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
+from .versions import CLAIM, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
 
 _LOCK = ".publish.lock"
 _SGLANG = ".weight_sync"
 _LOCK_SECONDS = 600.0
-_VERSIONED = re.compile(r"(.+)-v\d{6,15}\.safetensors(\.[0-9a-f]{32}\.tmp)?")
-_TEMPORARY = re.compile(rf"(.+\.[0-9a-f]{{32}}\.publish|{re.escape(INDEX)}\.[0-9a-f]{{32}})\.tmp")
+_TEMPORARY = re.compile(
+    rf"(.+\.[0-9a-f]{{32}}\.publish|(.+-v\d{{6,15}}\.safetensors|{re.escape(INDEX)})\.[0-9a-f]{{32}})\.tmp"
+)
+_decode_journal = msgspec.json.Decoder(dict[str, tuple[int, ...]]).decode
 _Progress = Callable[[int, int], object]
 
 
@@ -79,7 +82,7 @@ def apply_delta(
 
     A directory gets new files, whose SHA-256 is verified. Then its index is replaced, which is the moment of the
     change. The old files are removed last. An empty directory gets a whole version. Tensors are changed in place, but
-    only after the result for each of them has been verified.
+    only after the result for each of them has been verified. After an error they are changed back.
 
     Args:
         target: A local directory, or a mapping from names to tensors, such as a state dict. Its values may also be
@@ -95,7 +98,7 @@ def apply_delta(
         NotCommitted: there is no such version.
         MetadataError: the published version is damaged.
         UnsupportedFormat: the published version is of another program, or of a newer release.
-        WriteError: the directory cannot be written.
+        WriteError: the directory cannot be written, is a published version, or is in the directory of versions.
     """
     started = time.monotonic()
     zstd()
@@ -130,15 +133,6 @@ def _published(
 # --- a directory ------------------------------------------------------------------------------------------------------
 
 
-class _FileSource(NamedTuple):
-    """The file from which a new one is made, with the record of the new one."""
-
-    storage: Storage
-    file: WeightFile
-    base_name: str
-    record: FileRecord
-
-
 class _Directory:
     """Changes a directory. It goes back to a lower version only if the caller has named that version."""
 
@@ -154,6 +148,7 @@ class _Directory:
         path = absolute_path(target)
         if not isinstance(path, Path):
             raise WriteError(f"{path} is no local directory: deltas are applied to local ones")
+        _check_apart(path, published)
         self._storage = LocalStorage(path)
         self._path = path
         self._published, self._version, self._may_go_back = published, version, may_go_back
@@ -168,7 +163,7 @@ class _Directory:
                 f"directory, or let /pull_weights bring it to version {self._version}"
             )
         self._storage.make_directory()
-        with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK):
+        with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
             return self._apply(target)
 
     def _apply(self, target: Manifest) -> Applied:
@@ -184,8 +179,7 @@ class _Directory:
                 f"{self._path} has version {before}, and the newest in {self._published.path} is {self._version}: is "
                 f"it the directory that this copy comes from? To go back, name the version"
             )
-        if current is not None:
-            self._clear(current)
+        self._clear(current)
         is_whole = (
             current is None
             or before is None
@@ -196,9 +190,10 @@ class _Directory:
         deltas = [read_delta(self._published, manifest) for manifest in chain if manifest.is_delta]
         base = self._published.manifest(target.chain)
         self._check_others(current, base)
-        sources = self._from_base(base, target) if is_whole else self._from_here(current, target)
-        self._check_keys(sources, deltas)
-        manifest = self._write(sources, Chain(deltas), current, base)
+        sources = self._files(None if is_whole else current, base, target)
+        _check_known(deltas, {tensor.key for file, _ in sources for tensor in file.tensors})
+        storage = self._published.folder(base.version) if is_whole else self._storage
+        manifest = self._write(storage, sources, Chain(deltas), current, base)
         return Applied(self._version, before, len(deltas), is_whole, manifest.nbytes)
 
     # --- the version of the directory -----------------------------------------------------------------------------
@@ -227,7 +222,12 @@ class _Directory:
                 }
                 places = {tensor.key: file.name for file in model.weights.values() for tensor in file.tensors}
                 return Manifest(
-                    candidate.version, None, candidate.chain, files, {}, {}, places, candidate.published_at, 0
+                    version=candidate.version,
+                    chain=candidate.chain,
+                    files=files,
+                    weight_map=places,
+                    published_at=candidate.published_at,
+                    nbytes=0,
                 )
         raise StateMismatch(
             f"the model in {self._path} is none of the versions in {self._published.path}, so no delta fits it: "
@@ -259,39 +259,38 @@ class _Directory:
             f"cannot change in one moment: name an empty directory, and let the server change to it"
         )
 
-    def _from_base(self, base: Manifest, target: Manifest) -> list[_FileSource]:
-        storage = self._published.folder(base.version)
-        return [
-            _FileSource(storage, read_weight_file(storage, name), name, target.files[name])
-            for name in _same_files(base, target)
-        ]
-
-    def _from_here(self, current: Manifest | None, target: Manifest) -> list[_FileSource]:
-        assert current is not None
-        names = {record.origin or name: name for name, record in current.files.items()}
+    def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:
+        """The files from which those of a version are made, here or in the base, with the records of the new ones."""
+        names = {record.origin or name: name for name, record in (current or base).files.items()}
         if set(names) != set(target.files):
+            if current is None:
+                raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
             raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds upon")
+        storage = self._published.folder(base.version) if current is None else self._storage
         return [
-            _FileSource(self._storage, read_weight_file(self._storage, name), origin, target.files[origin])
+            (read_weight_file(storage, name), msgspec.structs.replace(target.files[origin], origin=origin))
             for origin, name in sorted(names.items())
         ]
 
-    def _check_keys(self, sources: Sequence[_FileSource], deltas: Sequence[Any]) -> None:
-        keys = {tensor.key for source in sources for tensor in source.file.tensors}
-        if unknown := sorted(Chain(deltas).keys() - keys):
-            raise MetadataError(f"the deltas up to version {self._version} change unknown tensors: {listed(unknown)}")
-
     # --- the change ---------------------------------------------------------------------------------------------------
 
-    def _write(self, sources: list[_FileSource], chain: Chain, current: Manifest | None, base: Manifest) -> Manifest:
+    def _write(
+        self,
+        storage: Storage,
+        sources: Sequence[tuple[WeightFile, FileRecord]],
+        chain: Chain,
+        current: Manifest | None,
+        base: Manifest,
+    ) -> Manifest:
+        """Makes the files of a version from those of a directory, and puts them in place."""
         save = uuid.uuid4().hex
-        total = sum(source.file.nbytes for source in sources)
-        names = {source.base_name: _versioned(source.base_name, self._version) for source in sources}
-        is_new = current is None
+        total = sum(file.nbytes for file, _ in sources)
+        ending = f"-v{self._version:06d}.safetensors"
+        names = {record.origin: record.origin.removesuffix(".safetensors") + ending for _, record in sources}
 
-        def make(source: _FileSource) -> None:
-            name = f"{names[source.base_name]}.{save}.tmp"
-            with written_file(self._storage, name, source.record.nbytes) as write:
+        def make(source: tuple[WeightFile, FileRecord]) -> None:
+            file, record = source
+            with written_file(self._storage, f"{names[record.origin]}.{save}.tmp", record.nbytes) as write:
 
                 def take(piece: memoryview) -> None:
                     write(piece)
@@ -299,27 +298,38 @@ class _Directory:
                         self._done += piece.nbytes
                         self._on_progress(self._done, total)
 
-                if source.file.nbytes != source.record.nbytes:
+                if file.nbytes != record.nbytes:
                     raise ChecksumMismatch(
-                        f"{source.storage.path}/{source.file.name} has {source.file.nbytes:,} bytes, and version "
-                        f"{self._version} of it {source.record.nbytes:,}"
+                        f"{storage.path}/{file.name} has {file.nbytes:,} bytes, and version {self._version} of it "
+                        f"{record.nbytes:,}"
                     )
-                copied(source.storage, source.file, chain, source.record, take)
+                copied(storage, file, chain, record, take)
 
         try:
             with Workers(max(1, min(cores(), len(sources))), thread_name_prefix="apply") as pool:
                 list(pool.map(make, sources))
-            others = self._write_others(base, save) if is_new else {}
+            others = self._write_others(base, save) if current is None else []
         except BaseException:
             self._storage.discard(*(file.name for file in self._storage.listing()[0] if save in file.name))
             raise
-        for name in names.values():
-            os.replace(self._path / f"{name}.{save}.tmp", self._path / name)
-        for name in others:
-            os.replace(self._path / f"{name}.{save}.publish.tmp", self._path / name)
+        renamed = {name: f"{name}.{save}.tmp" for name in names.values()}
+        renamed |= {name: f"{name}.{save}.publish.tmp" for name in others}
+        self._journal.write({name: self._storage.identity(temporary) or () for name, temporary in renamed.items()})
+        for name, temporary in renamed.items():
+            os.replace(self._path / temporary, self._path / name)
         self._storage.sync_directory()
-        manifest = self._manifest(sources, names, current, base)
-        notes = {"total_size": sum(tensor.nbytes for source in sources for tensor in source.file.tensors)}
+        files = {names[record.origin]: record for _, record in sources}
+        manifest = Manifest(
+            version=self._version,
+            chain=base.version,
+            files=files,
+            others=base.others if current is None or current.others else {},
+            weight_map={tensor.key: names[record.origin] for file, record in sources for tensor in file.tensors},
+            published_at=now(),
+            nbytes=sum(record.nbytes for record in files.values()),
+            replaced=tuple(sorted((set() if current is None else {*current.files, SINGLE}) - set(files))),
+        )
+        notes = {"total_size": sum(tensor.nbytes for file, _ in sources for tensor in file.tensors)}
         self._storage.put(INDEX, encode_manifest(manifest, notes), sync=True)
         self._clear(manifest)
         return manifest
@@ -328,64 +338,75 @@ class _Directory:
         """Writes the files beside the weights, into a directory without a model."""
         storage = self._published.folder(base.version)
         for name, record in base.others.items():
-            hashed, nbytes = hashlib.sha256(), storage.head(name)
+            stored = base.stored(name)
+            hashed, nbytes = hashlib.sha256(), storage.head(stored)
             if nbytes != record.nbytes:
-                raise ChecksumMismatch(f"{storage.path}/{name} no longer has its {record.nbytes:,} bytes")
+                raise ChecksumMismatch(f"{storage.path}/{stored}, {name}, no longer has its {record.nbytes:,} bytes")
             with written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write:
-                for block in read_blocks(storage, name):
+                for block in read_blocks(storage, stored):
                     hashed.update(block)
                     write(memoryview(block))
                 if hashed.hexdigest() != record.sha256:
-                    raise ChecksumMismatch(f"{storage.path}/{name} is not what was published: it is damaged")
+                    raise ChecksumMismatch(f"{storage.path}/{stored}, {name}, is not what was published: it is damaged")
         return list(base.others)
 
-    def _manifest(
-        self, sources: list[_FileSource], names: Mapping[str, str], current: Manifest | None, base: Manifest
-    ) -> Manifest:
-        files = {
-            names[source.base_name]: FileRecord(source.record.nbytes, source.record.sha256, source.base_name)
-            for source in sources
-        }
-        replaced = sorted((set() if current is None else {*current.files, SINGLE}) - set(files))
-        return Manifest(
-            version=self._version,
-            base_version=None,
-            chain=base.version,
-            files=files,
-            others=base.others if current is None or current.others else {},
-            tensors={},
-            weight_map={tensor.key: names[source.base_name] for source in sources for tensor in source.file.tensors},
-            published_at=now(),
-            nbytes=sum(record.nbytes for record in files.values()),
-            replaced=tuple(replaced),
-        )
-
-    def _clear(self, manifest: Manifest) -> None:
+    def _clear(self, manifest: Manifest | None) -> None:
         """Removes the files that the index no longer names, and those that a killed attempt has left."""
         present = {file.name for file in self._storage.listing()[0]}
-        origins = {record.origin or name for name, record in manifest.files.items()}
-        leftovers = {name for name in present if _is_leftover(name, origins)} | set(manifest.replaced)
-        self._storage.remove(*sorted((leftovers & present) - set(manifest.files)))
+        leftovers = set(filter(_TEMPORARY.fullmatch, present))
+        leftovers |= {
+            name for name, identity in self._journal.read().items() if self._storage.identity(name) == identity
+        }
+        if manifest is not None:
+            leftovers = (leftovers | set(manifest.replaced)) - {*manifest.files, *manifest.others}
+        self._storage.remove(*sorted(leftovers & present))
+        self._journal.write({})
 
 
-def _is_leftover(name: str, origins: Set[str]) -> bool:
-    """Returns whether only an attempt to change the directory can have made a file of this name."""
-    match = _VERSIONED.fullmatch(name)
-    return bool(_TEMPORARY.fullmatch(name)) or (match is not None and f"{match[1]}.safetensors" in origins)
+def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
+    if unknown := sorted(Chain(deltas).keys() - keys):
+        version = deltas[-1].manifest.version
+        raise MetadataError(f"the deltas up to version {version} change unknown tensors: {listed(unknown)}")
 
 
-def _same_files(base: Manifest, target: Manifest) -> list[str]:
-    if set(base.files) != set(target.files):
-        raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
-    return sorted(base.files)
+def _check_apart(target: Path, published: Published) -> None:
+    """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
+    real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
+    is_version = version_of(real.name) is not None and os.path.exists(real.parent / CLAIM)
+    if is_version or real.is_relative_to(source) or source.is_relative_to(real):
+        raise WriteError(
+            f"{target} cannot be changed to a version in {published.path}: "
+            + (f"it is a version in {real.parent}" if is_version else "one of them is in the other")
+            + ". Name another directory"
+        )
 
 
-def _versioned(name: str, version: int) -> str:
-    return f"{name.removesuffix('.safetensors')}-v{version:06d}.safetensors"
+class _Journal:
+    """The files that an attempt to change a directory has put there, in the file that locks it.
+
+    Each is known by its identity, which renaming keeps. So if the attempt is killed, the next one removes its files,
+    and no others that have the same names.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self) -> dict[str, tuple[int, ...]]:
+        content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        with suppress(ValueError):  # empty, or torn by a power cut
+            return {name: identity for name, identity in decode_json(_decode_journal, content).items() if identity}
+        return {}
+
+    def write(self, files: Mapping[str, FileIdentity]) -> None:
+        content = msgspec.json.encode(files) if files else b""
+        if content or os.fstat(self._descriptor).st_size:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, content, 0)
+            os.fsync(self._descriptor)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[_Journal]:
     """Locks a directory against others that change it, because all ranks of a server may do so at once."""
     deadline = time.monotonic() + _LOCK_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -394,7 +415,7 @@ def _locked(path: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise WriteError(f"another process has changed {path.parent} for {_LOCK_SECONDS:g} s: is it stopped?")
             time.sleep(0.05)
-        yield
+        yield _Journal(descriptor)
     finally:
         os.close(descriptor)
 
@@ -420,29 +441,70 @@ class _Tensors:
         self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
     ) -> None:
         self._target, self._published, self._version = target, published, version
-        self._on_progress = on_progress
+        self._on_progress, self._done, self._total = on_progress, 0, 0
 
     def apply(self) -> Applied:
         chain = self._published.chain(self._version)
         base, deltas = chain[0], [read_delta(self._published, manifest) for manifest in chain[1:]]
         tensors = self._places(base)
+        _check_known(deltas, tensors.keys())
         missing = sorted(set(tensors) - set(self._target))
         if missing:
             raise StateMismatch(f"tensors of version {self._version} are missing in the mapping: {listed(missing)}")
-        views = {key: _bytes_of(key, self._target[key], tensor) for key, tensor in tensors.items()}
-        digests = {key: digest_of(view.array.data) for key, view in views.items()}
-        start = self._start(base, deltas, digests)
+        for key, tensor in tensors.items():
+            _check_target(key, self._target[key], tensor)
+        start = self._start(base, deltas, self._digests(tensors))
         before = deltas[start - 1].manifest.version if start else base.version
         changes = Chain(deltas[start:])
         keys = sorted(changes.keys())
-        total = 2 * sum(tensors[key].nbytes for key in keys)
-        done = 0
-        for is_final in (False, True):  # first it is verified what all of them become
+        self._total = 2 * sum(tensors[key].nbytes for key in keys)
+        frames = {key: self._verified(changes, tensors[key]) for key in keys}
+        names = {_memory_of(self._target[key]): key for key in keys}  # tied tensors change once
+        with ExitStack() as undoing:
             for key in keys:
-                self._change(changes, tensors[key], views[key], is_final=is_final)
-                done += tensors[key].nbytes
-                self._on_progress(done, total)
-        return Applied(self._version, before, len(deltas) - start, False, total // 2)
+                if names[_memory_of(self._target[key])] == key:
+                    change = _TensorChange(self._target[key], frames[key])
+                    undoing.callback(change.undo)
+                    change.apply()
+                self._progress(tensors[key].nbytes)
+            self._check_result(base, deltas, tensors)
+            undoing.pop_all()
+        return Applied(self._version, before, len(deltas) - start, False, self._total // 2)
+
+    def _digests(self, tensors: Mapping[str, StoredBytes]) -> dict[str, str]:
+        return {key: digest_of(_view(self._target[key]).array.data) for key in tensors}
+
+    def _progress(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._on_progress(self._done, self._total)
+
+    def _verified(self, changes: Chain, tensor: StoredBytes) -> list[list[memoryview]]:
+        """Verifies what a tensor becomes, and returns its deltas as they were read.
+
+        With them it can be changed, and changed back, whatever becomes of the published files.
+        """
+        array = _view(self._target[tensor.key]).array
+
+        def read(start: int, block: np.ndarray) -> None:
+            block[:] = array[start : start + block.size]
+
+        frames: list[list[memoryview]] = []
+        for _ in changes.changed(tensor, read, frames):
+            pass
+        self._progress(tensor.nbytes)
+        return frames
+
+    def _check_result(self, base: Manifest, deltas: Sequence[Delta], tensors: Mapping[str, StoredBytes]) -> None:
+        """Raises `StateMismatch` if tensors did not become what was published, because they share memory."""
+        expected = dict(base.tensors)
+        for delta in deltas:
+            expected |= {key: change.digest for key, change in delta.changes.items()}
+        digests = self._digests(tensors)
+        if wrong := [key for key in expected if digests[key] != expected[key]]:
+            raise StateMismatch(
+                f"tensors that share memory differ in version {self._version}: {listed(wrong)}. Give each its own "
+                f"memory. No tensor has changed"
+            )
 
     def _places(self, base: Manifest) -> dict[str, StoredBytes]:
         storage = self._published.folder(base.version)
@@ -460,61 +522,196 @@ class _Tensors:
             expected |= {key: change.digest for key, change in delta.changes.items()}
             start = number if expected == digests else start
         if start is None:
-            other = [key for key in expected if expected[key] != digests[key]]
+            other = [key for key in expected if expected[key] != digests.get(key)]
             raise StateMismatch(
                 f"the tensors are no version from {base.version} to {self._version} in {self._published.path}: load "
                 f"version {base.version} whole first. Not those of version {self._version}: {listed(other)}"
             )
         return start
 
-    def _change(self, changes: Chain, tensor: StoredBytes, view: _View, *, is_final: bool) -> None:
-        def read(start: int, block: np.ndarray) -> None:
-            block[:] = view.array[start : start + block.size]
 
-        position = 0
-        for piece in changes.changed(tensor, read):
-            if is_final:
-                view.array[position : position + piece.size] = piece
-            position += piece.size
-        if is_final:
+class _TensorChange:
+    """A change of a tensor in place, which can be undone after any interruption: XOR twice is no change."""
+
+    def __init__(self, value: Any, frames: Sequence[Sequence[memoryview]]) -> None:
+        self._value, self._frames = value, frames
+        # Up to here it is changed. The old bytes that follow may be changed, too.
+        self._reached = 0, np.empty(0, np.uint8)
+
+    def apply(self) -> None:
+        view, decoders = self._opened()
+        step = PIECE if view.give_back is None else view.array.size  # a copy is given back once
+        for start in range(0, view.array.size, step):
+            piece = view.array[start : start + step]
+            self._reached = start, piece.copy()
+            for decoder in decoders:
+                decoder.xor_into(piece)
+            if view.give_back is not None:
+                view.give_back()
+        self._reached = view.array.size, np.empty(0, np.uint8)
+
+    def undo(self) -> None:
+        view, decoders = self._opened()
+        stop, old = self._reached
+        view.array[stop : stop + old.size] = old
+        for start in range(0, stop, PIECE):
+            for decoder in decoders:
+                decoder.xor_into(view.array[start : min(start + PIECE, stop)])
+        if view.give_back is not None:
             view.give_back()
+
+    def _opened(self) -> tuple[_View, list[DeltaDecoder]]:
+        view = _view(self._value)
+        return view, [DeltaDecoder(frame, view.array.size) for frame in self._frames]
 
 
 class _View(NamedTuple):
     """A tensor's bytes, as an array of ``uint8``: the tensor's own memory, or a copy."""
 
     array: np.ndarray
-    give_back: Callable[[], object]  # to call after a change: copies a copy back to the tensor
+    give_back: Callable[[], object] | None  # to call after a change: copies a copy back to the tensor
 
 
-def _bytes_of(key: str, value: Any, tensor: StoredBytes) -> _View:
-    """The bytes of a tensor; raises `StateMismatch` if it has another number of bytes, or is not in memory."""
-    view = _view(value)
-    if view is None:
+def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
+    """Raises `StateMismatch` unless a value is a tensor in memory, of the right size, that can change."""
+    torch = sys.modules.get("torch")  # without torch there are no tensors
+    if torch is not None and isinstance(value, torch.Tensor):
+        is_plain = not hasattr(value, "__tensor_flatten__")  # as a DTensor has it
+        is_right = is_plain and value.layout == torch.strided and not value.is_meta and not _overlaps(value)
+    else:
+        is_right = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable
+    if not is_right:
         raise StateMismatch(
-            f"{key!r} is of type {type(value).__name__}: it must be a tensor or an array that can change"
+            f"{key!r} is of type {type(value).__name__}: it must be a tensor or an array in memory that can change, "
+            f"and whose elements do not overlap"
         )
-    if view.array.size != tensor.nbytes:
+    if value.nbytes != tensor.nbytes:
         raise StateMismatch(
-            f"{key!r} has {view.array.size:,} bytes, and {tensor.nbytes:,} as it was published: {tensor.dtype} of "
+            f"{key!r} has {value.nbytes:,} bytes, and {tensor.nbytes:,} as it was published: {tensor.dtype} of "
             f"shape {tensor.shape}"
         )
-    return view
 
 
-def _view(value: Any) -> _View | None:
+def _overlaps(tensor: Any) -> bool:
+    """Returns whether several elements of a tensor may be in one place, as in an expanded one."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _memory_of(value: Any) -> tuple[Any, ...]:
+    """Identifies the memory of a tensor or an array."""
     if isinstance(value, np.ndarray):
-        if not (value.flags.c_contiguous and value.flags.writeable):
-            return None
-        return _View(value.reshape(-1).view(np.uint8), lambda: None)
-    torch = sys.modules.get("torch")  # without torch there are no tensors
-    if torch is None or not isinstance(value, torch.Tensor):
-        return None
+        return "cpu", value.__array_interface__["data"][0], value.nbytes
+    if value.is_contiguous():
+        return str(value.device), value.data_ptr(), value.nbytes
+    return str(value.device), value.data_ptr(), value.nbytes, value.shape, value.stride()
+
+
+def _view(value: Any) -> _View:
+    if isinstance(value, np.ndarray):
+        return _View(value.reshape(-1).view(np.uint8), None)
+    torch = sys.modules["torch"]
     tensor = value.detach()
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if is_plain:
-        return _View(tensor.reshape(-1).view(torch.uint8).numpy(), lambda: None)
+        return _View(tensor.reshape(-1).view(torch.uint8).numpy(), None)
     copy = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     if copy.data_ptr() == tensor.data_ptr():
         copy = copy.clone()
     return _View(copy.reshape(-1).view(torch.uint8).numpy(), lambda: tensor.copy_(copy))
+
+
+# --- verification -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsVerified:
+    """The result of `verify_versions`.
+
+    Attributes:
+        path: The directory, without credentials.
+        versions: The versions that were put together and compared.
+        files: How many files were compared.
+        nbytes: Bytes of these files.
+        damages: The differences from what was published; empty if there are none.
+        seconds: How long it took.
+    """
+
+    path: str
+    versions: tuple[int, ...]
+    files: int
+    nbytes: int
+    damages: tuple[str, ...]
+    seconds: float
+
+
+def verify_versions(
+    path: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    on_progress: _Progress = lambda done, total: None,
+) -> VersionsVerified:
+    """Puts versions together, and compares the SHA-256 of each file with what was published.
+
+    Args:
+        path: A directory of versions, or a directory to which deltas are applied.
+        version: The version to verify. By default all: the last one of each whole version with its deltas, which needs
+            all of these.
+        storage_options: Passed to the fsspec filesystem of a URL.
+        on_progress: Called with the bytes that are done and the bytes in all.
+
+    Raises:
+        NotCommitted: there is no such version, or nothing has been published there.
+        MetadataError: a manifest is damaged.
+    """
+    started = time.monotonic()
+    published = Published(open_storage(path, storage_options))
+    copy = read_small(published.storage, INDEX)
+    if copy is not None:
+        wanted = [decode_manifest(copy, f"{published.path}/{INDEX}")]
+    else:
+        zstd()
+        manifests = published.manifests() if version is None else [published.manifest(version)]
+        if not manifests:
+            raise NotCommitted(f"nothing has been published in {published.path}")
+        wanted = list({manifest.chain: manifest for manifest in manifests}.values())
+    total = sum(record.nbytes for one in wanted for record in (*one.files.values(), *one.others.values()))
+    files = done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(min(done, total), total)
+
+    def verify(manifest: Manifest) -> None:
+        nonlocal files
+        base, *after = [manifest] if copy is not None else published.chain(manifest.version)
+        folder = published.storage if copy is not None else published.folder(base.version)
+        chain = Chain([read_delta(published, delta) for delta in after])
+        for name, record in manifest.files.items():
+            copied(folder, read_weight_file(folder, name), chain, record, lambda piece: count(piece.nbytes))
+            files += 1
+        for name, record in base.others.items() if copy is None else ():
+            _compare(folder, base.stored(name), record, count)
+            files += 1
+            if base.publication and folder.head(name) is not None:  # a name of the same file, or of a copy of it
+                _compare(folder, name, record, lambda nbytes: None)
+
+    damages = []
+    for manifest in wanted:
+        try:
+            verify(manifest)
+        except (CheckpointError, OSError) as error:
+            damages.append(f"version {manifest.version}: {error}")
+    numbers = tuple(manifest.version for manifest in wanted)
+    return VersionsVerified(published.path, numbers, files, done, tuple(damages), time.monotonic() - started)
+
+
+def _compare(folder: Storage, name: str, record: FileRecord, on_read: Callable[[int], object]) -> None:
+    if FileRecord.of(folder, name, on_read).sha256 != record.sha256:
+        raise CheckpointError(f"{folder.path}/{name} is not what was published")

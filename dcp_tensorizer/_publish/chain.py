@@ -70,6 +70,11 @@ def read_delta(published: Published, manifest: Manifest) -> Delta:
             digest = file.notes.get(tensor.key)
             if not isinstance(digest, str) or len(digest) != _DIGEST_DIGITS or not _DIGITS.issuperset(digest):
                 raise MetadataError(f"{storage.path}/{name} has no digest of {tensor.key!r}")
+            if manifest.publication and manifest.tensors[tensor.key] != digest:
+                raise MetadataError(
+                    f"{storage.path}/{name} is not of version {manifest.version}: its digest of {tensor.key!r} is not "
+                    f"that of the manifest"
+                )
             if tensor.dtype != "U8" or tensor.shape != (tensor.nbytes,):
                 raise MetadataError(f"{storage.path}/{name} holds {tensor.key!r} not as a row of bytes")
             changes[tensor.key] = _Change(name, tensor, digest)
@@ -99,14 +104,23 @@ class Chain:
         """
         return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
 
-    def changed(self, tensor: StoredBytes, read: _Read) -> Iterator[np.ndarray]:
-        """Changes a tensor, as `pieces` does. ``read`` fills an array with its bytes, from a given start on."""
+    def changed(
+        self, tensor: StoredBytes, read: _Read, frames: list[list[memoryview]] | None = None
+    ) -> Iterator[np.ndarray]:
+        """Changes a tensor, as `pieces` does. ``read`` fills an array with its bytes, from a given start on.
+
+        ``frames`` gets the deltas, in the order of the versions.
+        """
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
         with ExitStack() as readers:
             decoders = []
             for delta, change in changing:
                 reader = readers.enter_context(reading_tensors(delta.storage, change.file))
-                decoders.append(DeltaDecoder(delta.frame(reader, change, tensor), tensor.nbytes))
+                frame = delta.frame(reader, change, tensor)
+                if frames is not None:
+                    frames.append([])
+                    frame = _recorded(frame, frames[-1])
+                decoders.append(DeltaDecoder(frame, tensor.nbytes))
             hashed = xxhash.xxh3_128()
             try:
                 for start in range(0, tensor.nbytes, READ_BYTES):
@@ -127,6 +141,12 @@ class Chain:
                 f"{tensor.key!r} does not become what it was at version {changing[-1][0].manifest.version}: what the "
                 f"deltas are applied to is of another version or model, or it or a delta is damaged"
             )
+
+
+def _recorded(pieces: Iterator[memoryview], record: list[memoryview]) -> Iterator[memoryview]:
+    for piece in pieces:
+        record.append(piece)
+        yield piece
 
 
 def copied(

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from .._format.delta import PIECE
@@ -23,6 +22,7 @@ from .._format.safetensors_header import (
     MAX_HEADER,
     SINGLE,
     encode_header,
+    is_plain_name,
     read_header,
     read_index,
 )
@@ -34,7 +34,6 @@ READ_BYTES = 8 * PIECE
 """Bytes that are read at once: an object store takes as long for less."""
 
 _ENDING = ".safetensors"
-_MAX_NAME = 255
 _LONE = {SINGLE, ADAPTER}  # files of models without an index; later versions of them have the same names
 
 
@@ -133,7 +132,7 @@ def _read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
     path = f"{storage.path}/{INDEX}"
     try:
         weight_map = read_index(index)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise MetadataError(f"{path} is not the index of a model: {error}") from None
     for name in set(weight_map.values()):
         check_weight_name(name, path)
@@ -149,12 +148,6 @@ def read_small(storage: Storage, name: str) -> bytes | None:
     if content is not None and len(content) > MAX_HEADER:
         raise MetadataError(f"{storage.path}/{name} has more than {MAX_HEADER:,} bytes, which no index has")
     return content
-
-
-def is_plain_name(name: str) -> bool:
-    """Returns whether a name is of a visible file in the directory itself, not in a subdirectory or elsewhere."""
-    is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
-    return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
 
 
 def check_plain_name(name: str, path: str) -> None:
@@ -179,7 +172,7 @@ def read_weight_file(storage: Storage, name: str) -> WeightFile:
             if nbytes is None or nbytes < LENGTH.size:
                 raise ValueError("it is too short for a header")
             header = read_header(reader.read_range, nbytes)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except ValueError as error:
             raise MetadataError(f"{path} is not a safetensors file, or damaged: {error}") from None
     tensors = []
     for key, record in header.tensors.items():

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from .._format.delta import PIECE, DeltaEncoder, zstd
-from .._format.safetensors_header import INDEX
+from .._format.safetensors_header import INDEX, MAX_HEADER
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
 from .._storage.base import Refused, Storage
 from .._storage.claim import Claim, Ownership
 from .._storage.open import open_storage, path_to_write
-from ..errors import ChecksumMismatch
+from ..errors import CheckpointError, ChecksumMismatch, MetadataError, listed
 from .chain import Chain, read_delta
 from .model import (
     READ_BYTES,
@@ -37,7 +38,19 @@ from .model import (
     reading_tensors,
     written_file,
 )
-from .versions import FileRecord, Manifest, Published, encode_manifest, now
+from .versions import (
+    FileRecord,
+    Manifest,
+    Published,
+    VersionInfo,
+    decode_manifest,
+    decode_notes,
+    encode_manifest,
+    now,
+    other_file_name,
+)
+
+logger = logging.getLogger("dcp_tensorizer")
 
 MAX_DELTAS = 20
 """The number of deltas that follow a whole version by default. A new reader has to read all of them."""
@@ -47,27 +60,16 @@ _Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedVersion:
-    """A version that was published.
+class PublishedVersion(VersionInfo):
+    """A version that was published, with what `dcp_tensorizer.tools.list_versions` reports of it.
 
     Attributes:
-        path: Its directory, without credentials.
-        version: Its number.
-        is_delta: It has only the changes since the version before.
-        nbytes: The size of its files.
-        model_nbytes: The size of the model's safetensors files.
-        tensors: The number of its tensors; of a delta, those that have changed.
+        path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As of a `VersionInfo`.
         why_whole: Why it is a whole model; empty for a delta.
         removed: The versions that were removed because no rule keeps them.
     """
 
-    path: str
-    version: int
-    is_delta: bool
-    nbytes: int
-    model_nbytes: int
-    tensors: int
-    why_whole: str
+    why_whole: str = ""
     removed: tuple[int, ...] = ()
 
 
@@ -87,7 +89,8 @@ def publish(
     A version is whole if it is the first one, or if ``max_deltas`` follow the last whole one. It is also whole if the
     model has other tensors, dtypes, shapes, places in the files, or other files beside the weights.
 
-    A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused.
+    A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused. If
+    the earlier one's manifest arrives first nevertheless, its version stays, and the later one is refused.
 
     Args:
         directory: The model, as Hugging Face lays it out. Nothing may change it meanwhile.
@@ -104,7 +107,7 @@ def publish(
         NotCommitted: there is no model in ``directory``.
         MetadataError: the model or a published version is damaged.
         ChecksumMismatch: ``previous`` or the published files are not the version before, or are damaged.
-        Refused: a `WriteError`: another publisher has taken the directory over.
+        Refused: a `WriteError`: another publisher has taken the directory over, or has just published this version.
         WriteError: the version cannot be written.
         CheckpointError: zstd is not installed.
     """
@@ -179,26 +182,12 @@ class Publication:
         publisher = _Publisher(folder, folder.ownership(own), model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.max_deltas)
-            removed = () if self.keep_latest is None else remove_old(folder, self.keep_latest)
+            removed = () if self.keep_latest is None else folder.remove_old(self.keep_latest)
         assert publisher.ownership.own is not None
         return replace(version, removed=removed), publisher.ownership.own
 
     def _model(self, directory: str, index: bytes | None) -> Model:
         return read_model(open_storage(directory, self.storage_options), index)
-
-
-def remove_old(folder: Published, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-    """Removes versions, except some of the newest and those on which they build; returns the removed ones.
-
-    The highest ones go first, so that there is never a delta without its base. The directory need not be claimed: a
-    version that a publisher adds meanwhile builds on the newest one, which stays.
-    """
-    versions = [manifest.version for manifest in folder.manifests()]
-    needed = folder.needed(versions[-keep_latest:])
-    removed = [version for version in reversed(versions) if version not in needed]
-    for version in () if dry_run else removed:
-        folder.remove(version)
-    return tuple(removed)
 
 
 class _Publisher:
@@ -221,43 +210,57 @@ class _Publisher:
         self._on_progress, self._done = on_progress, 0
         self._total = sum(file.nbytes for file in model.weights.values())
         self._files = 0
+        self._publication = uuid.uuid4().hex[:8]  # not the claim's: a publisher may try a version several times
+        self._written: list[str] = []
         self._lock = free_in_child(threading.Lock())
 
     def publish(self, previous: Model | None, max_deltas: int) -> PublishedVersion:
         """Writes the files of the version, and then its manifest."""
+        notes = _notes_of(self._model)
         others = {name: FileRecord.of(self._source, name) for name in self._model.others}
         base, why = self._base(others, max_deltas)
-        self._folder.clear(self._version)
         self._target.make_directory()
         try:
             manifest = self._write_whole(others) if base is None else self._write_delta(base, previous)
             self._target.sync_directory()
-            notes = read_notes(self._model.index) if base is None else {}
+            content = self._encoded_manifest(manifest, notes if base is None else {})
             self.ownership.check()
         except BaseException:
             self._drop()
             raise
         try:
-            self._target.put(INDEX, encode_manifest(manifest, notes), sync=True, replace=False)
+            self._target.put(INDEX, content, sync=True, replace=False)
         except Refused:
             self._drop()
             raise  # after any other error the manifest may appear, and would need its files
-        return PublishedVersion(
-            self._target.path,
-            self._version,
-            base is not None,
-            manifest.nbytes,
-            self._total,
-            len(manifest.weight_map),
-            why,
-        )
+        try:
+            self._folder.tidy(manifest, is_new=True)
+            if self._newest is not None:
+                self._folder.tidy(self._newest)
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s is published, and the next publication tidies it: %s", self._target.path, str(error))
+        return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why)
+
+    def _encoded_manifest(self, manifest: Manifest, notes: Mapping[str, Any]) -> bytes:
+        """Encodes a manifest; raises `MetadataError` if a reader would not get back what it says."""
+        content, path = encode_manifest(manifest, notes), f"{self._target.path}/{INDEX}"
+        if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
+            raise MetadataError(f"the manifest of {self._source.path} would not be read from {path} as it was written")
+        return content
 
     def _drop(self) -> None:
-        """Removes the files of an incomplete version, unless another publisher has begun in the meantime."""
+        """Removes the files of this publication, which cannot commit any more."""
         with suppress(Exception):
-            self.ownership.check()
-            self._folder.clear(self._version)
+            self._target.discard(*self._written)
+            self.ownership.check()  # another publisher may need the directory
             self._target.remove_directory()
+
+    @contextmanager
+    def _file(self, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
+        self.ownership.check()
+        self._written.append(name)
+        with written_file(self._target, name, nbytes) as write:
+            yield write
 
     # --- a whole version, or a delta? -----------------------------------------------------------------------------
 
@@ -270,7 +273,7 @@ class _Publisher:
         first, deltas = chain[0], chain[1:]
         if len(deltas) >= max_deltas:
             return None, f"{len(deltas)} deltas follow version {first.version}"
-        if dict(first.others) != dict(others):
+        if first.others != others:
             return None, f"files beside the weights are not those of version {first.version}"
         storage = self._folder.folder(first.version)
         headers = {file.header: file for file in (read_weight_file(storage, name) for name in sorted(first.files))}
@@ -284,28 +287,34 @@ class _Publisher:
     # --- a whole version ----------------------------------------------------------------------------------------------
 
     def _write_whole(self, others: dict[str, FileRecord]) -> Manifest:
-        for name, record in others.items():
-            with written_file(self._target, name, record.nbytes) as write:
+        stored = {other_file_name(record, self._publication): name for name, record in others.items()}
+        for stored_name, name in stored.items():
+            with self._file(stored_name, others[name].nbytes) as write:
                 for block in read_blocks(self._source, name):
                     write(memoryview(block))
+        weights = list(self._model.weights.values())
+        names = {
+            file.name: f"model-{number:05d}-of-{len(weights):05d}-{self._publication}.safetensors"
+            for number, file in enumerate(weights, 1)
+        }
         files: dict[str, FileRecord] = {}
         digests: dict[str, str] = {}
 
         def copy(file: WeightFile) -> None:
-            record, of_tensors = self._copied(file)
+            record, of_tensors = self._copied(file, names[file.name])
             with self._lock:
-                files[file.name] = record
+                files[names[file.name]] = record
                 digests.update(of_tensors)
 
-        self._in_threads(copy, list(self._model.weights.values()))
-        weight_map = {tensor.key: file.name for file in self._model.weights.values() for tensor in file.tensors}
+        self._in_threads(copy, weights)
+        weight_map = {tensor.key: names[file.name] for file in weights for tensor in file.tensors}
         nbytes = self._total + sum(record.nbytes for record in others.values())
-        return self._manifest(None, self._version, files, weight_map, nbytes, others, digests)
+        return self._manifest(files, weight_map, digests, nbytes, chain=self._version, others=others)
 
-    def _copied(self, file: WeightFile) -> tuple[FileRecord, dict[str, str]]:
+    def _copied(self, file: WeightFile, name: str) -> tuple[FileRecord, dict[str, str]]:
         hashed, digests = hashlib.sha256(file.header), {}
         with (
-            written_file(self._target, file.name, file.nbytes) as write,
+            self._file(name, file.nbytes) as write,
             reading_tensors(self._source, file.name) as reader,
         ):
             write(memoryview(file.header))
@@ -331,22 +340,25 @@ class _Publisher:
         before = None if previous is None else _matching(previous, base)
         records: dict[str, FileRecord] = {}
         weight_map: dict[str, str] = {}
+        digests: dict[str, str] = {}
         nbytes = 0
 
         def encode(pair: tuple[WeightFile, WeightFile]) -> None:
             nonlocal nbytes
             new, old = pair
             where = (base.storage, old) if before is None else before[old.name]
-            record, of_tensors, written = self._encoded(new, old, where, base, is_previous=before is not None)
+            record, written = self._encoded(new, old, where, base, is_previous=before is not None)
             with self._lock:
                 records[old.name] = record
-                weight_map.update(of_tensors)
-                nbytes += written
+                for name, (of_tensors, written_bytes) in written.items():
+                    weight_map.update(dict.fromkeys(of_tensors, name))
+                    digests.update(of_tensors)
+                    nbytes += written_bytes
 
         self._in_threads(encode, base.pairs)
         assert self._newest is not None
-        first = base.manifest.version
-        return self._manifest(self._newest.version, first, records, weight_map, nbytes, {}, {})
+        newest, first = self._newest.version, base.manifest.version
+        return self._manifest(records, weight_map, digests, nbytes, base_version=newest, chain=first)
 
     def _encoded(
         self,
@@ -356,17 +368,17 @@ class _Publisher:
         base: _Base,
         *,
         is_previous: bool,
-    ) -> tuple[FileRecord, dict[str, str], int]:
+    ) -> tuple[FileRecord, dict[str, tuple[dict[str, str], int]]]:
         """Writes the deltas of a file, some at a time.
 
-        Returns its record, the file of the delta of each tensor that changed, and the bytes that were written.
+        Returns its record; and of each file that was written the digests of its tensors, and its size.
         """
         storage, file = where
         changes = Chain([]) if is_previous else base.chain
         hashed = hashlib.sha256(new.header)
-        weight_map: dict[str, str] = {}
+        written: dict[str, tuple[dict[str, str], int]] = {}
         frames: dict[str, tuple[bytes, str]] = {}
-        written = held = 0
+        held = 0
         places = {tensor.key: tensor for tensor in file.tensors}
         with reading_tensors(self._source, new.name) as reader, reading_tensors(storage, file.name) as old_reader:
             for tensor in new.tensors:
@@ -385,56 +397,50 @@ class _Publisher:
                     frames[tensor.key] = encoded
                     held += len(encoded[0])
                 if held >= _FILE_BYTES:
-                    written += self._write_frames(frames, weight_map)
-                    held = 0
-        written += self._write_frames(frames, weight_map)
-        return FileRecord(new.nbytes, hashed.hexdigest()), weight_map, written
+                    written |= self._write_frames(frames)
+                    frames, held = {}, 0
+        if frames:
+            written |= self._write_frames(frames)
+        return FileRecord(new.nbytes, hashed.hexdigest()), written
 
-    def _write_frames(self, frames: dict[str, tuple[bytes, str]], weight_map: dict[str, str]) -> int:
-        """Writes deltas to a file, as rows of bytes, with the digests of the resulting tensors; returns its size."""
-        if not frames:
-            return 0
+    def _write_frames(self, frames: Mapping[str, tuple[bytes, str]]) -> dict[str, tuple[dict[str, str], int]]:
+        """Writes deltas to a file, as rows of bytes, with the digests of the resulting tensors.
+
+        Returns the digests and the file's size, by its name.
+        """
         with self._lock:
             self._files += 1
             number = self._files
-        name = f"delta-{number:05d}-{self.ownership.id[:8]}.safetensors"
-        header = header_of(
-            {key: len(frame) for key, (frame, _) in frames.items()},
-            {key: digest for key, (_, digest) in frames.items()},
-        )
+        name = f"delta-{number:05d}-{self._publication}.safetensors"
+        digests = {key: digest for key, (_, digest) in frames.items()}
+        header = header_of({key: len(frame) for key, (frame, _) in frames.items()}, digests)
         nbytes = len(header) + sum(len(frame) for frame, _ in frames.values())
-        self.ownership.check()
-        with written_file(self._target, name, nbytes) as write:
+        with self._file(name, nbytes) as write:
             write(memoryview(header))
             for frame, _ in frames.values():
                 write(memoryview(frame))
-        weight_map.update(dict.fromkeys(frames, name))
-        frames.clear()
-        return nbytes
+        return {name: (digests, nbytes)}
 
     # --- common to both -----------------------------------------------------------------------------------------------
 
     def _manifest(
         self,
-        before: int | None,
-        first: int,
         files: dict[str, FileRecord],
         weight_map: dict[str, str],
-        nbytes: int,
-        others: dict[str, FileRecord],
         digests: dict[str, str],
+        nbytes: int,
+        **rest: Any,
     ) -> Manifest:
         return Manifest(
             version=self._version,
-            base_version=before,
-            chain=first,
             files=dict(sorted(files.items())),
-            others=others,
             tensors=digests,
             weight_map=dict(sorted(weight_map.items())),
             published_at=now(),
             nbytes=nbytes,
             step=self._step,
+            publication=self._publication,
+            **rest,
         )
 
     def _in_threads(self, work: Callable[[Any], None], subjects: Sequence[Any]) -> None:
@@ -470,8 +476,17 @@ def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFi
     return found
 
 
-def read_notes(index: bytes | None) -> dict[str, Any]:
-    """The ``metadata`` of a model's own index, without the entries that a manifest adds."""
-    notes: dict[str, Any] = {} if index is None else json.loads(index).get("metadata") or {}
+def _notes_of(model: Model) -> dict[str, Any]:
+    """The ``metadata`` of a model's own index, without the entries that a manifest adds.
+
+    Raises `MetadataError` if a manifest cannot hold it, or the names of the model's files.
+    """
+    path = model.storage.path
+    if odd := [name for name in model.others if name != name.encode("utf-8", "replace").decode()]:
+        raise MetadataError(f"{path} has files whose names are not UTF-8: {listed(odd)}. Rename or remove them")
+    try:
+        notes = {} if model.index is None else decode_notes(model.index)
+    except ValueError as error:
+        raise MetadataError(f"{path}/{INDEX} cannot be published: {error}") from None
     ours = {"dcp_tensorizer", "version", "base_version", "delta_encoding", "compression_format", "checksum_format"}
     return {key: value for key, value in notes.items() if key not in ours}

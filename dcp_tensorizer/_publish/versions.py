@@ -3,42 +3,57 @@
     published/
       .publish.claim                    the publisher that the directory belongs to
       weight_v000001/                   a base: a whole model
+        model-00001-of-00002-5f0c1e2a.safetensors, ...
+        .other-<SHA-256>-5f0c1e2a, ...  the configuration, the tokenizer and other files
+        model.safetensors.index.json    the manifest: the commit
         config.json, tokenizer.json, ...
-        model-00001-of-00002.safetensors, ...
-        model.safetensors.index.json    the manifest, written last
       weight_v000002/                   a delta: the changes since version 1
-        delta-00001-5f0c1e2a.safetensors, ...
+        delta-00001-81d4fa3b.safetensors, ...
         model.safetensors.index.json
 
 A version's manifest is its index. So programs that read models can read a base, and SGLang's receiver finds all that it
 needs in the indices. The rest is in one object, ``metadata.dcp_tensorizer``.
+
+Two publications may write the same version at once. Their files have different names, and the storage takes one of
+their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs expect the
+files beside the weights under fixed names. So these names are given after the commit, and the manifest refers to none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-from .._format.safetensors_header import INDEX
-from .._storage.base import Refused, Storage
+from .._format.safetensors_header import INDEX, decode_json
+from .._runtime.validation import check_count
+from .._storage.base import Storage
 from .._storage.claim import Claim, Ownership
+from .._storage.open import open_storage
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
-from .model import check_plain_name, check_weight_name, read_blocks, read_small
+from .model import check_plain_name, check_weight_name, read_blocks, read_small, written_file
 
 FORMAT = 1
 _DIRECTORY = re.compile(r"weight_v(\d{6,15})")
-_CLAIM = ".publish.claim"
+_OF_A_PUBLICATION = re.compile(
+    r"(delta-\d+|model-\d+-of-\d+|\.other-[0-9a-f]{64})-[0-9a-f]{8}(\.safetensors)?"
+    rf"|{re.escape(INDEX)}\.[0-9a-f]{{32}}\.tmp"
+)
+CLAIM = ".publish.claim"
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Number = Annotated[str, Meta(pattern=r"^\d{6,15}$")]
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+_Publication = Annotated[str, Meta(pattern=r"^([0-9a-f]{8})?\Z")]
 
 
 class FileRecord(Struct, frozen=True, omit_defaults=True):
@@ -59,84 +74,66 @@ class FileRecord(Struct, frozen=True, omit_defaults=True):
         return cls(nbytes, hashed.hexdigest())
 
 
-class Manifest(Struct, frozen=True, omit_defaults=True):
-    """The manifest of a version. Times are in UTC."""
+class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The manifest of a version, or of a copy. Times are in UTC."""
 
     version: int
-    base_version: int | None  # the version that a delta changes; None for a base
+    base_version: int | None = None  # the version that a delta changes; None for a base
     chain: int  # the base on which a delta builds, by all versions in between; the own number of a base
     files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base
-    others: dict[str, FileRecord]  # the other files, in the manifest of a base: they do not change within a chain
-    tensors: dict[str, str]  # the digests of all tensors, in the manifest of a base
+    others: dict[str, FileRecord] = {}  # the other files, in the manifest of a base: they do not change within a chain
+    tensors: dict[str, _Digest] = {}  # the digests of all tensors of a base, and of those that a delta changes
     weight_map: dict[str, str]  # the file of each tensor; of a delta, those that have changed
     published_at: datetime
-    nbytes: int  # the size of the version's own files, without this manifest
+    nbytes: _Count  # the size of the version's own files, without this manifest
     step: int | None = None  # the step of training, if the publisher has given it
     replaced: tuple[str, ...] = ()  # the files that it has replaced, in a directory to which deltas are applied
+    publication: _Publication = ""  # is in the names of the version's own files; empty in copies and old versions
 
     @property
     def is_delta(self) -> bool:
         """Returns whether it has only the changes since the version before."""
         return self.base_version is not None
 
-
-# --- as JSON ----------------------------------------------------------------------------------------------------------
-
-
-class _Ours(Struct, omit_defaults=True):
-    """The part of a manifest that only this package reads."""
-
-    format: int
-    chain: _Number
-    files: dict[str, FileRecord]
-    published_at: datetime
-    nbytes: _Count
-    others: dict[str, FileRecord] = {}
-    tensors: dict[str, _Digest] = {}
-    step: int | None = None
-    replaced: list[str] = []
+    def stored(self, name: str) -> str:
+        """Returns the name under which one of `others` is stored."""
+        return other_file_name(self.others[name], self.publication) if self.publication else name
 
 
-class _Notes(Struct):
-    dcp_tensorizer: _Ours
-    version: _Number
-    base_version: _Number | None = None
-    delta_encoding: Literal["xor"] | None = None
-    compression_format: Literal["zstd"] | None = None
-    checksum_format: Literal["xxh3-128"] = "xxh3-128"
+def other_file_name(record: FileRecord, publication: str) -> str:
+    """Returns the name under which a publication stores a file beside the weights."""
+    return f".other-{record.sha256}-{publication}"
+
+
+# --- as JSON: an index, whose ``metadata`` has what SGLang reads, and the rest in an object of its own ----------------
+
+_OF_DELTAS = {"delta_encoding": "xor", "compression_format": "zstd"}
+_CHECKSUMS = "xxh3-128"
 
 
 class _VersionIndex(Struct):
-    metadata: _Notes
     weight_map: dict[str, str]
-
-
-class _AnyIndex(Struct):
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] | None = None
 
 
 _decode = msgspec.json.Decoder(_VersionIndex).decode
-_decode_any = msgspec.json.Decoder(_AnyIndex).decode
 
 
 def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes:
     """Encodes a manifest as an index, together with the ``metadata`` of the model's own index."""
-    ours = _Ours(
-        FORMAT,
-        _digits(manifest.chain),
-        manifest.files,
-        manifest.published_at,
-        manifest.nbytes,
-        manifest.others,
-        manifest.tensors,
-        manifest.step,
-        list(manifest.replaced),
+    ours = {"format": FORMAT} | msgspec.to_builtins(manifest) | {"chain": _digits(manifest.chain)}
+    notes = {**model_notes, "version": _digits(ours.pop("version")), "checksum_format": _CHECKSUMS}
+    if manifest.is_delta:
+        notes |= {"base_version": _digits(ours.pop("base_version"))} | _OF_DELTAS
+    weight_map = ours.pop("weight_map")
+    return (
+        json.dumps({"metadata": notes | {"dcp_tensorizer": ours}, "weight_map": weight_map}, indent=1).encode() + b"\n"
     )
-    notes: dict[str, Any] = {**model_notes, "version": _digits(manifest.version), "checksum_format": "xxh3-128"}
-    if manifest.base_version is not None:
-        notes |= {"base_version": _digits(manifest.base_version), "delta_encoding": "xor", "compression_format": "zstd"}
-    notes["dcp_tensorizer"] = msgspec.to_builtins(ours)
-    return json.dumps({"metadata": notes, "weight_map": manifest.weight_map}, indent=1).encode() + b"\n"
+
+
+def decode_notes(content: bytes) -> dict[str, Any]:
+    """Decodes the ``metadata`` of any index; raises `ValueError` if it is damaged."""
+    return decode_json(_decode, content).metadata or {}
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
@@ -146,46 +143,38 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     names files outside of its directory.
     """
     try:
-        found = _decode_any(content).metadata
-        if "dcp_tensorizer" not in found:
+        index = decode_json(_decode, content)
+        notes = index.metadata or {}
+        if "dcp_tensorizer" not in notes:
             raise UnsupportedFormat(
                 f"{path} is the index of a model, and no manifest of dcp_tensorizer: without the SHA-256 of the files, "
                 f"a version cannot be verified"
             )
-        if (number := msgspec.convert(found["dcp_tensorizer"], dict[str, Any]).get("format", FORMAT)) != FORMAT:
+        ours = msgspec.convert(notes["dcp_tensorizer"], dict[str, Any])
+        if (number := ours.get("format", FORMAT)) != FORMAT:
             raise UnsupportedFormat(f"{path} has format {number}, and this release reads {FORMAT}: update it")
-        index = _decode(content)
-    except msgspec.MsgspecError as error:
+        base = notes.get("base_version")
+        encodings = {name: notes.get(name) for name in _OF_DELTAS}
+        if encodings != (dict.fromkeys(_OF_DELTAS) if base is None else _OF_DELTAS):
+            raise ValueError(f"its changes are encoded as {encodings}")
+        if notes.get("checksum_format", _CHECKSUMS) != _CHECKSUMS:
+            raise ValueError(f"its digests are of {notes['checksum_format']!r}")
+        numbers = {"version": notes.get("version"), "base_version": base, "chain": ours.get("chain")}
+        read = {name: int(msgspec.convert(text, _Number)) for name, text in numbers.items() if text is not None}
+        manifest = msgspec.convert({**ours, "base_version": None, **read, "weight_map": index.weight_map}, Manifest)
+    except (ValueError, msgspec.ValidationError) as error:
         raise MetadataError(f"{path} is no manifest of a version, or damaged: {error}") from None
-    base, ours = index.metadata.base_version, index.metadata.dcp_tensorizer
-    manifest = Manifest(
-        int(index.metadata.version),
-        None if base is None else int(base),
-        int(ours.chain),
-        ours.files,
-        ours.others,
-        ours.tensors,
-        index.weight_map,
-        ours.published_at,
-        ours.nbytes,
-        ours.step,
-        tuple(ours.replaced),
-    )
-    _check(manifest, index.metadata, path)
-    return manifest
-
-
-def _check(manifest: Manifest, notes: _Notes, path: str) -> None:
-    weights = {*manifest.files, *manifest.weight_map.values()}
     origins = {record.origin for record in manifest.files.values() if record.origin}
-    for name in weights | origins | set(manifest.replaced):
+    for name in {*manifest.files, *manifest.weight_map.values(), *origins, *manifest.replaced}:
         check_weight_name(name, path)
     for name in manifest.others:
         check_plain_name(name, path)
-    delta = (notes.base_version, notes.delta_encoding, notes.compression_format)
-    is_ordered = manifest.base_version is None or manifest.chain <= manifest.base_version < manifest.version
-    if any(delta) != all(delta) or not is_ordered or manifest.chain > manifest.version:
+    before = manifest.base_version
+    if manifest.chain > manifest.version or not (before is None or manifest.chain <= before < manifest.version):
         raise MetadataError(f"{path} contradicts itself: it is neither a whole version nor a change of an earlier one")
+    if before is not None and manifest.publication and manifest.tensors.keys() != manifest.weight_map.keys():
+        raise MetadataError(f"{path} contradicts itself: its digests are not those of the tensors that it changes")
+    return manifest
 
 
 def _digits(version: int) -> str:
@@ -198,6 +187,33 @@ def now() -> datetime:
 
 
 # --- which versions there are -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """A published version.
+
+    Attributes:
+        path: Its directory, without credentials.
+        version: Its number.
+        step: The step of training, if the publisher has given it.
+        published: When it was published, in UTC.
+        is_delta: It has only the changes since the previous version.
+        base: The whole version on which it builds; its own number if it is whole itself.
+        nbytes: The size of its own files.
+        model_nbytes: The size of the model's safetensors files.
+        tensors: The number of its tensors; of a delta, those that have changed.
+    """
+
+    path: str
+    version: int
+    step: int | None
+    published: datetime
+    is_delta: bool
+    base: int
+    nbytes: int
+    model_nbytes: int
+    tensors: int
 
 
 class Published:
@@ -251,6 +267,20 @@ class Published:
         found = (self.find(number) for number in self.numbers())
         return [manifest for manifest in found if manifest is not None]
 
+    def info(self, manifest: Manifest) -> VersionInfo:
+        """Describes a version for users."""
+        return VersionInfo(
+            path=self.folder(manifest.version).path,
+            version=manifest.version,
+            step=manifest.step,
+            published=manifest.published_at,
+            is_delta=manifest.is_delta,
+            base=manifest.chain,
+            nbytes=manifest.nbytes,
+            model_nbytes=sum(record.nbytes for record in manifest.files.values()),
+            tensors=len(manifest.weight_map),
+        )
+
     def newest(self) -> Manifest | None:
         """The manifest of the highest version; None if nothing has been published."""
         found = (self.find(number) for number in reversed(self.numbers()))
@@ -270,42 +300,80 @@ class Published:
             chain.append(manifest)
         return chain[::-1]
 
-    def needed(self, versions: list[int]) -> set[int]:
-        """Returns versions, together with those on which they build."""
-        needed: set[int] = set()
-        for version in sorted(versions, reverse=True):
-            if version not in needed:
-                needed |= {manifest.version for manifest in self.chain(version)}
-        return needed
-
     # --- for publishers -----------------------------------------------------------------------------------------------
 
     def ownership(self, own: Claim | None = None) -> Ownership:
         """A publisher's ownership of the directory, by a new claim or by its own earlier one."""
-        return Ownership(self.storage, _CLAIM, own)
+        return Ownership(self.storage, CLAIM, own)
+
+    def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
+        """Removes versions, except some of the newest and those on which they build; returns the removed ones.
+
+        The highest ones go first, so that there is never a delta without its base. The directory need not be claimed: a
+        version that a publisher adds meanwhile builds on the newest one, which stays. What killed publishers and
+        removals have left among the versions goes, too.
+        """
+        versions = [manifest.version for manifest in self.manifests()]
+        needed: set[int] = set()
+        for version in reversed(versions[-keep_latest:]):
+            if version not in needed:
+                needed |= {manifest.version for manifest in self.chain(version)}
+        removed = [version for version in reversed(versions) if version not in needed]
+        if not dry_run:
+            for number in reversed(self.numbers()):
+                if number < min(needed, default=0):
+                    self.remove(number)
+            for version in needed:
+                self.tidy(self.manifest(version))
+        return tuple(removed)
 
     def remove(self, version: int) -> None:
         """Removes a version, its manifest first, so that it is complete or not there. Raises `OSError`."""
         folder = self.folder(version)
         self._manifests.pop(version, None)
-        folder.remove(INDEX)
-        folder.sync_directory()
-        self.clear(version)
-        folder.remove_directory()
+        for _ in range(2):  # a publication that others have overtaken may put its manifest between two steps
+            folder.remove(INDEX)
+            folder.sync_directory()
+            folder.discard(*_files_in(folder))
+            if folder.remove_directory():
+                break
 
-    def clear(self, version: int) -> None:
-        """Removes the files in a version's directory that has no manifest.
+    def tidy(self, manifest: Manifest, *, is_new: bool = False) -> None:
+        """Removes what other publications of a version have left, and names the files beside its weights.
 
-        Raises `Refused` if another publisher has just put one there.
+        The version has its manifest, so no other publication of it can commit any more. Until it has one, any of them
+        may, and nothing is removed. In a new version nothing but leftovers can be. Raises `OSError` and `WriteError`.
         """
-        folder = self.folder(version)
-        try:
-            names = [file.name for file in folder.listing()[0]]
-        except NotCommitted:
-            return
-        if INDEX in names:
-            raise Refused(f"another publisher has just published {folder.path}")
-        folder.discard(*names)
+        folder = self.folder(manifest.version)
+        found = _files_in(folder)
+        stored = {name: manifest.stored(name) for name in manifest.others}
+        weights = manifest.weight_map.values() if manifest.is_delta else manifest.files
+        own = {INDEX, *weights, *stored.values()}
+        if is_new:
+            folder.discard(*sorted(found.keys() - own))
+            found = {name: found[name] for name in found.keys() & own}
+        else:
+            folder.discard(*sorted(filter(_OF_A_PUBLICATION.fullmatch, found.keys() - own)))
+        for name, record in manifest.others.items():
+            if found.get(name) != record.nbytes and stored[name] in found.keys() - {name}:
+                _copy(folder, stored[name], name, record.nbytes)
+        folder.sync_directory()
+
+
+def _files_in(folder: Storage) -> dict[str, int]:
+    """The sizes of the files in a directory, with those that are being uploaded to it."""
+    with suppress(NotCommitted):
+        return {file.name: file.nbytes for file in (*folder.uploads(), *folder.listing()[0])}
+    return {}
+
+
+def _copy(folder: Storage, source: str, name: str, nbytes: int) -> None:
+    identity = folder.identity(source)
+    folder.discard(name)
+    if identity is None or folder.adopt(folder, source, identity, name, sync=True) is None:
+        with written_file(folder, name, nbytes) as write:
+            for block in read_blocks(folder, source):
+                write(memoryview(block))
 
 
 def name_of(version: int) -> str:
@@ -317,3 +385,56 @@ def version_of(name: str) -> int | None:
     """The version whose directory has this name; None if it is not a version's."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
+
+
+# --- for users --------------------------------------------------------------------------------------------------------
+
+
+def list_versions(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> tuple[VersionInfo, ...]:
+    """Lists the published versions in a directory, the newest first.
+
+    Args:
+        path: The directory of versions.
+        storage_options: Passed to the fsspec filesystem of a URL.
+
+    Raises:
+        NotCommitted: nothing has been published there.
+        MetadataError: a manifest is damaged.
+        ReadError: it cannot be read.
+    """
+    published = Published(open_storage(path, storage_options))
+    manifests = published.manifests()
+    if not manifests:
+        raise NotCommitted(f"nothing has been published in {published.path}")
+    return tuple(map(published.info, reversed(manifests)))
+
+
+def collect_versions(
+    path: str | os.PathLike[str],
+    *,
+    keep_latest: int,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> tuple[VersionInfo, ...]:
+    """Removes old versions, but never one that a newer one builds upon.
+
+    Args:
+        path: The directory of versions.
+        keep_latest: How many of the newest versions to keep, with all versions on which they build.
+        dry_run: Remove nothing.
+        storage_options: Passed to the fsspec filesystem of a URL.
+
+    Returns:
+        The versions that were removed, or would be.
+
+    Raises:
+        NotCommitted: nothing has been published there.
+        WriteError: a version cannot be removed.
+    """
+    check_count("keep_latest", keep_latest)
+    published = Published(open_storage(path, storage_options))
+    known = {info.version: info for info in list_versions(path, storage_options=storage_options)}
+    with published.storage.writing(f"remove versions in {published.path}"):
+        return tuple(known[version] for version in published.remove_old(keep_latest, dry_run=dry_run))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._format.encryption import Cipher, find_other_key
@@ -119,7 +118,7 @@ def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[
         return []
     try:
         kept = {SINGLE, ADAPTER} | files_named(storage.read(INDEX))
-    except msgspec.MsgspecError:
+    except ValueError:
         return []
     return sorted(found - kept)
 

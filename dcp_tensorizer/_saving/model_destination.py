@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from .._format.names import metadata_file_name
 from .._format.safetensors import file_names, index_of
 from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
@@ -372,6 +370,6 @@ def _names_in(storage: Storage) -> list[str]:
 
 def _named_files(index: bytes | None) -> set[str]:
     """The files that an index lists; none if it cannot be read, or they are elsewhere."""
-    with suppress(msgspec.MsgspecError):
+    with suppress(ValueError):
         return files_named(index)
     return set()

@@ -46,7 +46,7 @@ def read_claim(folder: Storage, name: str) -> Claim | None:
 def _decoded(data: bytes | None) -> Claim | None:
     try:
         return None if data is None else msgspec.json.decode(data, type=Claim)
-    except msgspec.MsgspecError:  # not a claim
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # not a claim
         return None
 
 

@@ -146,7 +146,7 @@ class Queue:
         known = self._records.get(entry.name)
         names = [f"{entry.stem}.{state}" for state in _ORDER[_ORDER.index(entry.state) :]]
         for path in [folder / name for name in names for folder in self._folders()] if known is None else ():
-            with suppress(msgspec.MsgspecError, OSError):
+            with suppress(msgspec.MsgspecError, ValueError, RecursionError, OSError):
                 known = msgspec.json.decode(path.read_bytes(), type=FlushRecord)
                 if len(self._records) > 1000:  # the job has very many saves
                     self._records.clear()

@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._publish.offline import VersionInfo, VersionsVerified, collect_versions, list_versions, verify_versions
+    from .._publish.apply import VersionsVerified, verify_versions
+    from .._publish.versions import VersionInfo, collect_versions, list_versions
     from .._restart.find import KeptInfo, list_kept
     from ._diff import Change, Difference, diff
     from ._find import CheckpointInfo, list_checkpoints
@@ -70,19 +71,19 @@ _ON_USE = {
     "Total": "._inspect",
     "Traced": "._trace",
     "Verified": "._verify",
-    "VersionInfo": ".._publish.offline",
-    "VersionsVerified": ".._publish.offline",
+    "VersionInfo": ".._publish.versions",
+    "VersionsVerified": ".._publish.apply",
     "collect": "._gc",
-    "collect_versions": ".._publish.offline",
+    "collect_versions": ".._publish.versions",
     "diff": "._diff",
     "inspect": "._inspect",
     "list_checkpoints": "._find",
     "list_kept": ".._restart.find",
-    "list_versions": ".._publish.offline",
+    "list_versions": ".._publish.versions",
     "report": "._report.build",
     "trace": "._trace",
     "verify": "._verify",
-    "verify_versions": ".._publish.offline",
+    "verify_versions": ".._publish.apply",
 }
 
 if not TYPE_CHECKING:

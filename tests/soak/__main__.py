@@ -23,6 +23,7 @@ from . import (
     nfs,
     power_cuts,
     preemption,
+    publishers,
     report,
     surroundings,
     survival,
@@ -47,6 +48,7 @@ PARTS: dict[str, Part] = {
     "hosts": hosts.PART,
     **trainings.PARTS,
     "nfs": nfs.PART,
+    "publishers": publishers.PART,
     # Another part is a module with a `PART`, and a line here.
 }
 

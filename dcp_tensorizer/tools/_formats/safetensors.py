@@ -12,19 +12,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, Any
-
-from msgspec import Meta, Struct
-from msgspec.json import Decoder
+from typing import Any
 
 from ..._format.safetensors import (
-    SHARDING,
     SafetensorsLayout,
     fault_of,
     file_names,
     in_torch,
     index_of,
     lay_out,
+    saved_offsets,
     shards,
 )
 from ..._format.safetensors_header import INDEX, SINGLE, Header, TensorRecord, read_header, read_index
@@ -39,16 +36,6 @@ from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor
 from .common import Options, by_key, check_no_objects, naming
 
 _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(save_distributed=True)
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class _SavedOffset(Struct):
-    """The offset of a file's tensor in the whole tensor."""
-
-    saved_offsets: tuple[_Count, ...]
-
-
-_decode_saved = Decoder(dict[str, _SavedOffset]).decode
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -101,7 +88,7 @@ def _put_together(storage: Storage, names: Iterable[str]) -> dict[str, StoredTen
         header, saved = _opened(storage, name)
         with naming(storage, f"{storage.path}/{name}"):
             for key, part in _tensors(storage, name, header):
-                begin = saved[key].saved_offsets if key in saved else (0,) * len(part.shape)
+                begin = saved.get(key, (0,) * len(part.shape))
                 others = [other for _, other in parts.setdefault(key, [])]
                 if any((o.dtype, len(o.shape)) != (part.dtype, len(begin)) for o in [part, *others]):
                     raise ValueError(f"its part of {key!r} is not of one tensor with those of other files")
@@ -128,19 +115,18 @@ def read(storage: Storage, name: str) -> CheckpointView:
     path = f"{storage.path}/{name}"
     header, saved = _opened(storage, name)
     is_part = bool(saved) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
-    if is_part or any(any(one.saved_offsets) for one in saved.values()):
+    if is_part or any(map(any, saved.values())):
         raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
     with naming(storage, path):
         tensors = by_key(tensor for _, tensor in _tensors(storage, name, header))
     return CheckpointView(path, "safetensors", tensors)
 
 
-def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, _SavedOffset]]:
+def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, tuple[int, ...]]]:
     """The header of a file, and the offsets of its tensors in whole tensors."""
     with naming(storage, f"{storage.path}/{name}"), storage.reading(name) as reader:
         header = read_header(reader.read_range, storage.head(name) or 0)
-        saved = header.notes.get(SHARDING)
-        return header, _decode_saved(saved) if isinstance(saved, str) else {}
+        return header, saved_offsets(header.notes)
 
 
 def _tensors(storage: Storage, name: str, header: Header) -> Iterator[tuple[str, StoredTensor]]:

@@ -24,26 +24,27 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import SafetensorsStorageWriter, apply_delta, publish
 from dcp_tensorizer.tools import collect, list_versions, verify_versions
 
-from ...models import first_state, loaded, next_state, weight_files, weights_of, write_model
+from ...models import first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
 
 CHANGES = ("fsync", "link", "mkdir", "open", "pwrite", "replace", "rmdir", "unlink", "write")
 
 
 class Killed:
-    """Counts the calls that change the disk, and kills the process before one of them."""
+    """Counts the calls that change the disk, and kills the process before one of them. It pauses before the others."""
 
-    def __init__(self, at: int) -> None:
-        self._left, self._lock = at, threading.Lock()
+    def __init__(self, at: int, pause: Callable[[str], object] = lambda call: None) -> None:
+        self._left, self._lock, self._pause = at, threading.Lock(), pause
         for name in CHANGES:
-            setattr(os, name, self._counted(getattr(os, name), is_open=name == "open"))
+            setattr(os, name, self._counted(name, getattr(os, name)))
 
-    def _counted(self, call: Callable[..., Any], *, is_open: bool) -> Callable[..., Any]:
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if not is_open or (len(args) > 1 and args[1] & os.O_CREAT):
+            if name != "open" or (len(args) > 1 and args[1] & os.O_CREAT):
                 with self._lock:
                     self._left -= 1
                     if self._left < 0:
                         os.kill(os.getpid(), signal.SIGKILL)
+                self._pause(name)
             return call(*args, **kwargs)
 
         return counted
@@ -86,8 +87,9 @@ def kill_publisher(root: Path, max_deltas: int) -> int:
         assert not verified.damages, (at, verified.damages)
         apply_delta(copy, here)
         assert weights_of(copy) == expected[newest], at
-        again = publish(root / "model-4", here, max_deltas=max_deltas)  # the next publisher goes on
+        again = publish(root / "model-4", here, max_deltas=max_deltas, keep_latest=2)  # the next publisher goes on
         assert again.version == newest + 1, at
+        assert not_of_versions(here) == [], (at, not_of_versions(here))
         apply_delta(copy, here)
         assert weights_of(copy) == expected[4], at
         shutil.rmtree(here)
@@ -113,14 +115,42 @@ def kill_reader(root: Path, before: int | None) -> int:
             assert not verify_versions(copy).damages, at
         apply_delta(copy, published)
         assert weights_of(copy) == expected[3], at
-        left = sorted(path.name for path in copy.iterdir())
-        assert left == [
-            ".publish.lock",
-            "config.json",
-            "model-00001-of-00002-v000003.safetensors",
-            "model-00002-of-00002-v000003.safetensors",
-            "model.safetensors.index.json",
-        ], (at, left)
+        left = {path.name for path in copy.iterdir()}
+        weights = {path.name for path in weight_files(copy)}
+        assert left == {".publish.lock", "config.json", "model.safetensors.index.json", *weights}, (at, left)
+        shutil.rmtree(copy)
+        if not killed:
+            return at
+    raise AssertionError("it was killed again and again")
+
+
+def kill_first_reader(root: Path) -> int:
+    """Kills what brings an empty directory to a version; the next version has other files. Returns how often.
+
+    A file of the user has the name of one of the version's.
+    """
+    before, after = root / "before", root / "after"
+    model = write_model(root / "model", first_state())
+    for name in ("added_tokens.json", "notes.txt"):
+        (model / name).write_text("published")
+    publish(model, before)
+    shutil.copytree(before, after)
+    other = write_model(root / "other", first_state(), files=1, config='{"rope": 2}')
+    publish(other, after)
+    for at in range(1000):
+        copy = root / "copy"
+        copy.mkdir()
+        (copy / "notes.txt").write_text("mine")
+        killed = is_killed(lambda: apply_delta(copy, before), at)  # noqa: B023
+        has_model = (copy / "model.safetensors.index.json").exists()
+        if not has_model:
+            is_mine = (copy / "notes.txt").exists() and (copy / "notes.txt").read_text() == "mine"
+            apply_delta(copy, after)
+            names = {path.name for path in weight_files(copy)} | {"model.safetensors.index.json", "config.json"}
+            left = {path.name for path in copy.iterdir()} - names
+            assert left == ({".publish.lock", "notes.txt"} if is_mine else {".publish.lock"}), (at, left)
+            assert not is_mine or (copy / "notes.txt").read_text() == "mine", at
+            assert (copy / "config.json").read_text() == '{"rope": 2}', at
         shutil.rmtree(copy)
         if not killed:
             return at
@@ -168,7 +198,11 @@ def main(what: str, root: str) -> None:
     elif what == "publish":
         kills = kill_publisher(directory / "delta", 20), kill_publisher(directory / "whole", 2)
     else:
-        kills = kill_reader(directory / "behind", 1), kill_reader(directory / "empty", None)
+        kills = (
+            kill_reader(directory / "behind", 1),
+            kill_reader(directory / "empty", None),
+            kill_first_reader(directory / "first"),
+        )
     sys.stdout.write(" ".join(map(str, kills)))
 
 

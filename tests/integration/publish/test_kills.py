@@ -11,6 +11,15 @@ from ... import warm
 from ...support import ROOT
 
 
+def test_publishers_that_overlap_leave_whole_versions(tmp_path: Path) -> None:
+    """Two to four of them, some killed: all that is there is whole, and after the next publication nothing else."""
+    command = [warm.python(), "-m", "tests.integration.publish.overlapping", "25", "1", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    counts = {what: int(number) for number, _, what in (line.partition(" ") for line in done.stdout.splitlines())}
+    assert all(counts[f"publishers that were {outcome}"] >= 5 for outcome in ("published", "refused", "killed")), counts
+
+
 @pytest.mark.parametrize("what", ["save", "publish", "apply"])
 def test_a_kill_leaves_the_old_version_or_the_new_one(tmp_path: Path, what: str) -> None:
     """Before every single change to the disk, by SIGKILL; whoever comes next finishes the work, and leaves no rest."""

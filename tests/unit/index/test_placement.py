@@ -120,6 +120,8 @@ def test_a_region_is_carried_element_by_element(side: Renaming) -> None:
         ({"m.*": "*"}, {"m.a": (1,), "a": (1,)}, "'m.a' and 'a' would both be 'a'"),
         ({"x": Parts("e.{}")}, {"x": (2, 3), "e.1": (3,)}, "'x' and 'e.1' would both be 'e.1'"),
         ({Parts("a", "b"): "c"}, {"a": (1,), "b": (1,), "c": (2,)}, "'a' and 'c' would both be 'c'"),
+        ({Parts("a", "b"): "c"}, {"a": (1,), "b": ()}, r"'b' has the shape \(\), and dim=0 along which"),
+        ({Parts("a", "b", dim=1): "c"}, {"a": (1, 1), "b": (2,)}, r"'b' has the shape \(2,\), and dim=1 along which"),
         ({Parts("a", "b"): "c"}, {"c": (2,), "a": (1,), "b": (1,)}, "'c' and 'a' would both be 'c'"),
         ({"x": Parts("e.{}")}, {"x": ()}, r"'x' has the shape \(\), which cannot be cut"),
         ({"x": Parts("a", "b")}, {"x": (3,)}, r"'x' has the shape \(3,\), which cannot be cut"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dcp_tensorizer import (
+    CheckpointError,
     ChecksumMismatch,
     MetadataError,
     NotCommitted,
@@ -24,10 +26,20 @@ from dcp_tensorizer import (
     apply_delta,
     publish,
 )
-from dcp_tensorizer._format.delta import zstd
+from dcp_tensorizer._format.delta import DeltaDecoder, zstd
 from dcp_tensorizer._publish.model import header_of
+from dcp_tensorizer.tools import list_versions
 
-from ...models import INDEX, first_state, loaded, next_state, publish_versions, weights_of, write_model
+from ...models import (
+    INDEX,
+    first_state,
+    loaded,
+    next_state,
+    publish_versions,
+    weight_files,
+    weights_of,
+    write_model,
+)
 
 
 @pytest.fixture
@@ -71,9 +83,10 @@ def test_a_reader_that_lags_catches_up(
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / f"model-{after}")
     assert sorted(files_of(tmp_path / "copy")) == [
         "config.json",
-        *(f"model-0000{number}-of-00002-v00000{after}.safetensors" for number in (1, 2)),
+        *(path.name for path in weight_files(tmp_path / "copy")),
         INDEX,
     ]
+    assert all(path.name.endswith(f"-v00000{after}.safetensors") for path in weight_files(tmp_path / "copy"))
 
 
 def test_a_version_that_is_there_is_left_alone(tmp_path: Path, versions: Path) -> None:
@@ -241,9 +254,13 @@ def put_delta(versions: Path, frame: bytes, digest: str = "0" * 32) -> None:
     """Puts a delta of the embedding into version 2, alone in its file."""
     header = header_of({"embed.weight": len(frame)}, {"embed.weight": digest})
     (versions / "weight_v000002" / "delta-evil.safetensors").write_bytes(header + frame)
-    edit_index(
-        versions / "weight_v000002", lambda index: index.update(weight_map={"embed.weight": "delta-evil.safetensors"})
-    )
+    edit_index(versions / "weight_v000002", lambda index: change_one(index, "embed.weight", digest))
+
+
+def change_one(index: dict[str, Any], key: str, digest: str = "0" * 32) -> None:
+    """Makes a manifest say that its version changes one tensor."""
+    index["weight_map"] = {key: "delta-evil.safetensors"}
+    index["metadata"]["dcp_tensorizer"]["tensors"] = {key: digest}
 
 
 @pytest.mark.parametrize("kind", ["bomb", "too long", "garbage", "wrong digest"])
@@ -270,12 +287,11 @@ def test_unknown_tensors_and_unlisted_ones_are_errors(tmp_path: Path, versions: 
     frame = zstd().compress(b"\1", level=1)
     header = header_of({"unknown": len(frame)}, {"unknown": "0" * 32})
     (versions / "weight_v000002" / "delta-evil.safetensors").write_bytes(header + frame)
-    edit_index(
-        versions / "weight_v000002", lambda index: index.update(weight_map={"unknown": "delta-evil.safetensors"})
-    )
-    with pytest.raises(MetadataError, match="change unknown tensors: 'unknown'"):
-        apply_delta(tmp_path / "copy", versions, version=2)
-    edit_index(versions / "weight_v000002", lambda index: index.update(weight_map={"scale": "delta-evil.safetensors"}))
+    edit_index(versions / "weight_v000002", lambda index: change_one(index, "unknown"))
+    for target in (tmp_path / "copy", tensors_of(tmp_path / "model-1")):
+        with pytest.raises(MetadataError, match="the deltas up to version 2 change unknown tensors: 'unknown'"):
+            apply_delta(target, versions, version=2)
+    edit_index(versions / "weight_v000002", lambda index: change_one(index, "scale"))
     with pytest.raises(MetadataError, match="does not hold the tensors that the manifest says"):
         apply_delta(tmp_path / "copy", versions, version=2)
 
@@ -384,3 +400,181 @@ def test_a_copy_loads_as_the_model_that_was_published(tmp_path: Path, versions: 
     apply_delta(tmp_path / "copy", versions)
     copy, model = loaded(tmp_path / "copy"), loaded(tmp_path / "model-5")
     assert {key: value.tobytes() for key, value in copy.items()} == {key: v.tobytes() for key, v in model.items()}
+
+
+class Interrupted(Exception):
+    """Raised in the middle of a change."""
+
+
+def in_memory(path: Path) -> dict[str, Any]:
+    """A model's tensors: one is changed by way of a copy, one is an array, two are one parameter."""
+    state: dict[str, Any] = dict(tensors_of(path))
+    state["layers.0.weight"] = state["layers.0.weight"].t().contiguous().t()
+    state["scale"] = state["scale"].numpy()
+    return state
+
+
+def bytes_of(state: dict[str, Any]) -> dict[str, bytes]:
+    return {
+        key: torch.as_tensor(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for key, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("when", ["on_progress", "a piece", "a copy"])
+def test_an_error_at_any_moment_changes_no_tensor(
+    tmp_path: Path, versions: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """What was changed is changed back, from memory: the versions may be gone by then."""
+    state, moved = in_memory(tmp_path / "model-1"), tmp_path / "moved"
+    before, after = bytes_of(state), bytes_of(dict(tensors_of(tmp_path / "model-3")))
+    left = 0
+
+    def interrupt() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Interrupted
+
+    def in_turn(done: int, total: int) -> None:
+        if done > total // 2 and versions.exists():
+            versions.rename(moved)
+        if when == "on_progress":
+            interrupt()
+
+    xor_into, copy = DeltaDecoder.xor_into, torch.Tensor.copy_
+
+    def xor_then_stop(self: DeltaDecoder, data: np.ndarray) -> None:
+        xor_into(self, data)
+        interrupt()
+
+    def copy_then_stop(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        copied = copy(self, other)
+        interrupt()
+        return copied
+
+    if when == "a piece":
+        monkeypatch.setattr(DeltaDecoder, "xor_into", xor_then_stop)
+    elif when == "a copy":
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_then_stop)
+    stops = 0
+    for at in range(1, 100):
+        left = at
+        try:
+            apply_delta(state, versions, version=3, on_progress=in_turn)
+        except Interrupted:
+            stops += 1
+            assert bytes_of(state) == before, at
+        else:
+            break
+        finally:
+            if moved.exists():
+                moved.rename(versions)
+    assert stops >= {"on_progress": 6, "a piece": 8, "a copy": 1}[when]
+    assert bytes_of(state) == after
+
+
+def test_tied_tensors_change_once(tmp_path: Path) -> None:
+    """As a state dict has them under two names; untied ones that still share memory are refused, and do not change."""
+    first, second = (torch.arange(300.0), torch.arange(300.0) + 1)
+    for number, (one, other) in enumerate([(first, first), (second, second), (second, second + 1)], 1):
+        (tmp_path / f"tied-{number}").mkdir()
+        tensors = {"embed": one, "head": other.clone(), "alone": one.clone()}
+        save_file(tensors, tmp_path / f"tied-{number}" / "model.safetensors")
+        publish(tmp_path / f"tied-{number}", tmp_path / "published")
+    shared = first.clone()
+    state = {"embed": shared, "head": shared.view(300), "alone": first.clone()}
+    apply_delta(state, tmp_path / "published", version=2)
+    assert all(torch.equal(tensor, second) for tensor in state.values())
+    with pytest.raises(StateMismatch, match=r"share memory differ in version 3: '(embed|head)'"):
+        apply_delta(state, tmp_path / "published")
+    assert all(torch.equal(tensor, second) for tensor in state.values())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.full((1,), 1.5).expand(300),
+        torch.as_strided(torch.full((400,), 1.5), (20, 15), (10, 1)),
+        torch.full((300,), 1.5).to_sparse(),
+        np.broadcast_to(np.float32(1.5), (300,)),
+        torch.empty(300, device="meta"),
+    ],
+    ids=["expanded", "overlapping", "sparse", "broadcast", "meta"],
+)
+def test_tensors_that_cannot_change_are_refused_before_others_change(tmp_path: Path, value: Any) -> None:
+    """Elements that share a place cannot have values of their own."""
+    for number in (1, 2):
+        (tmp_path / f"flat-{number}").mkdir()
+        tensors = {"a": torch.full((300,), float(number)), "b": torch.full((300,), number + 0.5)}
+        save_file(tensors, tmp_path / f"flat-{number}" / "model.safetensors")
+        publish(tmp_path / f"flat-{number}", tmp_path / "published")
+    state = {"a": torch.ones(300), "b": value}
+    with pytest.raises(StateMismatch, match="'b' is of type"):
+        apply_delta(state, tmp_path / "published")
+    assert torch.equal(state["a"], torch.ones(300))
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_a_delta_of_another_version_is_an_error(tmp_path: Path, versions: Path, is_directory: bool) -> None:
+    """The manifest has the digests of what its deltas make: the delta of version 2 does not make version 3."""
+    old, new = (
+        folder / json.loads((folder / INDEX).read_text())["weight_map"]["embed.weight"]
+        for folder in (versions / "weight_v000002", versions / "weight_v000003")
+    )
+    new.write_bytes(old.read_bytes())
+    target: Any = tmp_path / "copy" if is_directory else tensors_of(tmp_path / "model-2")
+    if is_directory:
+        apply_delta(target, versions, version=2)
+    with pytest.raises(MetadataError, match=r"delta-\w+-\w+\.safetensors is not of version 3: its digest of '"):
+        apply_delta(target, versions, version=3)
+    if is_directory:
+        assert weights_of(target) == weights_of(tmp_path / "model-2")
+    else:
+        assert same(target, tensors_of(tmp_path / "model-2"))
+
+
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        ("published/weight_v000001", "published"),
+        ("published/weight_v000001", "published/weight_v000002"),
+        ("published/weight_v000001", "elsewhere"),
+        ("published/weight_v000001/deeper", "published"),
+        ("published/weight_v000009", "published"),
+        ("published", "published"),
+        ("published/copy", "published"),
+        ("published/../published/weight_v000002", "published"),
+        ("link/weight_v000001", "published"),
+        ("published/weight_v000001", "link"),
+        ("published/weight_v000001", "file://published"),
+        (".", "published"),
+    ],
+)
+def test_a_version_is_no_target(tmp_path: Path, target: str, source: str) -> None:
+    """One directory in the other would make a version another one, by whatever path it is named."""
+    versions = publish_versions(tmp_path, 2)
+    publish(tmp_path / "model-1", tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(versions)
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    where = f"file://{tmp_path}/published" if source.startswith("file:") else tmp_path / source
+    with pytest.raises(WriteError, match=r"Name another directory"):
+        apply_delta(f"{tmp_path}/{target}", where)
+    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_every_flipped_bit_of_a_manifest_is_an_error_of_the_checkpoint(tmp_path: Path, bit: int) -> None:
+    """Or makes no difference; no other error comes out."""
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.zeros(4)}, tmp_path / "model" / "model.safetensors")
+    publish(tmp_path / "model", tmp_path / "published")
+    index = tmp_path / "published" / "weight_v000001" / INDEX
+    content = index.read_bytes()
+    for position in range(0, len(content), 3):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << bit
+        index.write_bytes(flipped)
+        with contextlib.suppress(CheckpointError):
+            list_versions(tmp_path / "published")
+            assert apply_delta({"w": torch.zeros(4)}, tmp_path / "published").version == 1

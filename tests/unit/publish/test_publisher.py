@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +16,14 @@ import xxhash
 from safetensors import safe_open
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, WriteError, apply_delta, publish
+from dcp_tensorizer._format.delta import zstd
 from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer.tools import list_versions
+from dcp_tensorizer.tools import list_versions, verify_versions
 
-from ...models import INDEX, first_state, loaded, next_state, weights_of, write_model
+from ...models import INDEX, first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
 
 
 def published_versions(tmp_path: Path, count: int, **options: object) -> list[dict[str, np.ndarray]]:
@@ -31,11 +37,12 @@ def published_versions(tmp_path: Path, count: int, **options: object) -> list[di
 
 
 def test_the_first_version_is_the_model_itself(tmp_path: Path) -> None:
-    """Under its own names, with an index that names all tensors, so that every program reads it."""
+    """With an index that names all tensors, and other files under their own names, so that every program reads it."""
     state = published_versions(tmp_path, 1)[0]
     base = tmp_path / "published" / "weight_v000001"
     assert weights_of(base) == weights_of(tmp_path / "model-1")
-    assert {path.name for path in base.iterdir()} == {path.name for path in (tmp_path / "model-1").iterdir()}
+    visible = {path.name for path in base.iterdir() if not path.name.startswith(".")}
+    assert visible == {"config.json", INDEX, *(path.name for path in weight_files(base))}
     assert (base / "config.json").read_text() == "{}"
     assert set(json.loads((base / INDEX).read_text())["weight_map"]) == set(state)
 
@@ -240,3 +247,122 @@ def test_a_manifest_of_which_nobody_knows_keeps_its_files(tmp_path: Path, monkey
         monkeypatch.undo()
         assert (tmp_path / "published" / "weight_v000002").exists() == is_kept
     assert publish(tmp_path / "model-1", tmp_path / "published").version == 2
+    assert not_of_versions(tmp_path / "published") == []
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "delta"])
+@pytest.mark.parametrize("winner", ["earlier", "later"])
+def test_publishers_that_overlap_leave_one_whole_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool, winner: str
+) -> None:
+    """The later one has written all its files when the manifest of the earlier one arrives, before its own or after."""
+    published, state = tmp_path / "published", first_state()
+    models = {
+        name: write_model(tmp_path / name, next_state(state, seed)) for seed, name in enumerate(("earlier", "later"))
+    }
+    if is_whole:  # files beside the weights have the same names in both
+        (models["earlier"] / "config.json").write_text('{"rope": 1}')
+        (models["later"] / "added_tokens.json").write_text("[]")
+    else:
+        publish(write_model(tmp_path / "before", state), published)
+    put, waiting, refused = LocalStorage.put, list[Callable[[], None]](), list[str]()
+
+    def put_in_turn(self: LocalStorage, name: str, *arguments: Any, **options: Any) -> None:
+        if name != INDEX:
+            put(self, name, *arguments, **options)
+            return
+        waiting.append(lambda: put(self, name, *arguments, **options))
+        if len(waiting) == 1:  # of the earlier one, whose manifest is on its way while the later one publishes
+            try:
+                publish(models["later"], published)
+            except Refused:
+                refused.append("later")
+            if winner == "later":
+                waiting[0]()
+        else:
+            if winner == "earlier":
+                waiting[0]()
+            waiting[1]()
+
+    monkeypatch.setattr(LocalStorage, "put", put_in_turn)
+    try:
+        publish(models["earlier"], published)
+    except Refused:
+        refused.append("earlier")
+    monkeypatch.undo()
+    assert refused == ["later" if winner == "earlier" else "earlier"]
+    assert verify_versions(published).damages == ()
+    assert not_of_versions(published) == []
+    apply_delta(tmp_path / "copy", published)
+    assert weights_of(tmp_path / "copy") == weights_of(models[winner])
+    others = {path.name: path.read_text() for path in models[winner].iterdir() if path.suffix == ".json"}
+    for directory in (tmp_path / "copy", *([published / "weight_v000001"] if is_whole else [])):
+        assert all((directory / name).read_text() == others[name] for name in others if name != INDEX)
+    assert publish(write_model(tmp_path / "next", state), published).version == (2 if is_whole else 3)
+    assert not_of_versions(published) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "name"),
+    [
+        (b'{"total_size": 1e999}', b"a.txt"),
+        (b'{"a": "\xff"}', b"a.txt"),
+        (b"[1]", b"a.txt"),
+        (b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}", b"a.txt"),
+        (b"{}", b"caf\xe9.txt"),
+    ],
+    ids=["endless number", "no UTF-8", "a list", "deep", "a name that is no UTF-8"],
+)
+def test_what_a_manifest_cannot_hold_is_refused(tmp_path: Path, metadata: bytes, name: bytes) -> None:
+    """A manifest that no reader decodes would end the directory: it is an error, and the next model is published."""
+    model = write_model(tmp_path / "odd", first_state())
+    index = (model / INDEX).read_bytes()
+    (model / INDEX).write_bytes(index.replace(b'{"total_size": 1}', metadata))
+    Path(os.fsdecode(os.path.join(os.fsencode(model), name))).write_bytes(b"x")
+    with pytest.raises(MetadataError, match=r"odd"):
+        publish(model, tmp_path / "published")
+    assert not list(tmp_path.glob("published/weight*"))
+    published_versions(tmp_path, 1)
+    assert verify_versions(tmp_path / "published").damages == ()
+
+
+def test_metadata_that_json_holds_comes_back(tmp_path: Path) -> None:
+    """Also null instead of an object, and numbers that are no machine's."""
+    for number, metadata in enumerate((b"null", b'{"total_size": %d, "\\u00e9": [1.5]}' % 10**50)):
+        model = write_model(tmp_path / f"odd-{number}", first_state())
+        index = (model / INDEX).read_bytes()
+        (model / INDEX).write_bytes(index.replace(b'{"total_size": 1}', metadata))
+        publish(model, tmp_path / f"published-{number}")
+        notes = json.loads((tmp_path / f"published-{number}" / "weight_v000001" / INDEX).read_text())["metadata"]
+        assert (json.loads(metadata) or {}).items() <= notes.items()
+
+
+def test_a_receiver_like_sglangs_follows(tmp_path: Path) -> None:
+    """It copies every file of the whole version, finds tensors in every safetensors file there, and changes them."""
+    published_versions(tmp_path, 3)
+    copy, versions = tmp_path / "receiver", sorted((tmp_path / "published").glob("weight_v*"))
+    shutil.copytree(versions[0], copy)
+    places: dict[str, tuple[Path, int, int]] = {}
+    for path in copy.glob("*.safetensors"):
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        for key, entry in json.loads(content[8 : 8 + length]).items():
+            if key != "__metadata__":
+                assert key not in places
+                places[key] = path, 8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1]
+    for version in versions[1:]:
+        index = json.loads((version / INDEX).read_text())
+        for key, name in index["weight_map"].items():
+            path, start, stop = places[key]
+            content = bytearray(path.read_bytes())
+            with safe_open(version / name, framework="numpy") as file:
+                frame, digest = file.get_tensor(key).tobytes(), file.metadata()[key]
+            old, change = (
+                np.frombuffer(content[start:stop], np.uint8),
+                np.frombuffer(zstd().decompress(frame), np.uint8),
+            )
+            content[start:stop] = (old ^ change).tobytes()
+            assert xxhash.xxh3_128_hexdigest(content[start:stop]) == digest
+            path.write_bytes(content)
+    assert weights_of(copy) == weights_of(tmp_path / "model-3")
+    assert (copy / "config.json").read_text() == "{}"

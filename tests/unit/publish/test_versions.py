@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from dcp_tensorizer import NotCommitted, apply_delta, publish
 from dcp_tensorizer.tools import collect_versions, list_versions, verify_versions
 
-from ...models import INDEX, publish_versions, weights_of
+from ...models import INDEX, publish_versions, weight_files, weights_of
 
 
 @pytest.fixture
@@ -68,9 +69,23 @@ def test_a_missing_empty_file_is_named(tmp_path: Path) -> None:
     publish_versions(tmp_path, 1)
     (tmp_path / "model-1" / "merges.txt").touch()
     publish(tmp_path / "model-1", tmp_path / "own")
-    next((tmp_path / "own").glob("*/merges.txt")).unlink()
+    stored = next((tmp_path / "own").glob(f"*/.other-{hashlib.sha256().hexdigest()}-*"))
+    stored.unlink()
     (damage,) = verify_versions(tmp_path / "own").damages
-    assert damage.endswith("merges.txt: it does not exist")
+    assert damage.endswith(f"{stored.name}: it does not exist")
+
+
+def test_another_file_under_the_name_of_one_beside_the_weights_is_named(tmp_path: Path) -> None:
+    """Programs that read a whole version by themselves read it; the next publication puts the right one there."""
+    publish_versions(tmp_path, 1)
+    named = tmp_path / "published" / "weight_v000001" / "config.json"
+    named.unlink()
+    named.write_text("[]")
+    (damage,) = verify_versions(tmp_path / "published").damages
+    assert damage.endswith("config.json is not what was published")
+    named.unlink()
+    publish(tmp_path / "model-1", tmp_path / "published")
+    assert named.read_text() == "{}"
 
 
 def test_missing_files_are_named(tmp_path: Path, versions: Path) -> None:
@@ -81,9 +96,10 @@ def test_missing_files_are_named(tmp_path: Path, versions: Path) -> None:
     apply_delta(tmp_path / "copy", versions, version=1)
     (tmp_path / "copy" / "config.json").unlink()
     assert verify_versions(tmp_path / "copy").damages == ()
-    next((tmp_path / "copy").glob("model-00001*")).unlink()
+    missing = weight_files(tmp_path / "copy")[0]
+    missing.unlink()
     (damage,) = verify_versions(tmp_path / "copy").damages
-    assert "model-00001-of-00002-v000001.safetensors" in damage
+    assert missing.name in damage
 
 
 def test_a_version_without_its_manifest_is_none(tmp_path: Path, versions: Path) -> None:
