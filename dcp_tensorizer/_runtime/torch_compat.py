@@ -33,7 +33,12 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION
 
 # A group's store and its timeout, which ``ProcessGroup`` does not have in every release.
-from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    _get_process_group_store,
+    _new_process_group_helper,
+    _set_pg_timeout,
+    _world,
+)
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
@@ -87,6 +92,7 @@ __all__ = [
     "load_state_dict_from_keys",
     "local_elements",
     "negated_view",
+    "new_gloo_group",
     "NEVER_FAKE",
     "pickle_of",
     "plain_local",
@@ -346,6 +352,20 @@ def _frame_of_save() -> FrameType | None:
 def group_store(group: ProcessGroup) -> Store:
     """The store by which the ranks of a group have found each other. Its keys are the group's own."""
     return _get_process_group_store(group)
+
+
+def new_gloo_group(like: ProcessGroup, timeout: timedelta) -> ProcessGroup:
+    """Makes a gloo group of the ranks of ``like``, which alone call this, each as often as the others.
+
+    ``new_group(use_local_synchronization=True)`` would name it by the number of the process's groups. A name that comes
+    back after a group was destroyed leads to the old addresses in the store. So the ranks count in the store of
+    ``like``.
+    """
+    ranks, store = torch.distributed.get_process_group_ranks(like), group_store(like)
+    name = f"{like.group_name}/dcp_tensorizer/{store.add(f'dcp_tensorizer/groups/{like.rank()}', 1)}"
+    made, _ = _new_process_group_helper(len(ranks), like.rank(), ranks, "gloo", store, name, timeout=timeout)
+    _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return made  # type: ignore[no-any-return]
 
 
 def store_host(group: ProcessGroup) -> str | None:
