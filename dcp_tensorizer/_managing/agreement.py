@@ -59,8 +59,9 @@ class OwnGroup:
         The ranks need not wait for each other: what one has sent arrives.
         """
         made, self._made = self._made, None
-        with suppress(ValueError):  # torch has destroyed all groups before
-            dist.destroy_process_group(made or dist.GroupMember.NON_GROUP_MEMBER)
+        if made is not None:
+            with suppress(ValueError):  # torch has destroyed all groups before
+                dist.destroy_process_group(made)
 
 
 def make_groups(process_group: dist.ProcessGroup | None) -> tuple[OwnGroup | None, OwnGroup | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence, Set
@@ -94,6 +95,7 @@ __all__ = [
     "negated_view",
     "new_gloo_group",
     "NEVER_FAKE",
+    "path_of_save",
     "pickle_of",
     "plain_local",
     "plain_tensor_at",
@@ -299,13 +301,22 @@ def layout_of(value: object) -> tuple[Any, ...] | None:
     return value.shape, id(value.device_mesh), value.placements
 
 
-def local_elements(target: Any) -> int:
-    """The number of a tensor's elements on this rank."""
+def local_elements(target: Any, within: torch.Size) -> int:
+    """The number of a tensor's elements on this rank that lie inside of ``within``, a size of the whole tensor."""
     if isinstance(target, ShardedTensor):
         return sum(shard.tensor.numel() for shard in target.local_shards())
-    if isinstance(target, DTensor):  # `to_local` would record an operation for autograd
-        return target._local_tensor.numel() if target.device_mesh.get_coordinate() is not None else 0
-    return target.numel() if isinstance(target, torch.Tensor) else 0
+    if not isinstance(target, torch.Tensor):
+        return 0
+    sizes, offsets = target.size(), [0] * target.dim()
+    if isinstance(target, DTensor):
+        if target.device_mesh.get_coordinate() is None:
+            return 0
+        sizes = target._local_tensor.size()  # `to_local` would record an operation for autograd
+        if target.size() != within:
+            offsets = list(target.__create_chunk_list__()[0].offsets) if target._local_tensor.numel() else offsets
+    if target.size() == within:
+        return math.prod(sizes)
+    return math.prod(max(0, min(end - at, n)) for end, at, n in zip(within, offsets, sizes, strict=True))
 
 
 def group_devices(group: ProcessGroup) -> Set[str]:
@@ -339,6 +350,15 @@ def state_of_save() -> Any:
     return None if frame is None else frame.f_locals.get("state_dict")
 
 
+def path_of_save() -> Any:
+    """The ``checkpoint_id`` of the save on this thread; None if it has none, or is unknown.
+
+    DCP passes it to the storage only after staging.
+    """
+    frame = _frame_of_save()
+    return None if frame is None else frame.f_locals.get("checkpoint_id")
+
+
 def _frame_of_save() -> FrameType | None:
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -363,7 +383,7 @@ def new_gloo_group(like: ProcessGroup, timeout: timedelta) -> ProcessGroup:
     """
     ranks, store = torch.distributed.get_process_group_ranks(like), group_store(like)
     name = f"{like.group_name}/dcp_tensorizer/{store.add(f'dcp_tensorizer/groups/{like.rank()}', 1)}"
-    made, _ = _new_process_group_helper(len(ranks), like.rank(), ranks, "gloo", store, name, timeout=timeout)
+    made, _ = _new_process_group_helper(len(ranks), like.rank(), ranks, "gloo", store, name, timeout=timeout)  # type: ignore[arg-type]
     _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
     return made  # type: ignore[no-any-return]
 

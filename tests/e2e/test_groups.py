@@ -9,9 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import CheckpointManager, Export, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import (
+    CheckpointManager,
+    Export,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    WriteError,
+    unwrap,
+)
 
+from ..support import quietly
 from .ranks import eventually, run_ranks
 
 WORLD = 2
@@ -46,6 +55,38 @@ def test_ranks_may_start_saves_of_two_groups_in_another_order(tmp_path):
     """None waits for a save that the other rank starts later, though one thread and one writer start them."""
     for found in run_ranks(WORLD, _start_in_another_order, tmp_path):
         assert found == [[0.0, 0, 0], [1.0, 1, 1]]
+
+
+def _fails_too_often(rank, folder):
+    """Saves of two groups, of which one's always fail; returns what each rank gets of the save after three."""
+    failing, other = rank.saves, dist.new_group(backend="gloo")
+    (folder / "file").touch()
+    state = {"w": torch.ones(10)}
+    with quietly(), TensorizerStorageWriter() as writer:
+
+        def fail(step):
+            where = folder / "file" / f"step-{step}"
+            return dcp.async_save(state, checkpoint_id=where, storage_writer=writer, process_group=failing)
+
+        for step in range(3):
+            with pytest.raises(CheckpointException, match="cannot create"):
+                fail(step).result()
+        good = {"checkpoint_id": folder / "good", "storage_writer": writer, "process_group": other}
+        dcp.async_save(state, **good).result()
+        since = time.monotonic()
+        with pytest.raises((WriteError, CheckpointException), match="3 saves in a row were not committed") as caught:
+            fail(3).result()
+        seconds = time.monotonic() - since
+        dcp.async_save(state, **good).result()
+    return type(caught.value).__name__, type(unwrap(caught.value)).__name__, seconds
+
+
+def test_failures_in_a_row_end_the_saves_of_their_group_on_all_ranks(tmp_path):
+    """The coordinator's `async_save` raises, and the other rank gets the error at once; another group goes on."""
+    first, second = run_ranks(WORLD, _fails_too_often, tmp_path)
+    assert first[:2] == ("WriteError", "WriteError")
+    assert second[:2] == ("CheckpointException", "WriteError")
+    assert max(first[2], second[2]) < 30
 
 
 def _several_managers(rank, folder, members):
