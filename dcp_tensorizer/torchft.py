@@ -125,12 +125,13 @@ class TensorizerTransport:
             step: The step that they ask for.
             state_dict: Nested containers of tensors and other values. Of DTensors this rank's part is sent, for the
                 rank of the same number in other replicas.
-            timeout: Not needed: nobody is waited for.
+            timeout: How long the keeper may take to answer; a minute at most. Other replicas are not waited for.
 
         Raises:
             StagingError: memory is short, or a tensor cannot be copied; names its key.
             WriteError: an object cannot be pickled, which names its key; or the keeper does not answer.
         """
+        self._keeper.timeout = timeout.total_seconds()
         self.disallow_checkpoint()
         stager = Stager(self._saves, cache_staged_state_dict=False, thread_count=cores())
         staged = stager.stage(_taken_apart(state_dict), is_kept=True)
