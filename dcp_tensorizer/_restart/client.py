@@ -116,9 +116,12 @@ class KeeperProcess(ChildProcess):
             raise
         self._release(answer if isinstance(answer, tuple) else forgotten)
 
-    def open_to_peers(self, host: str, secret: bytes) -> Address:
-        """Lets the keepers of other hosts reach this one, at an address of this host; raises `WriteError`."""
-        answer = self._ask(OpenToPeers(host, secret))
+    def open_to_peers(self, host: str, secret: bytes, *, anew: bool = False) -> Address:
+        """Opens this keeper to other hosts, at an address of this host; raises `WriteError`. Idempotent.
+
+        ``anew``: it gets another address with this secret, and connections to the one before end.
+        """
+        answer = self._ask(OpenToPeers(host, secret, anew))
         assert isinstance(answer, Address)
         return answer
 
