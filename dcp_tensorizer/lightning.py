@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -40,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from ._managing.agreement import Heartbeats, make_group
+from ._managing.agreement import Heartbeats, OwnGroup
 from ._runtime.extras import needed
 from ._runtime.forks import free_in_child
 from .any_format import open_reader
@@ -79,7 +78,7 @@ class _Asynchronous:
             )
         super().__init__(*args, **kwargs)
         self._writer = TensorizerStorageWriter(**(writer_options or {}))
-        self._group: dist.ProcessGroup | None = None
+        self._heartbeats: Heartbeats | None = None
         self._save: Future[None] | None = None
         self._after_commit: list[Callable[[], object]] = []
         self._cleaning = free_in_child(threading.Lock())
@@ -96,10 +95,13 @@ class _Asynchronous:
             self._clean()
 
     def teardown(self) -> None:
-        """Waits for the save under way; see `wait_for_save`."""
+        """Waits for the save under way, see `wait_for_save`, and destroys the process group of the saves."""
         try:
             self.wait_for_save()
         finally:
+            if self._heartbeats is not None:
+                self._heartbeats.close()
+                self._heartbeats = None
             super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,9 +118,9 @@ class _Asynchronous:
         rank 0 could not write ``meta.pt``.
         """
         self.wait_for_save()
-        if self._group is None:
-            self._group = make_group()
-            Heartbeats(self._group).watch_saves(self._writer, self._writer.saver.options.limits.timeout)
+        if self._heartbeats is None:
+            self._heartbeats = Heartbeats(OwnGroup())
+            self._heartbeats.watch_saves(self._writer, self._writer.saver.options.limits.timeout)
         replaced = path.with_name(f"{path.name}.replaced")
         failure = None
         if self.is_global_zero:
@@ -130,7 +132,8 @@ class _Asynchronous:
                 failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
         if failure := self.broadcast(failure):  # so that the others do not wait for rank 0
             raise WriteError(failure)
-        saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=self._group)
+        group = self._heartbeats.group
+        saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=group)
         self._save = saved if isinstance(saved, Future) else saved.upload_completion
         if has_buffers:
             self._writer.synchronize_staging()

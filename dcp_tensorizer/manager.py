@@ -359,7 +359,7 @@ class CheckpointManager:
         self._wait(until_published=True)
 
     def _wait(self, *, until_published: bool) -> None:
-        if self._is_copy:
+        if self._is_copy or self._is_over:
             return
         self._job.wait(until_published=until_published)
 
@@ -383,7 +383,8 @@ class CheckpointManager:
         return self._writer.hold_optimizer(optimizer)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the save under way and the deletions after it, and ends the writer process. Idempotent.
+        """Waits for the save under way and the deletions after it, ends the writer process, and destroys the process
+        groups of this manager. Idempotent.
 
         Without a timeout, a step that is only in memory is saved first, and with ``save_at_end`` the last step. So
         every rank has to close. If the last step that `save` was given is not committed in the end, a warning says so.
@@ -423,7 +424,8 @@ class CheckpointManager:
             self._job.close(deadline, is_with_all=is_with_all, is_stopping=self._stopping)
         logger.info("%s: %s", self._folder.path, self.report())
         self._job.retaining.wait(deadline)
-        self._is_over = True  # last, so that after an interruption it can be closed again
+        self._is_over = True  # not before, so that after an interruption it can be closed again
+        self._job.destroy_groups()
         self._job.saves.raise_error()
         if is_end and self._agreement.is_first:
             self._warn_of_last_step()

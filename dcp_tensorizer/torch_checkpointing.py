@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torch.utils import _pytree as pytree
 
 from ._format.names import metadata_file_name
+from ._managing.agreement import OwnGroup
 from ._runtime.extras import needed
 from ._runtime.ranks import is_distributed, rank_of_job
 from ._runtime.torch_compat import load_state_dict_from_keys
@@ -146,17 +146,18 @@ class _Saver(CheckpointSaver):
         self.writer = TensorizerStorageWriter(config.root, **options)
         self._finalize = finalize
         self._rank = rank_of_job()
-        self._group = dist.new_group(backend="gloo") if is_distributed() else None
+        self._group = OwnGroup() if is_distributed() else None
 
     def save(self, path: str, checkpoint: CheckpointBase) -> tuple[Future[Any], Future[Any]] | None:
         """Saves the items of a checkpoint; returns the futures of copying and of the commit if it is asynchronous."""
         where: dict[str, Any] = {"checkpoint_id": path, "storage_writer": self.writer, "planner": SavePlanner()}
+        where["process_group"] = None if self._group is None else self._group.group
         state = _state_of(checkpoint.get_items(), self._rank)
         if not self._is_async:
-            save(state, **where, process_group=self._group)
+            save(state, **where)
             self._finalize(path)
             return None
-        response = async_save(state, **where, process_group=self._group)
+        response = async_save(state, **where)
         if isinstance(response, AsyncSaveResponse):
             return response.staging_completion, _then(response.upload_completion, lambda: self._finalize(path))
         staged: Future[None] = Future()
@@ -164,8 +165,10 @@ class _Saver(CheckpointSaver):
         return staged, _then(response, lambda: self._finalize(path))
 
     def close(self) -> None:
-        """Waits for the save under way, and ends the writer process."""
+        """Waits for the save under way, ends the writer process, and destroys the group of the saves."""
         self.writer.close()
+        if self._group is not None:
+            self._group.destroy()
 
     @property
     def stager(self) -> AsyncStager:

@@ -70,7 +70,7 @@ class TensorizerTransport:
       manager there is none: a step ends when the replicas that join have their state.
 
     torchft logs the metadata of a transport where a replica joins. Whoever reads that log, and reaches the network of
-    the job, can read the state while it is offered. So the next state has another keeper, with another secret.
+    the job, can read the state while it is offered. So the next state has another secret.
 
     Args:
         state_dict: Returns the state to load into, nested as the one that is sent: what torchft's manager sends is
@@ -106,11 +106,17 @@ class TensorizerTransport:
         self._keeper, self._address = self._start()
 
     def metadata(self) -> str:
-        """The place where the other replicas reach the keeper, with the secret.
+        """The place where the other replicas reach the keeper, with the secret: another one once the state that was
+        offered is withdrawn.
 
-        Starts another keeper if this one has died, or if the state that it offered is withdrawn.
+        Starts another keeper if this one has died.
         """
-        if not self._keeper.alive or (self._has_offered and not self._held):
+        if self._has_offered and not self._held:
+            # The keeper stays: while another one starts, the other replicas could finish a step without this one.
+            with suppress(WriteError):  # it has died
+                self._address = self._keeper.open_to_peers(self._host, _new_secret(), anew=True)
+            self._has_offered = False
+        if not self._keeper.alive:
             self._keeper.end()
             self._keeper, self._address = self._start()
         return msgspec.json.encode(self._address).decode()
@@ -125,12 +131,13 @@ class TensorizerTransport:
             step: The step that they ask for.
             state_dict: Nested containers of tensors and other values. Of DTensors this rank's part is sent, for the
                 rank of the same number in other replicas.
-            timeout: Not needed: nobody is waited for.
+            timeout: How long the keeper may take to answer; a minute at most. Other replicas are not waited for.
 
         Raises:
             StagingError: memory is short, or a tensor cannot be copied; names its key.
             WriteError: an object cannot be pickled, which names its key; or the keeper does not answer.
         """
+        self._keeper.timeout = timeout.total_seconds()
         self.disallow_checkpoint()
         stager = Stager(self._saves, cache_staged_state_dict=False, thread_count=cores())
         staged = stager.stage(_taken_apart(state_dict), is_kept=True)
@@ -200,7 +207,7 @@ class TensorizerTransport:
         self._has_offered = False
         keeper = KeeperProcess(job_name(f"torchft {self._run}"), self._run, 0.0)
         try:
-            return keeper, keeper.open_to_peers(self._host, secrets.token_bytes(SECRET_BYTES))
+            return keeper, keeper.open_to_peers(self._host, _new_secret())
         except BaseException:
             keeper.end()
             raise
@@ -310,6 +317,10 @@ def _local(value: object) -> torch.Tensor | None:
     if isinstance(value, DTensor):
         value = value.to_local()
     return value.detach() if isinstance(value, torch.Tensor) else None
+
+
+def _new_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
 
 
 def _state_id(step: int) -> str:

@@ -30,6 +30,7 @@ from ._runtime.forks import in_child
 from ._runtime.gc_pause import age_objects
 from ._runtime.ranks import world_size_of_job
 from ._runtime.threads import Deadline
+from ._runtime.torch_compat import path_of_save
 from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
 from ._saving.partners import DEFAULT_RATE, check_copies
@@ -294,19 +295,26 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         Returns:
             The staged state dict; with ``overlap_staging`` a future that is done when the state may be changed.
-
-        Raises:
-            WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
         return self._stage(state_dict, SaveDescription())
 
     def _stage(self, state_dict: dict[str, Any], save: SaveDescription) -> dict[str, Any] | StagingFuture:
         self._end_session()  # of a failed synchronous save, which still has its directory
-        staged = self._saver.stage(state_dict, save)
+        staged = self._saver.stage(state_dict, save, path_of_save() or self._path)
         return StagingFuture(staged) if self._options.overlap_staging else staged
 
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Returns whether DCP calls `synchronize_staging` once the save has begun."""
+        return self._synchronize_after_execute or self._saver.refusal is not None
+
     def synchronize_staging(self) -> None:
-        """Waits until training may change everything that was staged."""
+        """Waits until training may change everything that was staged.
+
+        Raises:
+            WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
+        """
+        self._saver.raise_refusal()
         self._saver.stager.wait_released()
 
     @contextmanager
@@ -321,7 +329,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         It is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers use
         the same name. If the remaining copies all come from a GPU, entering returns at once, and work that is
         queued inside on the current stream waits for them. Otherwise entering waits until the state may be changed.
+
+        Raises:
+            WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
+        self._saver.raise_refusal()
         self._saver.stager.hold_training()
         yield
 
@@ -341,6 +353,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         def hold(*_: object) -> None:
             if (held := writer()) is not None:
+                held._saver.raise_refusal()
                 held._saver.stager.hold_training()
 
         return optimizer.register_step_pre_hook(hold)

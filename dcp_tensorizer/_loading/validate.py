@@ -162,7 +162,8 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
 def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
     """Checks that a rank saved for itself all that its targets hold, because it cannot see what other ranks saved.
 
-    Raises `MetadataError`, naming the key, if it saved other parts.
+    Of a target that is larger than the stored tensor, only what lies inside of that counts. Raises `MetadataError`,
+    naming the key, if it saved other parts.
     """
     # A planner may read a part more than once.
     parts = {(i.dest_index.fqn, i.dest_index.offset, i.dest_offsets, i.lengths) for i in plan.items}
@@ -170,9 +171,10 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
     for key, _, _, lengths in parts:
         planned[key] += math.prod(lengths)
     for key, target in targets.items():
-        if not isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata):
+        entry = metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
             continue
-        needed = local_elements(target)
+        needed = local_elements(target, entry.size)
         if planned[key] != needed:
             raise MetadataError(
                 f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads: it was "

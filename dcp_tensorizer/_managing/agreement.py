@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from .._runtime.ranks import is_distributed
 from .._runtime.threads import in_background
-from .._runtime.torch_compat import group_store, group_timeout, set_group_timeout
+from .._runtime.torch_compat import group_store, group_timeout, new_gloo_group, set_group_timeout
 from ..errors import CheckpointError, WriteError, describe, listed_ranks
 from ..writer import TensorizerStorageWriter
 
@@ -32,8 +32,40 @@ _T = TypeVar("_T")
 _VALUES_SHOWN = 3
 
 
-def make_groups(process_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Makes two gloo groups of the ranks of ``process_group`` (None: all ranks): one for saves, one for agreements.
+class OwnGroup:
+    """A gloo group that this package makes, of the ranks of ``like`` (None: all ranks) and with its timeout.
+
+    gloo's own default is 30 minutes. All of these ranks make their groups in the same order.
+    """
+
+    def __init__(self, like: dist.ProcessGroup | None = None) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        timeout = group_timeout(like or world)
+        self._made: dist.ProcessGroup | None = (
+            dist.new_group(timeout=timeout, backend="gloo") if like is None else new_gloo_group(like, timeout)
+        )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group. Raises `WriteError` after `destroy`."""
+        if self._made is None:
+            raise WriteError("the manager is closed, and its process group destroyed")
+        return self._made
+
+    def destroy(self) -> None:
+        """Destroys the group, which ends its threads. Idempotent. No collective may be in progress.
+
+        The ranks need not wait for each other: what one has sent arrives.
+        """
+        made, self._made = self._made, None
+        if made is not None:
+            with suppress(ValueError):  # torch has destroyed all groups before
+                dist.destroy_process_group(made)
+
+
+def make_groups(process_group: dist.ProcessGroup | None) -> tuple[OwnGroup | None, OwnGroup | None]:
+    """Makes two groups of the ranks of ``process_group`` (None: all ranks): one for saves, one for agreements.
 
     They are two because the collectives of saves run on another thread. Both are None if torch.distributed is not
     initialised. Raises `ValueError` if it is not, and a ``process_group`` is given.
@@ -42,33 +74,22 @@ def make_groups(process_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGr
         if process_group is not None:
             raise ValueError("process_group is given, and torch.distributed is not initialised")
         return None, None
-    return make_group(process_group), make_group(process_group)
-
-
-def make_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Makes a gloo group of the same ranks with their timeout; gloo's own default is 30 minutes."""
-    ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-    like = dist.group.WORLD if process_group is None else process_group
-    assert like is not None
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=group_timeout(like), backend="gloo", use_local_synchronization=ranks is not None
-    )
-    return made
+    return OwnGroup(process_group), OwnGroup(process_group)
 
 
 class Agreement:
-    """Makes decisions that are the same on all ranks of ``group`` (None: this rank alone). All ranks call alike."""
+    """Makes decisions that are the same on all ranks of ``group`` (None: this rank alone). All ranks call alike.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    ``rank`` and ``size`` are those of the group. All methods raise `WriteError` after `close`.
+    """
+
+    def __init__(self, group: OwnGroup | None) -> None:
         self._group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self._calls = None if group is None else RollCall(group, "agreement")
+        self._calls = None if group is None else RollCall(group.group, "agreement")
+        self.rank = 0 if group is None else group.group.rank()
+        self.size = 1 if group is None else group.group.size()
+        self._work: dist.Work | None = None  # the last reduction
         self._number = 0
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return 1 if self._group is None else self._group.size()
 
     @property
     def is_alone(self) -> bool:
@@ -87,7 +108,7 @@ class Agreement:
         self._number += 1
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._work = work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group.group, async_op=True)
             assert work is not None
             try:
                 work.wait(self._calls.patience)
@@ -106,9 +127,9 @@ class Agreement:
         if self._group is None:
             return [own]
         self._come()
-        values: list[Any] = [None] * dist.get_world_size(self._group)
+        values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, own, group=self._group)
+            dist.all_gather_object(values, own, group=self._group.group)
         except RuntimeError as error:
             raise self._gone(error) from error
         return values
@@ -147,15 +168,22 @@ class Agreement:
                     raise
                 outcome = [None, error if isinstance(error, CheckpointError) else CheckpointError(describe(error))]
         if self._group is not None:
-            first = dist.get_global_rank(self._group, 0)
+            group = self._group.group
+            first = dist.get_global_rank(group, 0)
             try:
-                dist.broadcast_object_list(outcome, src=first, group=self._group, device=torch.device("cpu"))
+                dist.broadcast_object_list(outcome, src=first, group=group, device=torch.device("cpu"))
             except RuntimeError as error:
                 raise self._gone(error) from error
         result, failure = outcome
         if failure is not None:
             raise failure
         return cast("_T", result)
+
+    def close(self) -> None:
+        """Destroys the group, unless a signal handler interrupted a collective: the end of that could take long."""
+        if self._group is not None and (self._work is None or self._work.is_completed()):
+            self._work = None  # it would keep a thread
+            self._group.destroy()
 
     def _come(self) -> None:
         """Notes that this rank has reached the next agreement."""
@@ -184,7 +212,7 @@ class RollCall:
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
+        self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._store = PrefixStore(f"dcp_tensorizer/{name}", group_store(group))
         self.timeout = group_timeout(group)
         self.patience = self.timeout / 10
@@ -196,7 +224,7 @@ class RollCall:
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
         """Says for which ranks a failed collective has waited, and how long. ``what``: the others were to do it."""
-        who = f"rank {dist.get_global_rank(self._group, self._rank)}"
+        who = f"rank {self._ranks[self._rank]}"
         if _CLOSED in str(error):
             return f"{who}: the ranks have lost each other before. Start the job again"
         words = str(error).partition(" This is typically caused")[0]  # the rest of torch's text does not help
@@ -222,14 +250,13 @@ class RollCall:
         """
         self.here(number)
         self._store.set(f"{self._rank}-waits-no-more", str(number))
-        others = [rank for rank in range(self._group.size()) if rank != self._rank]
+        others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         end = time.monotonic() + min(_LOOK_SECONDS, self.patience.total_seconds())
         while True:
             silent = [rank for rank in others if not self._has(f"{rank}-waits-no-more", number)]
             absent = [rank for rank in silent if not self._has(str(rank), number)]
             if not silent or time.monotonic() > end:
-                job = [[dist.get_global_rank(self._group, rank) for rank in ranks] for ranks in (absent, silent)]
-                return job[0], job[1]
+                return [self._ranks[rank] for rank in absent], [self._ranks[rank] for rank in silent]
             time.sleep(0.05)
 
     def _has(self, key: str, number: int) -> bool:
@@ -254,26 +281,39 @@ class Heartbeats:
     DCP's collective. Nothing else uses ``group`` meanwhile. Without a group there is only this rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self._calls = None if group is None else RollCall(group, "heartbeats")
+    def __init__(self, group: OwnGroup | None) -> None:
+        self._group = group
+        self._calls = None if group is None else RollCall(group.group, "heartbeats")
         self._number = 0
         self._failure: str | None = None
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None without one. Raises `WriteError` after `close`."""
+        return None if self._group is None else self._group.group
+
+    def close(self) -> None:
+        """Destroys the group. No save or load may be in progress."""
+        if self._group is not None:
+            self._group.destroy()
+
     def watch_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
-        """Sends heartbeats in each save of a writer. The coordinator's commit may take ``commit_seconds``."""
+        """Sends heartbeats in each save of a writer. The coordinator's commit may take ``commit_seconds``.
+
+        Heartbeats that watched the writer before do not any more.
+        """
         if (calls := self._calls) is None:
             return
-        begin, write = writer.storage_meta, writer.write_data
+        begin, write = type(writer).storage_meta, type(writer).write_data
         longer = max(calls.timeout, timedelta(seconds=commit_seconds + _ERROR_SECONDS))
 
         def storage_meta() -> Any:
             self._begin(calls)
-            return begin()
+            return begin(writer)
 
         def write_data(*arguments: Any) -> Any:
             with self._until_all_have("written", calls, longer):
-                return write(*arguments)
+                return write(writer, *arguments)
 
         vars(writer).update(storage_meta=storage_meta, write_data=write_data)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -23,6 +22,7 @@ from ..errors import WriteError, describe, listed, unwrap
 from ..export import Export, SafetensorsStorageWriter
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
+from .agreement import Heartbeats
 from .restart import OnStaged
 from .step_folder import Step
 
@@ -40,13 +40,13 @@ class Exports:
         self,
         export: Export,
         writer: TensorizerStorageWriter,
-        group: torch.distributed.ProcessGroup | None,
+        heartbeats: Heartbeats,
         owner: Ownership,
         *,
         keeps_states: bool,
     ) -> None:
         self._export = export
-        self._group = group
+        self._heartbeats = heartbeats
         self._keeps_states = keeps_states
         options = writer.saver.options
         self.writer = SafetensorsStorageWriter(
@@ -113,7 +113,7 @@ class Exports:
                 checkpoint_id=path,
                 storage_writer=self.writer,
                 planner=self._planner,
-                process_group=self._group,
+                process_group=self._heartbeats.group,
             )
         except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
             cause = unwrap(error)

@@ -94,7 +94,7 @@ class Job:
         self.exports = None
         if options.export is not None:
             keeps_states = options.survive > 0
-            self.exports = Exports(options.export, writer, heartbeats.group, self._owner, keeps_states=keeps_states)
+            self.exports = Exports(options.export, writer, heartbeats, self._owner, keeps_states=keeps_states)
         self.saves = Saves(
             writer, agreement, heartbeats, options, clock, after=self.retaining.after, exports=self.exports
         )
@@ -266,6 +266,12 @@ class Job:
             if self.saves.failures.count or self.saves.is_busy or self.saves.held_step is not None:
                 self.survival.leave(deadline)  # the newest step exists only in memory
             self.survival.end(deadline, has_saved=self.saves.saved is not None)
+
+    def destroy_groups(self) -> None:
+        """Destroys the process groups of the job; an abandoned save keeps its own."""
+        self._agreement.close()
+        if self.saves.is_over:
+            self._heartbeats.close()
 
     def members(self) -> list[Step]:
         """The checkpoints of the job's branch; raises what `read_members` raises."""

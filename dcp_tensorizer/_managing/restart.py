@@ -139,7 +139,8 @@ class Survival:
         if self._stage is not _Stage.ON or self._keeper is not None:
             return
         try:
-            self._keeper = KeeperProcess(self._job_name, self.run, self._seconds)
+            timeout = self._saver.options.limits.timeout
+            self._keeper = KeeperProcess(self._job_name, self.run, self._seconds, timeout)
         except WriteError as error:
             self._stop_keeping(str(error))
 

@@ -279,6 +279,11 @@ class Saves:
         """Returns whether the last save is still running."""
         return self._last is not None and not self._last.future.done()
 
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the last save and the work after it are over."""
+        return self._last is None or self._last.over.done()
+
     def check(self, failures: int) -> None:
         """Raises `WriteError` after too many failures in a row, so that training does not go on without checkpoints."""
         self.failures.check(self._max_failures, failures)

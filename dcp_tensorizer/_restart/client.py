@@ -55,13 +55,15 @@ class KeeperProcess(ChildProcess):
         run: The run of the job.
         seconds: How long the keeper waits for a successor if this process leaves no state. States have their own time
             (`Keep`).
+        timeout: Seconds after which a keeper that does not answer is ended, if that is less than a minute.
 
     Attributes:
         kept: The buffers of the kept states, by the states' ids. Each has ``is_kept`` set.
         loss: Why the states were lost; empty if they were not.
     """
 
-    def __init__(self, job: str, run: str, seconds: float) -> None:
+    def __init__(self, job: str, run: str, seconds: float, timeout: float = _ANSWER_SECONDS) -> None:
+        self.timeout = timeout
         self.kept: dict[str, SharedBuffer] = {}
         self.loss = ""
         self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last state, with its digests
@@ -114,9 +116,12 @@ class KeeperProcess(ChildProcess):
             raise
         self._release(answer if isinstance(answer, tuple) else forgotten)
 
-    def open_to_peers(self, host: str, secret: bytes) -> Address:
-        """Lets the keepers of other hosts reach this one, at an address of this host; raises `WriteError`."""
-        answer = self._ask(OpenToPeers(host, secret))
+    def open_to_peers(self, host: str, secret: bytes, *, anew: bool = False) -> Address:
+        """Opens this keeper to other hosts, at an address of this host; raises `WriteError`. Idempotent.
+
+        ``anew``: it gets another address with this secret, and connections to the one before end.
+        """
+        answer = self._ask(OpenToPeers(host, secret, anew))
         assert isinstance(answer, Address)
         return answer
 
@@ -191,10 +196,11 @@ class KeeperProcess(ChildProcess):
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """Sends a request; raises `WriteError` if the keeper refuses, and `KeeperDied`."""
-        if not self._lock.acquire(timeout=_ANSWER_SECONDS):  # a signal's handler may have interrupted its holder
+        timeout = min(self.timeout, _ANSWER_SECONDS)
+        if not self._lock.acquire(timeout=timeout):  # a signal's handler may have interrupted its holder
             raise WriteError(f"the keeper (pid {self.pid}) is busy")
         try:
-            answer: Answer = self._exchange(request, fds, _ANSWER_SECONDS)
+            answer: Answer = self._exchange(request, fds, timeout)
         except BaseException as error:
             self._lose(describe(error))
             if isinstance(error, EOFError | TimeoutError):

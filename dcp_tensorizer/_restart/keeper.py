@@ -195,7 +195,10 @@ class Keeper:
                 return Done(), []
             case Forget(ids, but_copied):
                 return self._forget(ids, is_trainer=is_trainer, but_copied=but_copied), []
-            case OpenToPeers(host, secret):
+            case OpenToPeers(host, secret, anew):
+                if anew and self._server is not None:
+                    self._server.close()
+                    self._server = None
                 return self._open_to_peers(host, secret), []
             case Copy():
                 return self._begin_copy(request), []

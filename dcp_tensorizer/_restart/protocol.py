@@ -97,6 +97,7 @@ class OpenToPeers:
 
     host: str  # the address of this host to listen on
     secret: bytes  # the secret of the run
+    anew: bool = False  # close what was opened before, and all connections to it; otherwise that stays
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,10 +258,14 @@ class ReplicaServer:
         self._copies: dict[str, _Incoming] = {}
         self._allocating = free_in_child(threading.Lock())  # one by one, so that each sees what the others have taken
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
 
     def close(self) -> None:
-        """Accepts no more connections."""
+        """Accepts no more connections, and ends those that there are."""
+        for open_socket in (self._listener, *list(self._connections)):
+            with suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that waits for it
         self._listener.close()
 
     def _accept(self) -> None:
@@ -280,7 +284,10 @@ class ReplicaServer:
 
     def _serve(self, connection: socket.socket) -> None:
         own: list[_Incoming] = []
+        self._connections.add(connection)
         try:
+            if self._listener.fileno() < 0:  # closed since it was accepted
+                return
             with closing(Wire(connection, self.address.secret, is_server=True)) as wire:
                 reader = _PartReader(self._parts)
                 while True:
@@ -307,6 +314,7 @@ class ReplicaServer:
             for copy in own:
                 self._copies.pop(copy.name, None)
                 copy.abandon()
+            self._connections.discard(connection)
             connection.close()
             self._room.release()
 

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from .._format.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
+from .._runtime.threads import Deadline
 
 MAX_MESSAGE = 1 << 20
 """The largest size of a message, in bytes."""
@@ -35,7 +36,7 @@ _NONCE = 32
 _PROOF = 32
 _HEADER = struct.Struct("<BI")
 _MESSAGE, _BYTES = 1, 2
-_HANDSHAKE_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 10.0  # for all of it: whoever does not know the secret holds a connection no longer
 _SECONDS = 60.0  # for each frame
 _SILENT = "the other end has not answered for too long"
 _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers look at it
@@ -57,12 +58,14 @@ class Wire:
         self._in = bytearray()
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._handshake: Deadline | None = Deadline(_HANDSHAKE_SECONDS)
         sock.settimeout(_HANDSHAKE_SECONDS)
         try:
             mine, theirs, cipher = self._shake_hands(secret, is_server=is_server)
         except BaseException:
             sock.close()
             raise
+        self._handshake = None
         self._sealing, self._opening = FrameCipher(mine, cipher), FrameCipher(theirs, cipher)
         _set_timeout(sock, seconds)
 
@@ -175,6 +178,10 @@ class Wire:
 
     def _fill(self, view: memoryview) -> None:
         while view:
+            if self._handshake is not None:  # one deadline, however many parts the other end sends
+                if not (left := self._handshake.left):
+                    raise TimeoutError(_SILENT)
+                self._sock.settimeout(left)
             try:
                 count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
             except BlockingIOError:

@@ -66,9 +66,12 @@ def _directory() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of this process. Other threads may change them meanwhile."""
+    """The environment variables of this process. Other threads may change them meanwhile.
+
+    A program may put a plain dict in the place of ``os.environ``, as tests do. What is no text there is left out.
+    """
     found = {name: os.environ.get(name) for name in list(os.environ)}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, str)}
 
 
 def identity_of_process() -> Identity:

@@ -40,7 +40,12 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object, find_tensor_shard
 
 # A group's store and its timeout, which ``ProcessGroup`` does not have in every release.
-from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    _get_process_group_store,
+    _new_process_group_helper,
+    _set_pg_timeout,
+    _world,
+)
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
@@ -99,8 +104,10 @@ __all__ = [
     "local_of",
     "local_parts",
     "negated_view",
+    "new_gloo_group",
     "NEVER_FAKE",
     "part_described",
+    "path_of_save",
     "pickle_of",
     "plain_local",
     "plain_tensor_at",
@@ -386,15 +393,28 @@ def layout_of(value: object) -> tuple[Any, ...] | None:
     return value.shape, id(value.device_mesh), value.placements
 
 
-def local_elements(target: Any) -> int:
-    """The number of a tensor's elements on this rank."""
+def local_elements(target: Any, within: torch.Size) -> int:
+    """The number of a tensor's elements on this rank that lie inside of ``within``, a size of the whole tensor."""
     if isinstance(target, torch.Tensor) and describes_part(target):
-        return sum(math.prod(chunk.sizes) for chunk in _create_chunk_list(target))
+        return sum(_elements(chunk.offsets, chunk.sizes, within) for chunk in _create_chunk_list(target))
     if isinstance(target, ShardedTensor):
         return sum(shard.tensor.numel() for shard in target.local_shards())
-    if isinstance(target, DTensor):  # `to_local` would record an operation for autograd
-        return target._local_tensor.numel() if target.device_mesh.get_coordinate() is not None else 0
-    return target.numel() if isinstance(target, torch.Tensor) else 0
+    if not isinstance(target, torch.Tensor):
+        return 0
+    sizes, offsets = target.size(), [0] * target.dim()
+    if isinstance(target, DTensor):
+        if target.device_mesh.get_coordinate() is None:
+            return 0
+        sizes = target._local_tensor.size()  # `to_local` would record an operation for autograd
+        if target.size() != within:
+            offsets = list(target.__create_chunk_list__()[0].offsets) if target._local_tensor.numel() else offsets
+    if target.size() == within:
+        return math.prod(sizes)
+    return _elements(offsets, sizes, within)
+
+
+def _elements(offsets: Sequence[int], sizes: Sequence[int], within: Sequence[int]) -> int:
+    return math.prod(max(0, min(end - at, n)) for end, at, n in zip(within, offsets, sizes, strict=True))
 
 
 def group_devices(group: ProcessGroup) -> Set[str]:
@@ -428,6 +448,15 @@ def state_of_save() -> Any:
     return None if frame is None else frame.f_locals.get("state_dict")
 
 
+def path_of_save() -> Any:
+    """The ``checkpoint_id`` of the save on this thread; None if it has none, or is unknown.
+
+    DCP passes it to the storage only after staging.
+    """
+    frame = _frame_of_save()
+    return None if frame is None else frame.f_locals.get("checkpoint_id")
+
+
 def _frame_of_save() -> FrameType | None:
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -441,6 +470,20 @@ def _frame_of_save() -> FrameType | None:
 def group_store(group: ProcessGroup) -> Store:
     """The store by which the ranks of a group have found each other. Its keys are the group's own."""
     return _get_process_group_store(group)
+
+
+def new_gloo_group(like: ProcessGroup, timeout: timedelta) -> ProcessGroup:
+    """Makes a gloo group of the ranks of ``like``, which alone call this, each as often as the others.
+
+    ``new_group(use_local_synchronization=True)`` would name it by the number of the process's groups. A name that comes
+    back after a group was destroyed leads to the old addresses in the store. So the ranks count in the store of
+    ``like``.
+    """
+    ranks, store = torch.distributed.get_process_group_ranks(like), group_store(like)
+    name = f"{like.group_name}/dcp_tensorizer/{store.add(f'dcp_tensorizer/groups/{like.rank()}', 1)}"
+    made, _ = _new_process_group_helper(len(ranks), like.rank(), ranks, "gloo", store, name, timeout=timeout)  # type: ignore[arg-type]
+    _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return made  # type: ignore[no-any-return]
 
 
 def store_host(group: ProcessGroup) -> str | None:

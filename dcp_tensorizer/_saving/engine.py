@@ -6,6 +6,7 @@ Frameworks make a writer for every save. So a writer is a cheap handle, and the 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import weakref
 from collections import deque
@@ -157,6 +158,8 @@ _DESTROYED = (
 class _Outcome:
     path: str
     """Empty if there is none."""
+    group: str | None
+    """The name of its process group."""
     error: str = _UNKNOWN
     is_coordinator: bool | None = None
     """None before DCP has set it."""
@@ -207,26 +210,29 @@ class FailuresInARow:
 class FailureCounter:
     """Counts failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
 
-    A save belongs to its thread. It has failed if it is over and `committed` was not called. Only the coordinator can
-    know; on other ranks nothing is counted.
+    The saves of each process group are counted apart, and so are paths that differ in more than numbers. A save belongs
+    to its thread. It has failed if it is over and `committed` was not called. Only the coordinator can know; on other
+    ranks nothing is counted.
     """
 
     def __init__(self) -> None:
         self._saves: dict[threading.Thread, _Outcome] = {}
-        self._is_coordinator: bool | None = None
-        self._in_a_row = FailuresInARow()
+        self._is_coordinator: dict[str | None, bool] = {}
+        self._in_a_row: dict[tuple[str | None, str], FailuresInARow] = {}
+        self._last_committed: str | None = None
 
-    def begin(self, path: str) -> None:
-        """Begins a save on the calling thread, which ends the one before."""
+    def begin(self, path: str, group: str | None = None) -> None:
+        """Begins a save of a process group on the calling thread, which ends the one before."""
         self.end()
-        self._saves[threading.current_thread()] = _Outcome(path)
+        self._saves[threading.current_thread()] = _Outcome(path, group)
 
     def set_coordinator(self, is_coordinator: bool) -> None:
-        """Sets whether this rank is the coordinator of the calling thread's save, and of later ones that fail early."""
-        self._is_coordinator = is_coordinator
+        """Sets whether this rank is the coordinator of the calling thread's save, and of later ones of its process
+        group that fail early.
+        """
         save = self._saves.get(threading.current_thread())
         if save is not None:
-            save.is_coordinator = is_coordinator
+            save.is_coordinator = self._is_coordinator[save.group] = is_coordinator
 
     def failed(self, error: BaseException) -> None:
         """Notes that the calling thread's save fails on this rank."""
@@ -238,7 +244,9 @@ class FailureCounter:
     def committed(self) -> None:
         """Notes that the calling thread's save is committed."""
         save = self._saves.pop(threading.current_thread(), None)
-        self._in_a_row.committed(self._in_a_row.last_committed if save is None else save.path)
+        if save is not None:
+            self._last_committed = save.path
+            self._in_a_row.pop(_counted_as(save.path, save.group), None)
 
     def end(self) -> None:
         """Ends the saves of the calling thread and of ended threads: unless committed, they have failed."""
@@ -246,7 +254,7 @@ class FailureCounter:
             if thread is threading.current_thread() or not is_running(thread):
                 save = self._saves.pop(thread, None)
                 if save is not None and self._coordinates(save):
-                    self._in_a_row.failed(save.cause)
+                    self._in_a_row.setdefault(_counted_as(save.path, save.group), FailuresInARow()).failed(save.cause)
                     if save.error is _UNKNOWN:  # otherwise `failed` has logged it
                         logger.error("%s was not committed: %s", save.name, save.cause)
 
@@ -261,16 +269,24 @@ class FailureCounter:
             if not is_running(thread) and save.error is _UNKNOWN and self._coordinates(save):
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
-    def check(self, limit: int | None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row have failed; None is no limit."""
-        self._in_a_row.check(limit)
+    def check(self, limit: int | None, path: str, group: str | None = None) -> None:
+        """Raises `WriteError` when ``limit`` saves in a row of a process group to such paths have failed; None is no
+        limit.
+        """
+        if (in_a_row := self._in_a_row.get(_counted_as(path, group))) is not None:
+            in_a_row.last_committed = self._last_committed or "none"
+            in_a_row.check(limit)
 
     def _coordinates(self, save: _Outcome) -> bool:
-        is_coordinator = self._is_coordinator if save.is_coordinator is None else save.is_coordinator
-        if is_coordinator is not None:
-            return is_coordinator
-        # If a save failed before DCP named its coordinator, that is rank 0.
-        return rank_of_job() == 0
+        if save.is_coordinator is not None:
+            return save.is_coordinator
+        # If a save failed before DCP named its coordinator, it is that of its group's saves before, or else rank 0.
+        return self._is_coordinator.get(save.group, rank_of_job() == 0)
+
+
+def _counted_as(path: str, group: str | None) -> tuple[str | None, str]:
+    """What is counted together: many jobs have the step in the path."""
+    return group, re.sub(r"\d+", "#", path)
 
 
 # --- tables of places that the coordinator knows from earlier saves, so that ranks need not send them again -----------

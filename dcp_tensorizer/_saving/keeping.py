@@ -92,7 +92,7 @@ class KeptSave:
         self._keeping = keeping
         self._path = location_of(where)
         self._storage = storage
-        self._seconds, self._copies = options.survive, options.copies
+        self._seconds, self._copies, self._timeout = options.survive, options.copies, options.limits.timeout
         self._staged_save = staged_save
         self._plan: SavePlan | None = None
         self._state: KeptState | None = None
@@ -106,7 +106,9 @@ class KeptSave:
         self._plan = plan
         if self._copies.copies < 2 or self._staged_save.buffer is None:
             return None
-        self._rank = self._keeping.copies.introduced(self._copies, self._seconds, self._staged_save.buffer.nbytes)
+        self._rank = self._keeping.copies.introduced(
+            self._copies, self._seconds, self._timeout, self._staged_save.buffer.nbytes
+        )
         return self._rank
 
     def begin(self, save_id: str, ranks: Sequence[KeepingRank | None], own: int) -> list[KeptState]:
@@ -157,7 +159,7 @@ class KeptSave:
         self._state = state
         self._keeping.saves[state.id] = self
         try:
-            keeper = self._keeping.keeper(self._seconds)
+            keeper = self._keeping.keeper(self._seconds, self._timeout)
             keeper.keep(described(head, plan, planner, buffer, self._seconds, digests_follow=True), buffer)
             self._staged_save.on_written = functools.partial(keeper.written, state.id)
             self._keeping.copies.start(keeper, state)
@@ -198,12 +200,12 @@ class Keeping:
         self._ends_at_exit = False
         self._starting = free_in_child(threading.Lock())
 
-    def keeper(self, seconds: float) -> KeeperProcess:
-        """Returns the keeper, and starts it if there is none; raises `WriteError`."""
+    def keeper(self, seconds: float, timeout: float) -> KeeperProcess:
+        """Returns the keeper, and starts it if there is none; raises `WriteError`. The arguments are its own."""
         with self._starting:
             self.log_loss()
             if self._keeper is None or not self._keeper.is_ours:
-                self._keeper = KeeperProcess(job_name(SAVES), self.run, seconds)
+                self._keeper = KeeperProcess(job_name(SAVES), self.run, seconds, timeout)
             if not self._ends_at_exit:
                 self._ends_at_exit = True
                 # Processes that multiprocessing started do not run `atexit`.
@@ -259,11 +261,11 @@ class SaveCopies:
         self._fitting: list[int] = []  # the sizes for which there was room, on the coordinator
         self._said: set[str] = set()
 
-    def introduced(self, options: CopyOptions, seconds: float, nbytes: int) -> KeepingRank:
+    def introduced(self, options: CopyOptions, seconds: float, timeout: float, nbytes: int) -> KeepingRank:
         """Returns this rank's introduction; ``nbytes`` is the size of its state."""
         keeper: KeeperProcess | None = None
         try:
-            keeper = self._keeping.keeper(seconds)
+            keeper = self._keeping.keeper(seconds, timeout)
         except CheckpointError as error:
             self._warn(str(error))
         return KeepingRank(introduce(options, keeper, self._towards), Room(nbytes, 0, available_memory()))

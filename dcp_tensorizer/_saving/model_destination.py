@@ -142,6 +142,9 @@ class ModelDestination(Destination):
         self._save_id = save_id
         put_records(storage, [save_id])
         try:
+            put_uploads(
+                storage, save_id, dict.fromkeys([*names, *others], "")
+            )  # before they begin: this process may be killed
             for name, layout in zip(names, plan.files, strict=True):
                 with storage.writing(f"create {storage.path}/{name}"):
                     self._begun += (storage.begin_shared(name, layout.nbytes, save_id=save_id),)
@@ -149,7 +152,8 @@ class ModelDestination(Destination):
                 if (before := storage.read(name)) != content:
                     with storage.writing(f"write {storage.path}/{name}"):
                         self._write_other(name, content, replaces=before is not None or not self._is_fresh)
-            put_uploads(storage, save_id, [*self._begun, *(other.file for other in self._others)])
+            begun = [*self._begun, *(other.file for other in self._others)]
+            put_uploads(storage, save_id, {file.name: file.token for file in begun})
         except BaseException:
             self._drop()
             raise

@@ -212,12 +212,14 @@ class ModelSaver(Saver):
             self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages
         self.versions = None if model.publish is None else VersionsOfWriter(model.publish, options.write)
 
-    def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:
+    def stage(
+        self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
+    ) -> StagedStateDict:
         """Copies a state dict into the staging buffer, and notes its tied tensors; see `Saver.stage`."""
         ties: Mapping[str, str] = {}
         with suppress(Exception):  # for a value that cannot be saved, staging or the planner reports more
             ties = ties_of(state_dict)
-        staged = super().stage(state_dict, save)
+        staged = super().stage(state_dict, save, path)
         staged.staged_save.ties = ties
         return staged
 

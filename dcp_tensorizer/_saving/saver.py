@@ -19,7 +19,7 @@ from .._runtime.forks import free_in_child
 from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
-from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes
+from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes, name_of_group
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._tiers.target import place_of
@@ -54,7 +54,8 @@ class SaveDescription(NamedTuple):
 class Saver(SaveContext):
     """Begins the saves of one writer, one after the other, and cleans up after them.
 
-    ``save_id`` is the id of the last save that began; before the first one, of the first.
+    ``save_id`` is the id of the last save that began; before the first one, of the first. ``refusal`` is the error that
+    `raise_refusal` raises next.
     """
 
     def __init__(self, options: SaveOptions, callbacks: SaveCallbacks, *, closed: bool = False) -> None:
@@ -63,6 +64,7 @@ class Saver(SaveContext):
         self._next_id = self.save_id
         # Saves without staging may begin at the same time, also in a signal handler.
         self._numbering = free_in_child(threading.RLock())
+        self.refusal: WriteError | None = None
         self._ends_engine = False
         self._flushes = False
 
@@ -99,15 +101,22 @@ class Saver(SaveContext):
         self.flushing.check()
         return is_over
 
-    def stage(self, state_dict: dict[str, Any], save: SaveDescription) -> StagedStateDict:
+    def stage(
+        self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
+    ) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the saves before are over.
 
-        Raises `WriteError`, on the coordinator, when too many saves in a row were not committed.
+        If too many saves in a row were not committed, nothing is copied on the coordinator. Then the save fails on all
+        ranks, and `raise_refusal` raises.
         """
         called = time.perf_counter()
         self.stager.wait_turn()
         self.engine.failures.end()
-        self.engine.failures.check(self.options.limits.max_consecutive_failures)
+        try:
+            self._check_failures(path, name_of_group())
+        except WriteError as refusal:
+            self.refusal = refusal
+            return self.stager.refuse(StagingError(str(refusal)))
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
@@ -144,10 +153,13 @@ class Saver(SaveContext):
         A relative path is relative to ``directory``, or to the current working directory. ``staged_save`` is None if
         the save writes from the tensors themselves. ``error`` is that of staging in another process. Raises
         `StagingError` if this rank could not stage its state dict, and `WriteError` if there is no path or the writer
-        is closed.
+        is closed, or too many saves in a row were not committed.
         """
+        group = name_of_group() if staged_save is None else staged_save.group
         if not self.closed:  # a closed writer is a mistake of the program, not a failure of the storage
-            self.engine.failures.begin("" if path is None else redact(str(path)))
+            if staged_save is not None:
+                self._check_failures(path, group)
+            self.engine.failures.begin(_shown(path), group)
         try:
             if error := error or (None if staged_save is None else staged_save.error):
                 # A new error: the traceback of the old one would keep frames and their tensors alive.
@@ -168,6 +180,18 @@ class Saver(SaveContext):
                 self.engine.open(self)  # also without staging, because the flush needs the process
             self.engine.connection = destination.storage.connection
             return self._session(destination, staged_save, kept)
+
+    def raise_refusal(self) -> None:
+        """Raises the error of a save that was refused after too many failures in a row, once, for the training thread.
+
+        If `stage` raised it, the save would not begin, and the other ranks would wait for it.
+        """
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
+
+    def _check_failures(self, path: str | os.PathLike[str] | None, group: str | None) -> None:
+        self.engine.failures.check(self.options.limits.max_consecutive_failures, _shown(path), group)
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends the engine if nobody else uses it. Call `free` afterwards."""
@@ -272,3 +296,7 @@ class Saver(SaveContext):
                 f"mirrors: save below the writer's path, or use a writer without local="
             )
         return TieredDestination(self, flushing, place, staged_save)
+
+
+def _shown(path: str | os.PathLike[str] | None) -> str:
+    return "" if path is None else redact(str(path))

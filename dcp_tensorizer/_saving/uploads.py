@@ -1,8 +1,8 @@
 """Uploads of a model's files, where no lock tells whether a save is under way.
 
-A record of a save there has the uploads that it has begun. The next save to the same place aborts them. A save that is
-still alive then fails. Completed files carry the id of their save. Before another save replaces them, it writes a
-record of that save again.
+A save leaves a record of its files before it begins their uploads, and then of the uploads. The next save to the same
+place aborts them. A save that is still alive then fails. Completed files carry the id of their save. Before another
+save replaces them, it writes a record of that save again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from ..errors import CheckpointError
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
 
-def put_uploads(storage: Storage, save_id: str, files: Iterable[SharedFile]) -> None:
-    """Leaves a record of the uploads of a save; raises `WriteError`."""
+def put_uploads(storage: Storage, save_id: str, tokens: Mapping[str, str]) -> None:
+    """Leaves a record of the uploads of a save, by the files' names; raises `WriteError`.
+
+    A token is empty before its upload has begun.
+    """
     if storage.uploads_are_hidden:
-        content = msgspec.json.encode({file.name: file.token for file in files})
-        storage.put(record_file_name(save_id), content, sync=True, replace=False)
+        storage.put(record_file_name(save_id), msgspec.json.encode(tokens), sync=True)
 
 
 def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
@@ -39,7 +41,7 @@ def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
     replaced: dict[str, dict[str, str]] = defaultdict(dict)
     for name, save_id in zip(names, in_threads(storage.owner, names), strict=True):
         if save_id is not None:
-            replaced[save_id][name] = ""  # there is nothing to abort
+            replaced[save_id][name] = ""  # it is complete
     for save_id, files in replaced.items():
         with suppress(CheckpointError):
             storage.put(record_file_name(save_id), msgspec.json.encode(files), sync=True)
@@ -71,7 +73,6 @@ def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -
     with suppress(OSError):
         for save_id, uploads in recorded.items():
             for name, token in uploads.items():
-                if token:
-                    storage.abort_shared(SharedFile(name, token, 0, save_id))
+                storage.abort_shared(SharedFile(name, token, 0, save_id))
         return True
     return False

@@ -373,7 +373,10 @@ class Storage(abc.ABC):
         """Removes the temporary names of files; raises `OSError`. Idempotent."""
 
     def abort_shared(self, file: SharedFile) -> None:  # noqa: B027
-        """Drops a shared file that is not complete; raises `OSError`. Idempotent."""
+        """Drops a shared file that is not complete; raises `OSError`. Idempotent.
+
+        Without a ``token``, it drops all that were begun under that name.
+        """
 
     def sync_directory(self) -> None:  # noqa: B027
         """Makes the names of new files durable, where they are not durable with the files."""

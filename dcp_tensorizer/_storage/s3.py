@@ -355,7 +355,11 @@ class S3Storage(RemoteStorage):
             beginnings += 1
             return self.create_upload(name, save_id)
 
-        answer = self.patiently(begin)
+        try:
+            answer = self.patiently(begin)
+        except OSError:
+            self.abort_uploads(name)  # a lost answer may have named one
+            raise
         upload = str(answer["UploadId"])
         if beginnings > 1 or answer["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self.abort_uploads(name, but=upload)  # a lost answer may have named another one
@@ -376,8 +380,9 @@ class S3Storage(RemoteStorage):
         return None
 
     def abort_shared(self, file: SharedFile) -> None:
-        with suppress(FileNotFoundError):
-            self.call("abort_multipart_upload", file.name, UploadId=file.token)
+        for upload in [file.token] if file.token else self._uploads_to(file.name):
+            with suppress(FileNotFoundError):
+                self.call("abort_multipart_upload", file.name, UploadId=upload)
 
     def create_upload(self, name: str, owner: str) -> dict[str, Any]:
         """Begins an upload to an object, which will carry the id of its owner; raises `OSError`."""
@@ -458,9 +463,9 @@ class S3Storage(RemoteStorage):
     def abort_uploads(self, name: str, but: str = "") -> None:
         """Aborts all uploads to a file except ``but``, as far as the server allows it."""
         with suppress(OSError):
-            for upload in list(self._uploads(name)):
-                if upload["Key"] == self._full(name) and upload["UploadId"] != but:
-                    self.call("abort_multipart_upload", name, UploadId=upload["UploadId"])
+            for upload in self._uploads_to(name):
+                if upload != but:
+                    self.call("abort_multipart_upload", name, UploadId=upload)
 
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
         """Sends one request about an object.
@@ -511,6 +516,10 @@ class S3Storage(RemoteStorage):
 
     def _described(self, error: Exception) -> str:
         return str(error)  # begins with botocore's class or the server's code
+
+    def _uploads_to(self, name: str) -> list[str]:
+        """The ids of the uploads to a file."""
+        return [str(upload["UploadId"]) for upload in self._uploads(name) if upload["Key"] == self._full(name)]
 
     def _uploads(self, start: str) -> Iterator[dict[str, Any]]:
         """The server's description of each upload to a name that begins with ``start``."""

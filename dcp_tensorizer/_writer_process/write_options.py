@@ -24,8 +24,10 @@ class SaveLimits:
             same directory. Requests to S3 and SFTP servers that stay silent for a tenth of that are tried again.
         buffer_bytes: Memory in the writer process for the parts of files that are being made or sent; 256 MiB by
             default. With less, fewer parts are on their way at once.
-        max_consecutive_failures: After this many failed saves in a row, ``async_save`` raises on the coordinator, so
-            that a job that ignores its futures does not train on without checkpoints. None: never.
+        max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ in
+            numbers alone, the next one fails on all ranks, and ``async_save`` raises on the coordinator (with
+            ``overlap_staging``, the next ``lock``). So a job that ignores its futures does not train on without
+            checkpoints. None: never.
         max_reuses: With ``reuse_unchanged``: how many saves in a row may share a file. The next one writes its tensors
             anew, so that a file that is damaged does not spoil every later checkpoint.
 

@@ -367,7 +367,8 @@ def test_failures_in_a_row_are_raised_though_futures_are_dropped(tmp_path):
         for _ in range(3):
             dcp.async_save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "file" / "below", storage_writer=writer)
         with pytest.raises(WriteError, match=r"3 saves in a row.*file/below.*was committed: .*good"):
-            dcp.async_save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "good", storage_writer=writer)
+            dcp.async_save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "file" / "below", storage_writer=writer)
+        dcp.async_save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "good", storage_writer=writer).result()
     assert eventually(lambda: set(threading.enumerate()) <= before)
 
 

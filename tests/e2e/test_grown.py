@@ -1,5 +1,8 @@
 """A vocabulary that grew between two runs: the saved rows are there, and the new ones are as declared."""
 
+import tempfile
+from contextlib import suppress
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,19 +46,26 @@ class Job:
 GROW = {"model.0.weight": 0.0, "model.1.*": None}
 
 
-def _saved(rank, folder):
+IN_MEMORY = {"survive": 300, "survive_every": 1, "save_every": 1000}
+
+
+def _saved(rank, folder, options):
+    """Saves step 3; leaves it in memory alone if it is not due."""
     job = Job(11, rank.world_size, steps=3)
-    with CheckpointManager(folder, stop_signals=()) as manager:
-        manager.save(3, job.state(), wait=True)
+    with suppress(ZeroDivisionError), CheckpointManager(folder, stop_signals=(), **options) as manager:
+        manager.restore(job.state())
+        manager.save(3, job.state())
+        raise ZeroDivisionError
     return job.tensors()
 
 
-def _grown(rank, folder, steps):
+def _grown(rank, folder, steps, options):
     """Restores into a larger vocabulary; returns what it was before, and what it is."""
     job = Job(17, rank.world_size, steps)
     before = job.tensors()
-    with CheckpointManager(folder, stop_signals=()) as manager:
+    with CheckpointManager(folder, stop_signals=(), **options) as manager:
         assert manager.restore(job.state(), grow=GROW) == 3
+        manager.save(4, job.state(), force=True, wait=True)  # so that what is in memory is freed
     after = job.tensors()
     job.model(torch.arange(17)).square().sum().backward()  # the optimizer goes on with all of its state
     job.optimizer.step()
@@ -77,11 +87,15 @@ def _check(saved, before, after, *, has_moments):
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["new optimizer", "optimizer that has taken a step"])
-def test_ranks_restore_into_a_larger_vocabulary(tmp_path, steps):
-    """Of FSDP2 and AdamW, on other ranks than those that saved."""
-    saved = run_ranks(2, _saved, tmp_path)[0]
-    for before, after in run_ranks(3, _grown, tmp_path, steps):
-        _check(saved, before, after, has_moments=bool(steps))
+@pytest.mark.parametrize(("ranks", "options"), [(3, {}), (3, IN_MEMORY), (2, IN_MEMORY)], ids=["", "memory", "same"])
+def test_ranks_restore_into_a_larger_vocabulary(tmp_path, monkeypatch, steps, ranks, options):
+    """Of FSDP2 and AdamW, from storage on other ranks than those that saved, and from memory also on the same."""
+    with tempfile.TemporaryDirectory() as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        saved = run_ranks(2, _saved, tmp_path, options)[0]
+        assert (tmp_path / "step-3").exists() != bool(options)
+        for before, after in run_ranks(ranks, _grown, tmp_path, steps, options):
+            _check(saved, before, after, has_moments=bool(steps))
 
 
 def test_one_process_restores_into_a_larger_vocabulary(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import OrderedDict
+from contextlib import closing
 from datetime import timedelta
 from decimal import Decimal
 
@@ -23,7 +24,8 @@ from dcp_tensorizer import (
     WriteError,
     torchft,
 )
-from dcp_tensorizer.torchft import TensorizerTransport
+from dcp_tensorizer._restart.replicas import TakeRecord
+from dcp_tensorizer.torchft import TensorizerTransport, _address_in, _state_id
 
 from ..support import ALL_DTYPES, filled
 from .ranks import eventually, run_ranks
@@ -168,18 +170,30 @@ def test_who_does_not_know_the_secret_reads_nothing(make):
 
 
 def test_a_secret_serves_for_one_state(make):
-    """The metadata stays as long as the state is offered, and before; torchft asks for it in each step."""
+    """The metadata stays as long as the state is offered, and before; torchft asks for it in each step.
+
+    The keeper stays, too: while another one started, other replicas could finish a step without this one.
+    """
     source, target = make(), make()
-    before = source.metadata()
+    before, keeper = source.metadata(), source._keeper.pid
     source.send_checkpoint([1], 1, {"weight": torch.ones(10)}, SECONDS)
     assert source.metadata() == before
     source.disallow_checkpoint()
-    after = source.metadata()
-    assert after != before
+    with closing(_address_in(before).connect()) as connected:  # by somebody who has read the metadata in a log
+        after = source.metadata()
+        assert (after != before, source._keeper.pid) == (True, keeper)
+        with pytest.raises(ConnectionError):
+            connected.ask(TakeRecord(_state_id(2), 0), object)
     source.send_checkpoint([1], 2, {"weight": torch.ones(10)}, SECONDS)
     with pytest.raises(ReadError, match="does not give the state"):
         target.recv_checkpoint(0, before, 2, AT_ONCE)
     assert target.recv_checkpoint(0, after, 2, SECONDS)["weight"].all()
+
+
+def test_an_environment_with_other_values_than_text(make, monkeypatch):
+    """As torchft's own tests put it in the place of the process's: the keeper starts without these."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "MASTER_PORT": 29500, 7: "seven"})
+    assert healed(make(), make(), {"weight": torch.ones(10)})["weight"].all()
 
 
 def test_objects_that_could_run_code_are_refused(make):

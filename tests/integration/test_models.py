@@ -489,7 +489,7 @@ from dcp_tensorizer import SafetensorsStorageWriter
 from dcp_tensorizer._storage.s3 import S3Storage
 original = getattr(S3Storage, sys.argv[3])
 def killed(self, *arguments, **options):
-    if any("model" in str(argument) for argument in arguments):
+    if any(("-00002-of" if sys.argv[3] == "begin_shared" else "model") in str(argument) for argument in arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(self, *arguments, **options)
 setattr(S3Storage, sys.argv[3], killed)
@@ -530,14 +530,17 @@ def test_files_that_come_along_are_uploads_of_their_own(
     assert write(tensors) == contents
 
 
-def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server) -> None:
-    """Its record names them: the next save to the place aborts them, and so does gc, when they are old enough."""
+@pytest.mark.parametrize(("at", "begun"), [("open_shared", 2), ("begin_shared", 1)])
+def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server, at: str, begun: int) -> None:
+    """Its record names them, also if it was killed while it began them: the next save to the place aborts them, and so
+    does gc, when they are old enough.
+    """
     prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
-    command = [warm.python(), "-c", _KILLED, url, repr(options), "open_shared"]
+    command = [warm.python(), "-c", _KILLED, url, repr(options), at]
     for end in ("save", "gc"):
         assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
-        assert len(s3.uploads(prefix)) == 2
+        assert len(s3.uploads(prefix)) == begun
         if end == "save":
             save(url, {"a": torch.ones(3)}, storage_options=options)
             assert s3.objects(prefix) == ["model/model.safetensors"]

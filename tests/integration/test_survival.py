@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from dcp_tensorizer import (
     CheckpointError,
     CheckpointManager,
     MetadataError,
+    SaveLimits,
     TensorizerStorageWriter,
     WriteError,
     open_reader,
@@ -262,6 +264,29 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
     loaded = state_of(0)
     dcp.load(loaded, storage_reader=open_reader(tmp_path / "run"))
     assert step_of(loaded) == 1
+
+
+@pytest.mark.parametrize("what", ["manager", "writer"])
+def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: Path, sockets: Path, what: str) -> None:
+    """It does not answer when a state is to be forgotten: it is ended, and training goes on without it."""
+    limits = SaveLimits(timeout=1.0)
+    started = time.monotonic()
+    if what == "manager":
+        with manager_of(tmp_path / "run", limits=limits) as manager:
+            manager.save(1, state_of(1), wait=True)
+            (keeper,) = keepers_below(sockets)
+            keeper.send_signal(signal.SIGSTOP)
+            for step in range(2, 6):
+                manager.save(step, state_of(step))
+    else:
+        with TensorizerStorageWriter(survive=WAIT, limits=limits) as writer:
+            dcp.async_save(state_of(1), checkpoint_id=tmp_path / "1", storage_writer=writer).result()
+            (keeper,) = keepers_below(sockets)
+            keeper.send_signal(signal.SIGSTOP)
+            for step in range(2, 6):
+                dcp.async_save(state_of(step), checkpoint_id=tmp_path / str(step), storage_writer=writer).result()
+    assert time.monotonic() - started < 50
+    keeper.wait(WAIT)
 
 
 @pytest.mark.parametrize("goes_on", ["before it is left", "afterwards"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._runtime.channel import Channel
@@ -195,13 +196,30 @@ def test_failures_are_counted_over_the_writers_of_a_process(tmp_path: Path) -> N
                 with pytest.raises(CheckpointException):
                     future.result()
         with (
-            TensorizerStorageWriter(tmp_path / "x", limits=limits) as writer,
+            TensorizerStorageWriter(tmp_path / "file" / "below", limits=limits) as writer,
             pytest.raises(WriteError, match="2 saves in a row were not committed"),
         ):
             dcp.async_save(state(1.0), storage_writer=writer)
-    with TensorizerStorageWriter(tmp_path / "x", limits=limits) as writer:  # all were closed, so it is known
+    (tmp_path / "file").unlink()
+    with TensorizerStorageWriter(tmp_path / "file" / "below", limits=limits) as writer:  # all were closed: it is known
         dcp.async_save(state(2.0), storage_writer=writer).result()
-    assert loaded(tmp_path / "x") == 2.0
+    assert loaded(tmp_path / "file" / "below") == 2.0
+
+
+def test_with_overlap_the_lock_raises_after_failures_in_a_row(tmp_path: Path) -> None:
+    """`async_save` has returned by then; it is raised once, on the thread that trains."""
+    (tmp_path / "file").write_text("")
+    limits = SaveLimits(max_consecutive_failures=1)
+    with TensorizerStorageWriter(tmp_path / "file" / "below", limits=limits, overlap_staging=True) as writer:
+        for words in ("cannot create", "1 saves in a row were not committed"):
+            response = dcp.async_save(state(1.0), storage_writer=writer)
+            assert isinstance(response, AsyncSaveResponse)
+            with pytest.raises(CheckpointException, match=words):
+                response.upload_completion.result()
+        with pytest.raises(WriteError, match="1 saves in a row were not committed"), writer.lock():
+            pass
+        with writer.lock():
+            pass
 
 
 def test_there_is_one_engine_for_those_that_see_gpus_and_one_for_the_others() -> None:

@@ -35,7 +35,7 @@ def keeping_of_process() -> Keeping:
 
 def kept_buffers() -> list[SharedBuffer]:
     """Those of the states that the keeper of this process has."""
-    return list(keeping_of_process().keeper(WAIT).kept.values())
+    return list(keeping_of_process().keeper(WAIT, WAIT).kept.values())
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -171,7 +171,7 @@ def test_the_thread_that_tells_digests_meets_a_dead_keeper(
 ) -> None:
     """The loss is logged once, also if no other request was the first to fail."""
     save(writer, tmp_path / "a", 1)
-    keeper = keeping_of_process().keeper(WAIT)
+    keeper = keeping_of_process().keeper(WAIT, WAIT)
     (state_id,) = keeper.kept
     end_keepers(sockets)
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +236,7 @@ def test_a_keeper_that_cannot_be_asked_to_forget(
     (first,) = keepers_below(sockets)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         patch.setattr(client, "_ANSWER_SECONDS", 0.1)
-        with keeping_of_process().keeper(WAIT)._lock:
+        with keeping_of_process().keeper(WAIT, WAIT)._lock:
             keeping_of_process().begin_staging(StagedSaves())
     assert [m for m in caplog.messages if "what was kept in memory is lost" in m and "is busy" in m]
     assert (first.is_running(), keepers_below(sockets)) == (False, [])

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import ReadError, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._format.names import data_file_name
-from dcp_tensorizer._storage.base import Refused
+from dcp_tensorizer._storage.base import Refused, SharedFile
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.remote import Retries, patience_of
 from dcp_tensorizer._storage.s3 import S3Storage
@@ -268,6 +268,22 @@ def test_a_shared_file_that_is_gone_is_aborted(storage: S3Storage, proxy: S3Prox
     proxy.rule = once("AbortMultipartUpload", Fault(403, "AccessDenied"))
     with pytest.raises(PermissionError, match="AccessDenied"):
         storage.abort_shared(file)
+
+
+def test_shared_files_of_a_name_are_aborted_without_their_tokens(storage: S3Storage, proxy: S3Proxy) -> None:
+    """All uploads to that very name; and none is left if the answers to their beginning are lost."""
+    for name in ("m.safetensors", "m.safetensors", "m.safetensors2"):
+        storage.begin_shared(name, len(CONTENT), save_id="a" * 32)
+    storage.abort_shared(SharedFile("m.safetensors", "", 0, ""))
+    assert [upload.name for upload in storage.uploads()] == ["m.safetensors2"]
+    storage.discard("m.safetensors2")
+    answers = iter([Fault(lose_answer=True)])
+    proxy.rule = lambda request: (
+        next(answers, Fault(403, "AccessDenied")) if request.operation == "CreateMultipartUpload" else None
+    )
+    with pytest.raises(OSError, match="AccessDenied"):
+        storage.begin_shared("m.safetensors", len(CONTENT), save_id="a" * 32)
+    assert storage.uploads() == []
 
 
 def test_a_shared_file_that_another_save_has_aborted(storage: S3Storage) -> None:

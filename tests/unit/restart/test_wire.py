@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import msgspec
@@ -15,6 +15,9 @@ import pytest
 from dcp_tensorizer._format.encryption import FrameCipherKind, frame_ciphers
 from dcp_tensorizer._restart import wire as wire_module
 from dcp_tensorizer._restart.wire import MAX_BYTES, MAX_MESSAGE, Address, Wire, WireError, listen_on
+from dcp_tensorizer._runtime.threads import in_background
+
+from ...waiting import WAIT
 
 SECRET = bytes(range(32))
 
@@ -147,6 +150,25 @@ def test_who_is_no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(OSError, match=r"it is no keeper|timed out"):
             Wire(ends[1], SECRET, is_server=True)
         ends[0].close()
+
+
+def test_who_sends_slowly_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole handshake has one deadline, however often a byte of it comes."""
+    monkeypatch.setattr(wire_module, "_HANDSHAKE_SECONDS", 0.5)
+    ends, is_over = socket.socketpair(), threading.Event()
+
+    def send_slowly() -> None:
+        with suppress(OSError):
+            for byte in b"DCPTZR2\1" + bytes(64):
+                ends[0].send(bytes([byte]))
+                is_over.wait(0.1)
+
+    slow = in_background(send_slowly)
+    with pytest.raises(TimeoutError):
+        Wire(ends[1], SECRET, is_server=True)
+    is_over.set()
+    slow.result(WAIT)
+    ends[0].close()
 
 
 def test_a_changed_frame() -> None:

@@ -10,7 +10,7 @@ from dcp_tensorizer.errors import WriteError
 
 def _fail(counter, times):
     for number in range(times):
-        counter.begin(f"/ckpt/{number}")
+        counter.begin(f"/ckpt/step-{number}")
         counter.failed(WriteError(f"no space {number}"))
         counter.end()
 
@@ -18,40 +18,39 @@ def _fail(counter, times):
 def test_the_limit_names_the_last_error_and_the_last_commit():
     """After as many failures in a row as allowed, the error says what failed last and what is still good."""
     counter = FailureCounter()
-    counter.begin("/ckpt/good")
+    counter.begin("/ckpt/step-0")
     counter.committed()
     _fail(counter, 2)
-    counter.check(3)
+    counter.check(3, "/ckpt/step-9")
     _fail(counter, 1)
-    with pytest.raises(WriteError, match=r"3 saves in a row.*no space 0.*was committed: /ckpt/good"):
-        counter.check(3)
+    with pytest.raises(WriteError, match=r"3 saves in a row.*no space 0.*was committed: /ckpt/step-0"):
+        counter.check(3, "/ckpt/step-9")
 
 
 def test_a_commit_starts_the_count_again():
     """Only failures in a row count."""
     counter = FailureCounter()
     _fail(counter, 1)
-    counter.begin("/ckpt/good")
+    counter.begin("/ckpt/step-0")
     counter.committed()
     _fail(counter, 1)
-    counter.check(2)
+    counter.check(2, "/ckpt/step-9")
 
 
 def test_a_save_that_another_rank_failed_counts_too(caplog):
     """The coordinator sees that `finish` was never called, counts it, and logs it."""
     counter = FailureCounter()
-    counter.set_coordinator(True)
     counter.begin("/ckpt/a")
+    counter.set_coordinator(True)
     counter.begin("/ckpt/b")
     with pytest.raises(WriteError, match="another rank or a collective failed"):
-        counter.check(1)
+        counter.check(1, "/ckpt/a")
     assert "the save to /ckpt/a was not committed" in caplog.text
 
 
 def test_a_save_without_a_path_is_called_so(caplog):
     """And not one to None, nor to nothing. A failure that is known here is logged once."""
     counter = FailureCounter()
-    counter.set_coordinator(True)
     counter.begin("")
     counter.failed(WriteError("give the writer a path"))
     counter.end()
@@ -63,10 +62,11 @@ def test_a_save_without_a_path_is_called_so(caplog):
 def test_other_ranks_do_not_count():
     """A rank that is not the coordinator never learns of a commit, so it must not take a save for failed."""
     counter = FailureCounter()
-    counter.set_coordinator(False)
     counter.begin("/ckpt/a")
+    counter.set_coordinator(False)
+    counter.begin("/ckpt/a")  # fails before DCP names its coordinator, which is that of the last save
     counter.end()
-    counter.check(1)
+    counter.check(1, "/ckpt/a")
 
 
 def test_a_rank_may_coordinate_one_save_and_not_another():
@@ -84,11 +84,26 @@ def test_a_rank_may_coordinate_one_save_and_not_another():
     counter.set_coordinator(True)
     counter.committed()
     counter.end()
-    counter.check(1)
+    counter.check(1, "/ckpt/own")
+    counter.check(1, "/ckpt/others")
+
+
+def test_groups_and_paths_are_counted_apart():
+    """What one process group cannot write says nothing of another one's saves, nor of those to another folder."""
+    counter = FailureCounter()
+    for number in range(2):
+        counter.begin(f"/ckpt/step-{number}/model", "saves")
+        counter.failed(WriteError("no space"))
+        counter.begin("/ckpt/good", "saves")
+        counter.committed()
+    counter.check(1, "/ckpt/step-2/optimizer", "saves")
+    counter.check(1, "/ckpt/step-2/model", "exports")
+    with pytest.raises(WriteError, match=r"2 saves in a row.*no space.*was committed: /ckpt/good"):
+        counter.check(2, "/ckpt/step-2/model", "saves")
 
 
 def test_no_limit():
     """None never raises."""
     counter = FailureCounter()
     _fail(counter, 10)
-    counter.check(None)
+    counter.check(None, "/ckpt/step-9")
