@@ -20,7 +20,7 @@ from ._publish.publisher import Publish, PublishedVersion
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_callable, check_count, check_flags, check_storage_options, check_timeout
 from ._saving.model_layout import ModelOptions
-from ._saving.model_session import ModelSaver
+from ._saving.model_save import ModelSaver
 from ._saving.options import SaveOptions, Staging, threads_of_save
 from ._saving.report import SaveCallbacks, SaveReport
 from ._saving.saver import Saver

@@ -5,7 +5,7 @@ state dict --stage()--> SharedBuffer                      training thread     [a
            WriteRequest (offsets only) --> writer process  hashes and writes
            --WriteResults--> finish() --> .metadata        coordinator         [the commit]
 
-DCP calls the hooks here. ``_saving.session`` does their work.
+DCP calls the hooks here. ``_saving.save`` does their work.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ._runtime.validation import check_callable, check_path, check_storage_optio
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
 from ._saving.partners import DEFAULT_RATE, check_copies
 from ._saving.report import SaveCallbacks, SaveReport
+from ._saving.save import SaveSession
 from ._saving.saver import SaveDescription, Saver
-from ._saving.session import SaveSession
 from ._saving.write_plan import plan_with
 from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location, path_to_write

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import flatten_state_dict
-from .._saving.model_session import ModelSaver
+from .._saving.model_save import ModelSaver
 from .._saving.ties import ties_of
 from .._saving.versions import NotPublished
 from .._staging.staged_save import StagedStateDict

@@ -30,8 +30,8 @@ from .destination import Destination
 from .keeping import KeptSave
 from .options import SaveOptions
 from .report import SaveCallbacks
-from .session import SaveSession
-from .tiered_destination import TieredDestination
+from .save import SaveSession
+from .tiered_save import TieredDestination
 
 logger = logging.getLogger("dcp_tensorizer")
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, StagingError, WriteError
-from dcp_tensorizer._saving import session
+from dcp_tensorizer._saving import save as saving
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._storage import local
 
@@ -311,21 +311,21 @@ def test_ranks_that_go_back_by_themselves(tmp_path):
 def _fails_on_one(rank, folder, broken):
     """Saves on a mount that others may share, where one rank cannot write; returns what is left, and what was said."""
     local.file_system = lambda path: "nfs"
-    results = session.write_results
+    results = saving.write_results
 
     def write_results(*arguments):
         if rank.index == broken:
             raise WriteError("the disk is gone")
         return results(*arguments)
 
-    session.write_results = write_results
+    saving.write_results = write_results
     with quietly(), CheckpointManager(folder) as manager:
         with pytest.raises(WriteError, match=f"rank {broken}: the disk is gone"):
             manager.save(1, _state(rank.world_size), wait=True)
         dist.barrier()
         left = sorted(os.listdir(folder / "step-1"))
         dist.barrier()
-        session.write_results = results
+        saving.write_results = results
         manager.save(2, _state(rank.world_size), wait=True)
         return left, manager.steps()
 

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._saving.save import SaveSession
 from dcp_tensorizer._saving.writer_client import WriterClient
 
 disk, elsewhere, step = sys.argv[1:]

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, unwrap
-from dcp_tensorizer._saving.session import SaveSession
+from dcp_tensorizer._saving.save import SaveSession
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.stager import _Snapshot
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._saving.tiered_destination import TieredDestination
+from dcp_tensorizer._saving.tiered_save import TieredDestination
 from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage

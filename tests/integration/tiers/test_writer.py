@@ -25,7 +25,7 @@ from dcp_tensorizer import (
     TensorizerStorageWriter,
     WriteError,
 )
-from dcp_tensorizer._saving import tiered_destination
+from dcp_tensorizer._saving import tiered_save
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue, Writing
@@ -66,7 +66,7 @@ def test_a_synchronous_save_is_flushed_too(tmp_path: Path) -> None:
 
 def test_large_states_are_flushed_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrives on the remote tells other nodes that this one is alive: one file for all would say nothing."""
-    monkeypatch.setattr(tiered_destination, "_MAX_FILE_BYTES", 4096)
+    monkeypatch.setattr(tiered_save, "_MAX_FILE_BYTES", 4096)
     run, state = Run(tmp_path), {f"w{n}": torch.full((900,), float(n)) for n in range(3)}
     with run.writer() as writer:
         dcp.save(state, storage_writer=writer, checkpoint_id=run.remote / "step-1")

@@ -32,8 +32,8 @@ from .model_pieces import PieceExchange, TensorPart, part_of_row, pieces_of, rou
 from .options import SaveOptions
 from .rank_group import RankGroup
 from .report import SaveCallbacks
+from .save import SaveSession
 from .saver import SaveDescription, Saver
-from .session import SaveSession
 from .ties import live_state, ties_of
 from .versions import SavedModel, VersionsOfWriter
 from .write_plan import Item, plan_with, resolve
