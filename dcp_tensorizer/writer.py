@@ -35,7 +35,7 @@ from ._runtime.validation import check_callable, check_path, check_storage_optio
 from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
 from ._saving.partners import DEFAULT_RATE, check_copies
 from ._saving.report import SaveCallbacks, SaveReport
-from ._saving.save import SaveSession
+from ._saving.save import Save
 from ._saving.saver import SaveDescription, Saver
 from ._saving.write_plan import plan_with
 from ._staging.staged_save import StagedSave, StagingFuture
@@ -255,7 +255,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if not self._saver.closed:
             deadline = Deadline(timeout)
             self._saver.close(deadline)
-            self._end_session()
+            self._end_save()
             self._saver.free(deadline)
 
     def wait_remote(self, timeout: float | None = None) -> bool:
@@ -299,7 +299,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return self._stage(state_dict, SaveDescription())
 
     def _stage(self, state_dict: dict[str, Any], save: SaveDescription) -> dict[str, Any] | StagingFuture:
-        self._end_session()  # of a failed synchronous save, which still has its directory
+        self._end_save()  # of a failed synchronous save, which still has its directory
         staged = self._saver.stage(state_dict, save, path_of_save() or self._path)
         return StagingFuture(staged) if self._options.overlap_staging else staged
 
@@ -393,7 +393,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """
         staged_save = self._saver.stager.begin_save()
         if staged_save is not None:
-            self._local.begun = self.checkpoint_id, self._begin_session(staged_save)
+            self._local.begun = self.checkpoint_id, self._begin_save(staged_save)
         if (begun := self._begun()) is not None:
             return StorageMeta(checkpoint_id=begun.path, save_id=begun.id)
         path, context = self.checkpoint_id, self._context_of_trainer
@@ -409,9 +409,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path, or the writer is closed.
         """
-        session = self._begun() or self._begin_session(None)
+        save = self._begun() or self._begin_save(None)
         self._local.begun = self._local.path = None
-        session.set_up(
+        save.set_up(
             rank=kwargs.get("rank") or 0,
             is_coordinator=is_coordinator,
             use_collectives=kwargs.get("use_collectives", True),
@@ -424,7 +424,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
         age_objects()
-        prepared = self._session.prepare(plan)
+        prepared = self._save.prepare(plan)
         if world_size_of_job() == 1:
             return prepared
         return plan_with(prepared, wholes_of(plan, prepared.storage_data))
@@ -436,10 +436,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: ranks have tensors of other shapes or dtypes under one key, of which one would be kept.
         """
         age_objects()
-        with self._session.or_fail():
+        with self._save.or_fail():
             messages = checked_messages([plan.storage_data for plan in plans])
         plans = [plan_with(plan, message) for plan, message in zip(plans, messages, strict=True)]
-        return self._session.answer(plans)
+        return self._save.answer(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and makes them durable.
@@ -448,7 +448,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: names path, rank and, where known, key; this rank's files are removed.
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._session.write(plan, planner))
+        future.set_result(self._save.write(plan, planner))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -457,7 +457,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             WriteError: it is not committed, and the previous checkpoint is untouched.
         """
-        self._session.finish(metadata, results)
+        self._save.finish(metadata, results)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -465,37 +465,37 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return is_location(checkpoint_id)
 
     @property
-    def _session(self) -> SaveSession:
-        return self._local.session  # type: ignore[no-any-return]
+    def _save(self) -> Save:
+        return self._local.save  # type: ignore[no-any-return]
 
-    def _begin_session(self, staged_save: StagedSave | None) -> SaveSession:
+    def _begin_save(self, staged_save: StagedSave | None) -> Save:
         """Begins the calling thread's save; raises what `Saver.begin` does."""
         if staged_save is None:
             self._saver.stager.wait_turn()  # for a synchronous save, or one that another stager has staged
-        self._end_session()
+        self._end_save()
         context = self._take_on_context(staged_save)
         directory = None if context is None else context.directory
         try:
-            session = self._saver.begin(self.checkpoint_id, directory, staged_save, self._error_of_trainer)
+            save = self._saver.begin(self.checkpoint_id, directory, staged_save, self._error_of_trainer)
         except BaseException:
             self._local.path = None  # it was for that save
             raise
-        self._local.session = session
-        return session
+        self._local.save = save
+        return save
 
-    def _begun(self) -> SaveSession | None:
+    def _begun(self) -> Save | None:
         """The calling thread's save of a staged state, if it has begun, and DCP has not called `set_up_storage_writer`.
 
         None after a planner failed between the two hooks: then DCP goes on to another path, or the state is dropped.
         """
-        path, session = getattr(self._local, "begun", None) or (None, None)
-        return None if session is None or session.is_dropped or path != self.checkpoint_id else session
+        path, save = getattr(self._local, "begun", None) or (None, None)
+        return None if save is None or save.is_dropped or path != self.checkpoint_id else save
 
-    def _end_session(self) -> None:
+    def _end_save(self) -> None:
         """Ends this thread's last save, if no hook has: DCP calls none when another rank has failed."""
-        session: SaveSession | None = getattr(self._local, "session", None)
-        if session is not None:
-            session.end()
+        save: Save | None = getattr(self._local, "save", None)
+        if save is not None:
+            save.end()
 
     # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
 
@@ -509,7 +509,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def _begin_here(self, saver: Saver) -> None:
         self._saver = saver
-        # Each save's path and session, because saves without staging may run at the same time.
+        # The path and save of each thread, because saves without staging may run at the same time.
         self._local = threading.local()
         in_child(self, TensorizerStorageWriter._renew)
 

@@ -116,7 +116,7 @@ def _prepare_steps(root: Path) -> None:
 
 def _fail(path: Path, step: int) -> None:
     """A save that dies before its commit, and leaves all of its files."""
-    dead = mock.patch("dcp_tensorizer._saving.destination.commit", side_effect=WriteError("dead"))
+    dead = mock.patch("dcp_tensorizer._saving.save.commit", side_effect=WriteError("dead"))
     with dead, suppress(CheckpointException):
         _save(path, step)
 

@@ -1,90 +1,145 @@
-"""The session of a save: the work of one rank in each of DCP's hooks, from the first to the last."""
+"""One save, as one rank sees it: its part in each of DCP's hooks, and the directory that becomes a checkpoint."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import logging
+import math
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.names import StoredItem
+from .._format.names import StoredItem, metadata_file_name, save_id_in
+from .._index.locations import RankPlaces
 from .._index.schema import ItemKey, SaveRecord
-from .._runtime.threads import QuickTurns
+from .._runtime.threads import Hung, QuickTurns, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave
+from .._storage.base import DirectoryLock, Refused, Storage
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied
-from .commit import failed_before_commit
-from .context import SaveContext
-from .destination import Destination
+from .commit import (
+    agree_on_key,
+    begin,
+    commit,
+    drop_record,
+    failed_before_commit,
+    put_records,
+    remove_records,
+    remove_with_records,
+    replaced_files,
+)
 from .engine import SaveTables, keeping_rank
 from .keeping import KeptSave, KeptState
 from .report import SaveReport, SaveTimes, warn_if_stale
+from .reuse import FilesOfSave
 from .write_plan import Item, resolve, warn_of_refused, write_results
 
+if TYPE_CHECKING:
+    from .saver import Saver
 
-class SaveSession:
-    """One save, as one rank sees it, from DCP's first hook to the last; all run on the save's thread.
+_T = TypeVar("_T")
 
-    ``staged_save`` is None if the save writes from the tensors themselves. ``kept`` is the part of the save that is
-    kept in memory, if any. ``path`` is the checkpoint's, without credentials.
+_CLEAN_UP_SECONDS = 20.0  # the other ranks wait for the clean-up after a commit
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+class Save:
+    """One save of one rank, from DCP's first hook to its last. All calls come from the save's thread.
+
+    Training waits for that thread before it stages again. So if the storage has no timeouts of its own, a call that
+    hangs in the kernel is abandoned after the writer's timeout.
+
+    Args:
+        saver: What the saves of one writer share.
+        save_id: The id of the save.
+        storage: The directory that this rank writes to.
+        staged: The staged state; None if the save writes from the tensors themselves.
+        kept: The state in memory, if it is kept there during the save.
+
+    Attributes:
+        path: The checkpoint's path for messages and reports, without credentials.
+        commits: This rank commits, for all ranks or for itself.
+        metadata_rank: The rank in the metadata file's name; None if one file is for all.
+        is_given_up: The storage has hung for too long.
     """
+
+    meta = StorageMeta
+    """The class of the storage's metadata that DCP sends to all ranks when the save is committed."""
+    has_one_id = False
+    """True if the file names of all ranks contain the coordinator's id of the save."""
 
     def __init__(
         self,
-        context: SaveContext,
+        saver: Saver,
         save_id: str,
-        destination: Destination,
-        staged_save: StagedSave | None,
+        storage: Storage,
+        staged: StagedSave | None,
         kept: KeptSave | None = None,
     ) -> None:
         self.id = save_id
-        self.path = destination.path
-        self._destination = destination
-        self._context = context
-        self._staged_save = staged_save
+        self.storage = storage
+        self.path = storage.path
+        self.rank, self.commits = 0, True
+        self.metadata_rank: int | None = None
+        self.is_given_up = False
+        self._saver = saver
+        self._staged = staged
         self._kept = kept
-        self._record: SaveRecord | None = None if staged_save is None else staged_save.record
-        self._times = SaveTimes() if staged_save is None else SaveTimes(staged_save.times)
+        self._record: SaveRecord | None = None if staged is None else staged.record
+        self._times = SaveTimes() if staged is None else SaveTimes(staged.times)
         self._report: SaveReport | None = None
-        self._turns = QuickTurns() if staged_save is not None and staged_save.is_on_own_thread else None
-        self._tables = SaveTables(context.engine.tables, save_id)
+        self._has_own_thread = staged is not None and staged.is_on_own_thread
+        self._turns = QuickTurns() if self._has_own_thread else None
+        self._tables = SaveTables(saver.engine.tables, save_id)
+        self._lock: DirectoryLock | None = None
+        self._replaced: concurrent.futures.Future[set[str]] | None = None
+        if staged is not None:
+            storage.umask = staged.context.umask
 
     @property
     def is_dropped(self) -> bool:
         """Returns whether DCP has dropped the staged state, so that nothing can save it any more."""
-        return self._staged_save is not None and self._staged_save.over()
+        return self._staged is not None and self._staged.over()
+
+    # --- DCP's hooks ------------------------------------------------------------------------------------------------
 
     def set_up(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
         """Takes this rank's part in the save."""
-        self._destination.set_up(rank, is_coordinator=is_coordinator, use_collectives=use_collectives)
+        self.rank = rank
+        self.commits = is_coordinator or not use_collectives
+        self.metadata_rank = None if use_collectives else rank
         if not use_collectives:
             self._kept = None  # no rank would know what the others keep
-        self._context.engine.failures.set_coordinator(is_coordinator)
+        self._saver.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory. The coordinator locks it, and removes the files of dead saves.
+        """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
 
         Returns the plan, with what this rank could leave out of its results. Raises `WriteError` if the directory
         cannot be created, or holds a checkpoint that must not be overwritten.
         """
         with self.or_fail():
-            self._destination.open()
+            self.open()
             keeping = None if self._kept is None else self._kept.planned(plan)
-            return plan if self._destination.commits else self._tables.offer(plan, keeping)
+            return plan if self.commits else self._tables.offer(plan, keeping)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
         with self.or_fail():
             states: list[KeptState | None] = [None] * len(plans)
             if self._kept is not None:
-                states = [*self._kept.begin(self.id, [keeping_rank(plan) for plan in plans], self._destination.rank)]
+                states = [*self._kept.begin(self.id, [keeping_rank(plan) for plan in plans], self.rank)]
             return [self._tables.answer(plan, state) for plan, state in zip(plans, states, strict=True)]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -92,41 +147,36 @@ class SaveSession:
 
         Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
         """
-        context, destination = self._context, self._destination
+        saver = self._saver
         self._times.planned()
-        if destination.has_one_id:
+        if self.has_one_id:
             self.id = self._tables.save_of(plan) or self.id
         try:
             items, written, results = self._write(plan, planner)
         except BaseException as error:  # also KeyboardInterrupt: no file of this save may stay
             hung = error if isinstance(error, WriterProcessHung) else None
             if hung is not None:
-                destination.give_up()
+                self._give_up()
             self._fail(error)
-            destination.drop_record(self.id, None if hung is None else hung.cleaning)
+            self._drop_record(None if hung is None else hung.cleaning)
             failed_before_commit(error)
             if not isinstance(error, CheckpointError):
                 raise
             kind = type(error) if hung is None else WriterProcessDied
-            failure = kind(f"rank {destination.rank}: {error}")
+            failure = kind(f"rank {self.rank}: {error}")
             failed_before_commit(failure)
             raise failure from error
         finally:
-            if self._staged_save is not None:
-                self._staged_save.on_written = None  # it refers to the object that keeps the state
-                self._staged_save.release()
-                context.stager.written(self._staged_save)
-            if not context.options.cache_staged_state_dict:
-                context.engine.client.free()
-        warn_of_refused(items, context.engine.looked_at)
-        self._report = self._times.written(
-            path=self.path,
-            save_id=self.id,
-            rank=destination.rank,
-            nbytes=sum(item.tensor.nbytes for item in items),
-            done=written,
-        )
-        if not destination.commits:
+            if self._staged is not None:
+                self._staged.on_written = None  # it refers to the object that keeps the state
+                self._staged.release()
+                saver.stager.written(self._staged)
+            if not saver.options.cache_staged_state_dict:
+                saver.engine.client.free()
+        warn_of_refused(items, saver.engine.looked_at)
+        nbytes = sum(item.tensor.nbytes for item in items)
+        self._report = self._times.written(path=self.path, save_id=self.id, rank=self.rank, nbytes=nbytes, done=written)
+        if not self.commits:
             self._end_turns()
             self._publish(self._report)
         return results
@@ -139,94 +189,97 @@ class SaveSession:
         assert self._report is not None, "write comes first"
         self._times.commit_begins()
         with self.or_fail():
-            replaced = self._commit(metadata, results)
-        self._context.engine.failures.committed()
+            replaced = self._complete(metadata, results)
+        self._saver.engine.failures.committed()
         report = self._report = self._times.committed(self._report)
         try:
             self._committed()
         finally:
             # Before the user's callback, because until then a load that began earlier may find files of both saves.
             if replaced:
-                self._destination.remove(replaced)
+                self.remove(replaced)
             self.end()
             self._publish(report)
-
-    def _committed(self) -> None:
-        """Does what follows the commit, before the files that it has replaced are removed."""
-        if self._kept is not None:
-            self._kept.committed()
 
     def end(self) -> None:
         """Releases the directory, so that others may clean up there. Idempotent."""
         self._end_turns()
-        self._destination.end()
+        self._release()
 
-    def _publish(self, report: SaveReport) -> None:
-        self._context.reports.publish(report)
-        self._destination.follow(report)
-
-    def _end_turns(self) -> None:
-        if self._turns is not None:
-            self._turns.end()
+    # --- the parts of the hooks -------------------------------------------------------------------------------------
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
-        if self._kept is not None and not self._context.closed:
-            self._kept.keep(self._tables.told(plan), planner, self._destination.rank)
-        omitted = frozenset() if self._staged_save is None else self._staged_save.omitted
-        items = resolve(plan, planner, self._is_staged, omitted)
-        written = self._destination.write(self.id, items)
+        if self._kept is not None and not self._saver.closed:
+            self._kept.keep(self._tables.told(plan), planner, self.rank)
+        items = self._resolved(plan, planner)
+        written = self.write_items(items)
         try:
             self._tell_digests(items, written)
-            cipher = self._context.options.write.cipher
-            results = write_results(items, written, self._destination.rank, planner, cipher, self._compare)
-            if not self._destination.commits:
+            cipher = self._saver.options.write.cipher
+            results = write_results(items, written, self.rank, planner, cipher, self._compare)
+            if not self.commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
-            self._destination.wrote(written)
+            self.wrote(written)
         except BaseException:
-            self._destination.remove([file.name for file in written.files])
+            self.remove([file.name for file in written.files])
             raise
         return items, written, results
 
+    def _resolved(self, plan: SavePlan, planner: SavePlanner) -> list[Item]:
+        return resolve(plan, planner, self._is_staged, frozenset() if self._staged is None else self._staged.omitted)
+
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        buffer = None if self._staged is None else self._staged.buffer
+        return buffer is not None and buffer.locate(tensor) is not None
+
     def _tell_digests(self, items: list[Item], written: WriteDone) -> None:
         """Passes the digests to the object that keeps the staged state, which then need not take them."""
-        save = self._staged_save
+        save = self._staged
         if save is None or save.on_written is None or save.buffer is None:
             return
         known = dict[tuple[int, int], bytes]()
-        if self._context.options.write.cipher is None:
+        if self._saver.options.write.cipher is None:
             stored = written.places()
             for item in items:
                 if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
                     known[offset, item.tensor.nbytes] = stored[item.name][0].digests
         save.on_written(known)
 
-    def _is_staged(self, tensor: torch.Tensor) -> bool:
-        buffer = None if self._staged_save is None else self._staged_save.buffer
-        return buffer is not None and buffer.locate(tensor) is not None
+    def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
+        return None if self._record is None else self._saver.freshness.compare(self._record.step, places)
 
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
+    def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         try:
             self._begin_commit(metadata)
         except CheckpointError:  # nothing has been committed or will be
-            self._destination.remove([name for part in parts for name, _ in part.files])
+            self.remove([name for part in parts for name, _ in part.files])
             raise
-        replaced = self._destination.commit(metadata, parts)
+        replaced = self.commit(metadata, parts)
         if self._record is not None:
             warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
         return replaced
 
     def _begin_commit(self, metadata: Metadata) -> None:
         """Checks that the save may be committed, and completes DCP's metadata; raises `WriteError`."""
-        self._destination.check_wanted()
+        self._check_wanted()
         _check_trainer_lives(self.path)
         # DCP returns this object of the planner to the caller, with the same fields as torch's writer sets.
         metadata.version = DCP_VERSION
-        metadata.storage_meta = self._destination.meta(checkpoint_id=self.path, save_id=self.id)
+        metadata.storage_meta = self.meta(checkpoint_id=self.path, save_id=self.id)
 
-    def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
-        return None if self._record is None else self._context.freshness.compare(self._record.step, places)
+    def _committed(self) -> None:
+        """Does what follows the commit, before the files that it has replaced are removed."""
+        if self._kept is not None:
+            self._kept.committed()
+
+    def _publish(self, report: SaveReport) -> None:
+        self._saver.reports.publish(report)
+
+    def _end_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.end()
 
     @contextmanager
     def or_fail(self) -> Iterator[None]:
@@ -239,8 +292,172 @@ class SaveSession:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, Exception):
-            self._context.engine.failures.failed(error)
+            self._saver.engine.failures.failed(error)
         self.end()
+
+    # --- the directory ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Creates the directory. The rank that commits locks it, and removes the files of dead saves."""
+        self._in_time(self._open)
+
+    def _open(self) -> None:
+        self.storage.make_directory()
+        if self.commits:
+            self._lock = begin(self.storage, self._saver.options.limits.timeout)
+        self._check_free(self.storage)
+
+    def _check_free(self, storage: Storage) -> None:
+        """Raises `WriteError` if there is a checkpoint that must not be replaced."""
+        refuses = self.commits and not self._saver.options.overwrite
+        if refuses and storage.head(metadata_file_name(self.metadata_rank)) is not None:
+            raise WriteError(
+                f"{storage.path}: Checkpoint already exists and overwrite=False: save to another path, or pass "
+                f"overwrite=True"
+            )
+        if self.metadata_rank is not None and storage.head(metadata_file_name()) is not None:
+            raise WriteError(
+                f"{storage.path} holds a checkpoint of all ranks, which every load would take for the one "
+                f"that is saved here without collectives: remove that, or save to another path"
+            )
+
+    def write_items(self, items: Sequence[Item]) -> WriteDone:
+        """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
+        left.
+        """
+        if self.commits:
+            ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
+            self._replaced = in_background(ask, daemon=True)
+        if any(item.has_bytes for item in items):
+            self._in_time(lambda: put_records(self.storage, [self.id]))
+        return self._write_files(items)
+
+    def _write_files(self, items: Sequence[Item]) -> WriteDone:
+        saver = self._saver
+        files = FilesOfSave(self.storage, self.rank, self.id, saver.options.write, saver.engine.files)
+        with saver.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
+            return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)
+
+    def wrote(self, written: WriteDone) -> None:
+        """Notes that this rank's part is ready. The save may still fail on another rank."""
+        if self._staged is not None and self._staged.files is not None:
+            self._staged.files.note(self.storage, [file.name for file in written.files])
+
+    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+        """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
+        removed.
+
+        ``parts`` are the ranks' reports. Raises `WriteError`; see `commit.commit`.
+        """
+        return self._in_time(lambda: self._commit(metadata, parts))
+
+    def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+        saver, storage = self._saver, self.storage
+        agree_on_key(saver.options.write.cipher, parts, storage)
+        assert self._replaced is not None
+        replaced = self._replaced.result()
+        if storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
+            replaced |= replaced_files(storage, self.metadata_rank)
+        put_records(storage, map(save_id_in, replaced))
+        try:
+            commit(
+                storage,
+                metadata,
+                parts,
+                sync=saver.options.write.sync_files,
+                overwrite=saver.options.overwrite,
+                check=self._check_commit,  # at the last moment, because checking all ranks' data may have taken seconds
+                is_owned=saver.owner is not None,
+                **self._index_options(),
+            )
+        except Exception:  # not KeyboardInterrupt, after which it may be committed
+            remove_records(storage, map(save_id_in, replaced))  # the checkpoint before stays
+            raise
+        return replaced
+
+    def _index_options(self) -> dict[str, Any]:
+        """The options of the index."""
+        return {
+            "rank": self.metadata_rank,
+            "cipher": self._saver.options.write.cipher,
+            "record": self._record,
+            "recent": self._saver.engine.sections,
+        }
+
+    def _check_wanted(self) -> None:
+        """Raises `Refused` if the save has been abandoned."""
+        if self.is_given_up:
+            raise Refused(f"{self.path} has hung for too long")
+        if self._saver.closed and self._staged is not None:
+            raise Refused(f"the writer was closed before the save to {self.path} was over")
+
+    def _check_commit(self) -> None:
+        """Raises `Refused` if the save must not be committed: it was abandoned, or another run has claimed the
+        folder.
+        """
+        self._check_wanted()
+        if self._saver.owner is not None:
+            self._saver.owner.check()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files that no checkpoint names, and the records of their saves. It does not wait for a storage that
+        hangs.
+
+        It takes a quarter of a second for 2 GB. It is done on this thread, because a caller may copy the directory as
+        soon as the save is over.
+        """
+        self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
+
+    def _drop_record(self, after: concurrent.futures.Future[None] | None) -> None:
+        """Removes the record of this save, which has failed here, after the files that it tells of are removed."""
+
+        def drop() -> None:
+            if after is not None:
+                after.exception()
+            drop_record(self.storage, self.id)
+
+        self._clean_up(drop)
+
+    def _release(self) -> None:
+        """Releases the directory. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        if not self.is_given_up and self.storage.locks_are_visible:  # then only the kernel is involved
+            lock.release()
+        else:
+            self._clean_up(lock.release)
+
+    def _give_up(self) -> None:
+        """Stops waiting for the storage, which hangs."""
+        self.is_given_up = True
+        self.storage.give_up()
+
+    def _in_time(self, operation: Callable[[], _T], most: float = math.inf) -> _T:
+        """Runs an operation on the storage; gives it up, and raises `WriteError`, if it hangs."""
+        timeout = min(most, self._saver.options.limits.timeout)
+        if not (self._has_own_thread and self.storage.may_hang):
+            return operation()
+        try:
+            return in_time(operation, timeout)
+        except Hung:
+            self._give_up()
+            raise WriteError(
+                f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. What was "
+                f"begun there may still happen later"
+            ) from None
+
+    def _clean_up(self, operation: Callable[[], object]) -> None:
+        """Runs an operation whose result nobody needs; does not wait for a storage that hangs."""
+        if self.is_given_up:
+            in_background(operation, name="clean-up", daemon=True)
+            return
+        try:
+            self._in_time(operation, _CLEAN_UP_SECONDS)
+        except WriteError as error:
+            if not self.is_given_up:
+                raise
+            logger.warning("%s", str(error))
 
 
 def _check_trainer_lives(path: str) -> None:

@@ -1,7 +1,8 @@
-"""The saves of one writer: the staged state of each, its destination, and its session."""
+"""What the saves of one writer share, and how each begins."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -20,18 +21,22 @@ from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes, name_of_group
+from .._staging.stager import Stager
+from .._storage.base import Storage
+from .._storage.claim import Ownership
+from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
+from .._tiers.queue import AliveMark
 from .._tiers.target import place_of
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import WrittenFiles
-from .context import SaveContext
-from .destination import Destination
+from .engine import engine_of_process
 from .keeping import KeptSave
 from .options import SaveOptions
-from .report import SaveCallbacks
-from .save import SaveSession
-from .tiered_save import TieredDestination
+from .report import Freshness, Reports, SaveCallbacks
+from .save import Save
+from .tiered_save import TieredSave
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -51,20 +56,52 @@ class SaveDescription(NamedTuple):
     files: WrittenFiles | None = None
 
 
-class Saver(SaveContext):
-    """Begins the saves of one writer, one after the other, and cleans up after them.
+class Saver:
+    """What the saves of one writer share. It begins them, one after the other, and cleans up after them.
 
-    ``save_id`` is the id of the last save that began; before the first one, of the first. ``refusal`` is the error that
-    `raise_refusal` raises next.
+    Args:
+        options: The writer's options.
+        callbacks: Told of the writer's saves.
+        closed: The writer has been closed, and stages nothing.
+
+    Attributes:
+        id: The writer's id.
+        save_id: The id of the last save that began; before the first one, of the first.
+        engine: The staging buffers and the writer process.
+        stager: Copies state dicts to the buffers.
+        flushing: The flush of the local folder, if there is one.
+        reports: Passes the reports of saves to the user.
+        freshness: Compares each save with the one before.
+        owner: The run's claim to the folder of the saves; None if nobody claims it.
+        refusal: The error that `raise_refusal` raises next.
     """
 
     def __init__(self, options: SaveOptions, callbacks: SaveCallbacks, *, closed: bool = False) -> None:
-        super().__init__(options, callbacks, closed=closed)
-        self.save_id = uuid.uuid4().hex
-        self._next_id = self.save_id
+        self.options = options
+        self.callbacks = callbacks
+        self.closed = closed
+        devices = options.staging == "device"
+        self.engine = engine_of_process(devices=devices)
+        self.stager = Stager(
+            self.engine.saves,
+            cache_staged_state_dict=options.cache_staged_state_dict,
+            thread_count=options.write.thread_count,
+            in_place=options.staging == "shared",
+            copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
+            if devices
+            else None,
+            overlap_staging=options.overlap_staging,
+        )
+        self.flushing = None if options.target is None else self.engine.flushing(options.target)
+        self.reports = Reports(callbacks.on_report)
+        self.freshness = Freshness()
+        self.owner: Ownership | None = None
+        self.id = uuid.uuid4().hex
+        self.save_id = self._next_id = uuid.uuid4().hex
         # Saves without staging may begin at the same time, also in a signal handler.
         self._numbering = free_in_child(threading.RLock())
         self.refusal: WriteError | None = None
+        self._alive_mark: AliveMark | None = None
         self._ends_engine = False
         self._flushes = False
 
@@ -147,7 +184,7 @@ class Saver(SaveContext):
         directory: str | None,
         staged_save: StagedSave | None,
         error: StagingError | None = None,
-    ) -> SaveSession:
+    ) -> Save:
         """Begins a save, inside the step in which DCP sends errors to all ranks.
 
         A relative path is relative to ``directory``, or to the current working directory. ``staged_save`` is None if
@@ -166,10 +203,10 @@ class Saver(SaveContext):
                 raise StagingError(str(error))
             where = self._where(path, directory, staged_save)
             self._check_group(where, staged_save)
-            destination = self._destination(where, staged_save)
+            storage, make = self._destination(where)
             kept = None
             if staged_save is not None and self.options.survive:
-                kept = KeptSave(self.engine.keeping, where, destination.storage, self.options, staged_save)
+                kept = KeptSave(self.engine.keeping, where, storage, self.options, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
@@ -178,8 +215,8 @@ class Saver(SaveContext):
             if self.flushing is not None:
                 self._flushes = True
                 self.engine.open(self)  # also without staging, because the flush needs the process
-            self.engine.connection = destination.storage.connection
-            return self._session(destination, staged_save, kept)
+            self.engine.connection = storage.connection
+            return make(self, self.save_id, storage, staged_save, kept)
 
     def raise_refusal(self) -> None:
         """Raises the error of a save that was refused after too many failures in a row, once, for the training thread.
@@ -279,23 +316,25 @@ class Saver(SaveContext):
                 redact(str(where)),
             )
 
-    def _session(self, destination: Destination, staged_save: StagedSave | None, kept: KeptSave | None) -> SaveSession:
-        """The session of a save."""
-        return SaveSession(self, self.save_id, destination, staged_save, kept)
-
-    def _destination(self, where: str | Path, staged_save: StagedSave | None) -> Destination:
-        """The destination of a save: with a local folder, its place there, and on the remote."""
+    def _destination(self, where: str | Path) -> tuple[Storage, Callable[..., Save]]:
+        """The directory that a save writes to, and the kind of the save."""
         options, flushing = self.options, self.flushing
         if flushing is None:
-            storage = open_storage(where, options.write.storage_options, options.limits.timeout)
-            return Destination(self, storage, staged_save)
+            return open_storage(where, options.write.storage_options, options.limits.timeout), Save
         place = place_of(flushing.target.remote, where)
         if place is None:
             raise WriteError(
                 f"{redact(str(where))} is not below {flushing.target.name}, which {flushing.target.local} "
                 f"mirrors: save below the writer's path, or use a writer without local="
             )
-        return TieredDestination(self, flushing, place, staged_save)
+        make = functools.partial(TieredSave, flushing=flushing, place=place)
+        return LocalStorage(flushing.target.folder(place)), make
+
+    def show_alive(self) -> None:
+        """Marks the writer in the local folder as alive until it is closed: its saves are not those of a dead job."""
+        if self.flushing is not None and self._alive_mark is None and not self.closed:
+            with suppress(CheckpointError, OSError):
+                self._alive_mark = AliveMark(self.flushing.queue, self.id)
 
 
 def _shown(path: str | os.PathLike[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""A destination that is durable in a local folder first, and is flushed to the remote later."""
+"""A save that is durable in a local folder first, and is flushed to the remote later."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -14,18 +15,20 @@ from .._index.locations import RankPlaces
 from .._runtime.forks import Finalizer
 from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
-from .._storage.local import LocalStorage
 from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe, listed_ranks
 from .commit import agree_on_key, encoded, remove
-from .context import SaveContext
-from .destination import Destination
 from .flushing import CommittedMeta, Flushing
+from .keeping import KeptSave
 from .report import SaveReport
+from .save import Save
 from .write_plan import Item
+
+if TYPE_CHECKING:
+    from .saver import Saver
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -34,8 +37,8 @@ _MAX_FILE_BYTES = 1 << 30
 """The size of a file to flush. Other nodes see only whole files arrive: if none does, they take the node for lost."""
 
 
-class TieredDestination(Destination):
-    """A place in the local folder, or on the remote if this rank's disk does not take the save.
+class TieredSave(Save):
+    """A save to a place in the local folder, or on the remote if this rank's disk does not take it.
 
     No rank looks at another's local folder, which may be on another node. ``place`` is the checkpoint's path in the
     folder.
@@ -44,27 +47,35 @@ class TieredDestination(Destination):
     meta = CommittedMeta
     has_one_id = True  # so that the files of a lost node are recognised
 
-    def __init__(self, context: SaveContext, flushing: Flushing, place: str, staged_save: StagedSave | None) -> None:
-        storage = LocalStorage(flushing.target.folder(place))
+    def __init__(
+        self,
+        saver: Saver,
+        save_id: str,
+        storage: Storage,
+        staged: StagedSave | None,
+        kept: KeptSave | None = None,
+        *,
+        flushing: Flushing,
+        place: str,
+    ) -> None:
         storage.max_file_bytes = _MAX_FILE_BYTES
-        super().__init__(context, storage, staged_save)
+        super().__init__(saver, save_id, storage, staged, kept)
         self.path = f"{flushing.target.name}/{place}" if place else flushing.target.name
         self._flushing = flushing
         self._place = place
         self._writing: Writing | None = None  # while this rank's files are in the local folder
         self._files: dict[str, int] = {}  # the files there, with their sizes
-        self._id = ""
         self._is_published = False
 
     def open(self) -> None:
         """Opens the directory; asks the remote only if necessary."""
-        if self.commits and not (self._context.options.overwrite and self.metadata_rank is None):
+        if self.commits and not (self._saver.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
             self._check_not_on_its_way()
 
     def _check_not_on_its_way(self) -> None:
         name = metadata_file_name(self.metadata_rank)
-        for _, record in () if self._context.options.overwrite else self._flushing.open_records():
+        for _, record in () if self._saver.options.overwrite else self._flushing.open_records():
             if record.place == self._place and record.commit is not None and record.commit.name == name:
                 raise WriteError(
                     f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, and "
@@ -73,32 +84,31 @@ class TieredDestination(Destination):
 
     # --- this rank's files ------------------------------------------------------------------------------------------
 
-    def write(self, save_id: str, items: Sequence[Item]) -> WriteDone:
-        self._id = save_id
+    def write_items(self, items: Sequence[Item]) -> WriteDone:
         try:
             self._writing, self._lock = self._in_time(self._begin)
             # DCP calls no hook if another rank fails. Not at exit, when a save on a daemon thread may be under way.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
             return self._write_locally(items)
         except WriterProcessHung as error:
-            self.give_up()
+            self._give_up()
             reason: Exception = error
         except WriterProcessDied:
             raise
         except (CheckpointError, OSError) as error:
             reason = error
-        self.end()
+        self._release()
         self._writing, self._files, self.is_given_up = None, {}, False
         self._leave_local_folder(reason)
-        return self._write(save_id, items)
+        return self._write_files(items)
 
     def _begin(self) -> tuple[Writing, DirectoryLock]:
         """Records the save, and locks the local folder, so that nobody removes it.
 
         It sets no attributes: if the disk hangs, it may still be running when the save has given the disk up.
         """
-        self._context.show_alive()
-        record = FlushRecord(self._flushing.target.name, self._place, self.rank, self._id, self._context.id)
+        self._saver.show_alive()
+        record = FlushRecord(self._flushing.target.name, self._place, self.rank, self.id, self._saver.id)
         # first, so that after a death the next process knows where to look
         writing = self._flushing.queue.begin(record)
         local = self.storage
@@ -112,14 +122,14 @@ class TieredDestination(Destination):
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
         """Writes to the local folder. If that fails, copies of older saves are removed there, and it is tried again."""
         try:
-            written = self._write(self._id, items)
+            written = self._write_files(items)
         except WriterProcessDied:
             raise
         except CheckpointError:
             if not free(self._flushing.queue):
                 raise
             self.storage.make_directory()
-            written = self._write(self._id, items)
+            written = self._write_files(items)
         self._files = {file.name: file.nbytes for file in written.files}
         for name, nbytes in self._files.items():  # no other node can check
             found = self.storage.head(name)
@@ -137,7 +147,7 @@ class TieredDestination(Destination):
         elif self._writing is None:
             super().wrote(written)
         if not self.commits:
-            self.end()
+            self._release()
 
     def _hand_over(self, commit: Commit | None, index: bytes) -> None:
         """Hands over this rank's local files to the flush; with a commit, commits the save locally.
@@ -149,7 +159,7 @@ class TieredDestination(Destination):
             self._writing.abort()
             self._writing = None
             return
-        queue, sync = self._flushing.queue, self._context.options.write.sync_files
+        queue, sync = self._flushing.queue, self._saver.options.write.sync_files
         try:
             try:
                 self._writing.written(self._files, sync=sync, commit=commit, index=index)
@@ -161,12 +171,12 @@ class TieredDestination(Destination):
             raise WriteError(f"cannot write to {queue.folder}: {error}") from error
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files on the remote. The flush owns the local files, or `end` removes them."""
+        """Removes files on the remote. The flush owns the local files, or `_release` removes them."""
         if self._writing is None:
             super().remove(names)
 
-    def end(self) -> None:
-        super().end()
+    def _release(self) -> None:
+        super()._release()
         if self._writing is not None and self._writing.is_unfinished:
             self._clean_up(functools.partial(undo, self._writing))
 
@@ -176,20 +186,20 @@ class TieredDestination(Destination):
         """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the
         remote.
         """
-        agree_on_key(self._context.options.write.cipher, parts, self.storage)
+        agree_on_key(self._saver.options.write.cipher, parts, self.storage)
         index = encoded(self.storage, metadata, parts, **self._index_options())
         files = dict(file for part in parts for file in part.files)
-        commit = Commit(metadata_file_name(self.metadata_rank), files, self._context.options.overwrite)
-        self.check_wanted()
+        commit = Commit(metadata_file_name(self.metadata_rank), files, self._saver.options.overwrite)
+        self._check_wanted()
         if self._writing is not None:
             try:
                 self._hand_over(commit, index)
                 return set()  # the flush replaces it
             except CheckpointError as error:
                 self._copy_to_remote(error)
-        return self._publish(index, commit)
+        return self._commit_remotely(index, commit)
 
-    def _publish(self, index: bytes, commit: Commit) -> set[str]:
+    def _commit_remotely(self, index: bytes, commit: Commit) -> set[str]:
         """Commits the save on the remote, when earlier saves and the files of all ranks are there.
 
         Raises `WriteError` if they have not come in time, or it cannot be committed. Then its files are removed, unless
@@ -219,12 +229,12 @@ class TieredDestination(Destination):
         def is_over() -> bool:
             nonlocal missing, ahead
             missing = missing_files(self.storage, missing, commit.files)
-            ahead = self._flushing.commits_before(self._id)
-            self.check_wanted()  # this may have waited for long
+            ahead = self._flushing.commits_before(self.id)
+            self._check_wanted()  # this may have waited for long
             return not missing and not ahead
 
         self._flushing.resume()
-        own = self._context.options.target
+        own = self._saver.options.target
         assert own is not None  # other writers with this local folder may have other timeouts
         if not self._flushing.wait(
             until=is_over, progress=lambda: len(missing), patience=own.patience(), every=_LOOK_SECONDS
@@ -241,9 +251,10 @@ class TieredDestination(Destination):
         words = f"{record.place or 'what'} was saved before, lies in {self._flushing.target.folder(record.place)}, and"
         return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
 
-    def follow(self, report: SaveReport) -> None:
-        """Reports again when the remote has the save."""
-        arrived = self._context.reports.arrived
+    def _publish(self, report: SaveReport) -> None:
+        """Publishes a report, and once more when the remote has the save."""
+        super()._publish(report)
+        arrived = self._saver.reports.arrived
         if self._is_published:
             arrived(report, report.durable_at)
         elif self._writing is not None:
@@ -272,7 +283,7 @@ class TieredDestination(Destination):
         try:
             self._leave_local_folder(error)
             for name, nbytes in self._files.items():
-                copy_file(local, self.storage, name, nbytes, self.check_wanted)
+                copy_file(local, self.storage, name, nbytes, self._check_wanted)
         except (CheckpointError, OSError) as failure:
             with suppress(CheckpointError, OSError):
                 discard(self._remote(), *self._files)
@@ -290,7 +301,7 @@ class TieredDestination(Destination):
     def _shared(self, storage: Storage) -> DirectoryLock:
         """Locks a directory that this rank writes to, so that nobody removes it."""
         lock = storage.lock_directory()
-        lock.share(self._context.options.limits.timeout)
+        lock.share(self._saver.options.limits.timeout)
         return lock
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
 from dcp_tensorizer._restart.find import list_kept
-from dcp_tensorizer._saving.destination import Destination
+from dcp_tensorizer._saving.save import Save
 
 from ..support import keepers_below, wait_until_digested
 from .kept_state import SECONDS, sharded_state, values_at, values_of
@@ -33,11 +33,11 @@ def _save(rank, path, step, writer=None):
 def _die_when_all_write(rank):
     """From now on: each rank is killed when all of them have begun to write."""
 
-    def write(destination, save_id, items):
+    def write_items(save, items):
         dist.barrier(group=rank.saves)
         kill_self()
 
-    Destination.write = write
+    Save.write_items = write_items
 
 
 def _is_killed_while_it_writes(rank, folder, names, steps):

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._saving import destination
+from dcp_tensorizer._saving import save
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools import collect
 
 merged, upper = (Path(sys.argv[1], name, "run") for name in ("m", "u"))
-commit, told = destination.commit, {}
+commit, told = save.commit, {}
 
 def collect_and_commit(*args, **options):
     for name, path in (("merged", merged), ("upper", upper)):
@@ -30,7 +30,7 @@ def collect_and_commit(*args, **options):
 
 with TensorizerStorageWriter(merged / "step-1") as writer:
     dcp.save({"x": torch.ones(4)}, storage_writer=writer)
-    with mock.patch.object(destination, "commit", collect_and_commit):
+    with mock.patch.object(save, "commit", collect_and_commit):
         dcp.save({"x": torch.full((4,), 2.0)}, storage_writer=writer)
 state = {"x": torch.zeros(4)}
 dcp.load(state, storage_reader=TensorizerStorageReader(merged / "step-1"))

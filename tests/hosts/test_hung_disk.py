@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._saving.save import SaveSession
+from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.writer_client import WriterClient
 
 disk, elsewhere, step = sys.argv[1:]
@@ -46,9 +46,9 @@ def save(value, path):
         return str(next(iter(error.failures.values()))[0])
 
 owner, name = {{
-    "prepare": (SaveSession, "prepare"),
+    "prepare": (Save, "prepare"),
     "write": (WriterClient, "write"),
-    "commit": (SaveSession, "finish"),
+    "commit": (Save, "finish"),
 }}[step]
 limits = SaveLimits(timeout={TIMEOUT}, max_consecutive_failures=None)
 writer = TensorizerStorageWriter(limits=limits)

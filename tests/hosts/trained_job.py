@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, unwrap
-from dcp_tensorizer._saving.save import SaveSession
+from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.stager import _Snapshot
 
@@ -167,8 +167,8 @@ class _Halt:
         self.is_armed = False
         own = {
             "staging": (_Snapshot, "fill"),
-            "commit": (SaveSession, "_commit"),
-            "after the commit": (SaveSession, "_committed"),
+            "commit": (Save, "_complete"),
+            "after the commit": (Save, "_committed"),
             "write": (WriterClient, "write"),
         }
         if phase in own:

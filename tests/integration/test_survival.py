@@ -33,8 +33,8 @@ from dcp_tensorizer._restart import client, runtime_directory
 from dcp_tensorizer._restart.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._restart.protocol import Extent, Keep, KeptContent, KeptHead
 from dcp_tensorizer._runtime.threads import Deadline
-from dcp_tensorizer._saving.destination import Destination
 from dcp_tensorizer._saving.engine import engine_of_process
+from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._storage.local import LocalStorage
@@ -149,13 +149,13 @@ def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
 
 def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that writes a step that was held in memory: of both no more than the part."""
-    gate, write_files = Gate(), Destination.write
+    gate, write_items = Gate(), Save.write_items
 
-    def waits(destination: Destination, save_id: str, items: Sequence[Item]) -> WriteDone:
+    def waits(save: Save, items: Sequence[Item]) -> WriteDone:
         gate.pass_through()
-        return write_files(destination, save_id, items)
+        return write_items(save, items)
 
-    monkeypatch.setattr(Destination, "write", waits)
+    monkeypatch.setattr(Save, "write_items", waits)
     with manager_of(tmp_path / "run", save_every=1) as manager:
         manager.save(5, state_of(5))
         gate.wait_reached()
@@ -248,16 +248,16 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
 ) -> None:
     """It does not answer when it is told the digests: the save is committed, and the keeper is ended."""
     stopped = []
-    write = Destination.write
+    write_items = Save.write_items
 
-    def stop_and_write(destination: Destination, save_id: str, items: Sequence[Item]) -> WriteDone:
+    def stop_and_write(save: Save, items: Sequence[Item]) -> WriteDone:
         (keeper,) = keepers_below(sockets)
         keeper.send_signal(signal.SIGSTOP)
         stopped.append(keeper)
         monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.5)
-        return write(destination, save_id, items)
+        return write_items(save, items)
 
-    monkeypatch.setattr(Destination, "write", stop_and_write)
+    monkeypatch.setattr(Save, "write_items", stop_and_write)
     with TensorizerStorageWriter(tmp_path / "run", survive=WAIT) as writer:
         dcp.async_save(state_of(1), storage_writer=writer).result()
         stopped[0].wait(WAIT)

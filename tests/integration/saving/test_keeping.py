@@ -19,9 +19,9 @@ from dcp_tensorizer._restart import client, find, runtime_directory
 from dcp_tensorizer._restart.client import KeeperProcess
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._saving import keeping
-from dcp_tensorizer._saving.destination import Destination
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.keeping import Keeping
+from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._staging.buffer_pool import StagedSaves
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 
@@ -60,13 +60,13 @@ def cut_off(
 ) -> None:
     """A save that never comes to its end, and the death of its process: as far as the keeper sees it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Destination, "write", _dies)
+        patch.setattr(Save, "write_items", _dies)
         with pytest.raises(CheckpointException):
             save(writer, path, value, planner)
     keeping_of_process().end(is_abandoned=True)
 
 
-def _dies(destination: Destination, save_id: str, items: object) -> None:
+def _dies(save: Save, items: object) -> None:
     raise WriteError("it died here")
 
 
@@ -89,7 +89,7 @@ def test_a_save_that_was_cut_off(tmp_path: Path, sockets: Path, writer: Tensoriz
 def test_nothing_is_read_of_a_trainer_that_lives(tmp_path: Path, writer: TensorizerStorageWriter) -> None:
     """What it keeps is its own: it may write to that memory at any moment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Destination, "write", _dies)
+        patch.setattr(Save, "write_items", _dies)
         with pytest.raises(CheckpointException):
             save(writer, tmp_path / "a", 1)
     assert tools.list_kept(tmp_path) == ()
@@ -269,12 +269,12 @@ def test_a_folder_that_is_another_one_now(
 _SCRIPT = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageWriter, WriteError
-from dcp_tensorizer._saving.destination import Destination
+from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._restart import runtime_directory
-def dies(destination, save_id, items):
+def dies(save, items):
     raise WriteError("it died here")
 if sys.argv[2] == "fails":
-    Destination.write = dies
+    Save.write_items = dies
 writer = TensorizerStorageWriter(survive=600.0)
 dcp.async_save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1], storage_writer=writer).exception()
 """
@@ -321,7 +321,7 @@ def test_the_keepers_of_another_machine(tmp_path: Path, sockets: Path, monkeypat
 
 def test_a_block_that_fails(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its save has failed as well: closing the writer leaves what is in memory."""
-    monkeypatch.setattr(Destination, "write", _dies)
+    monkeypatch.setattr(Save, "write_items", _dies)
     with pytest.raises(CheckpointException), TensorizerStorageWriter(survive=WAIT) as writer:
         save(writer, tmp_path / "a", 1)
     assert loaded(tmp_path / "a") == 1
@@ -334,7 +334,7 @@ def test_what_was_loaded_is_given_back_when_the_job_has_saved(tmp_path: Path, so
     with TensorizerStorageWriter(survive=WAIT) as writer:
         assert loaded(tmp_path / "a") == 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Destination, "write", _dies)
+            patch.setattr(Save, "write_items", _dies)
             with pytest.raises(CheckpointException):
                 save(writer, tmp_path / "b", 2)
         save(writer, tmp_path / "c", 3)
@@ -359,7 +359,7 @@ def test_several_paths_at_once(tmp_path: Path, sockets: Path) -> None:
     """A model and its optimizer, each in a folder of the step: one keeper has both."""
     with TensorizerStorageWriter(survive=WAIT) as writer:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Destination, "write", _dies)
+            patch.setattr(Save, "write_items", _dies)
             patch.setattr(Keeping, "begin_staging", lambda self, saves: None)  # as where they run side by side
             for number, name in enumerate(("model", "optimizer"), 1):
                 with pytest.raises(CheckpointException):

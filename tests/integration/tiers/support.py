@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._saving.tiered_save import TieredDestination
+from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
@@ -87,13 +87,12 @@ class Run:
         return step
 
 
-def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> tuple[TieredDestination, WriteDone]:
-    """The destination "a" of a rank that does not commit, and what it has written there: one small file."""
-    saver = writer.saver
-    assert saver.flushing is not None
-    destination = TieredDestination(saver, saver.flushing, "a", None)
-    destination.set_up(rank, is_coordinator=False, use_collectives=True)
-    return destination, destination.write(ID, [Item(MetadataIndex("w"), "w", "tensor", torch.ones(4))])
+def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> tuple[Save, WriteDone]:
+    """A save to "a" on a rank that does not commit, and what it has written there: one small file."""
+    storage, make = writer.saver._destination(run.remote / "a")
+    save = make(writer.saver, ID, storage, None)
+    save.set_up(rank=rank, is_coordinator=False, use_collectives=True)
+    return save, save.write_items([Item(MetadataIndex("w"), "w", "tensor", torch.ones(4))])
 
 
 def files_below(folder: Path) -> set[str]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dcp_tensorizer._saving.model_destination import ModelDestination
-from dcp_tensorizer._saving.model_layout import ModelOptions
+from dcp_tensorizer._saving.model_save import ModelSave
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer.export import SafetensorsStorageWriter
 
 
 class _Interrupted(deque[Callable[[], None]]):
@@ -23,15 +23,14 @@ class _Interrupted(deque[Callable[[], None]]):
 
 def test_a_signal_may_release_a_directory_at_any_time(tmp_path: Path) -> None:
     """As one that closes the writer, just when the save has put off its clean-up: no lock keeps it waiting."""
-    context: Any = None
-    destination = ModelDestination(context, LocalStorage(tmp_path), None, ModelOptions())
-    lock = destination.storage.lock_directory()
-    destination._lock = lock
-    release = destination.hold()
-    destination._held = _Interrupted()
+    saver: Any = SafetensorsStorageWriter(tmp_path).saver
+    save = ModelSave(saver, "a" * 32, LocalStorage(tmp_path), None)
+    save._lock = save.storage.lock_directory()
+    release = save.hold()
+    save._held = _Interrupted()
     before = signal.signal(signal.SIGUSR1, lambda *_: release())
     try:
-        destination.end()
+        save.end()
     finally:
         signal.signal(signal.SIGUSR1, before)
     again = LocalStorage(tmp_path).lock_directory()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter, WriteError, unwrap
-from dcp_tensorizer._saving.destination import Destination
+from dcp_tensorizer._saving.save import Save
 
 from ...support import writer_process
 
@@ -25,7 +25,7 @@ def save(writer: TensorizerStorageWriter) -> None:
     dcp.async_save(STATE, storage_writer=writer).result()
 
 
-@pytest.mark.parametrize("step", ["open", "write", "commit"])
+@pytest.mark.parametrize("step", ["open", "write_items", "commit"])
 def test_an_error_that_nobody_has_foreseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
@@ -35,7 +35,7 @@ def test_an_error_that_nobody_has_foreseen(
         raise RuntimeError("a bug")
 
     path = tmp_path / "a"
-    monkeypatch.setattr(Destination, step, fails)
+    monkeypatch.setattr(Save, step, fails)
     with (
         TensorizerStorageWriter(path, limits=SaveLimits(max_consecutive_failures=1)) as writer,
         caplog.at_level(logging.ERROR, "dcp_tensorizer"),
