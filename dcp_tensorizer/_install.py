@@ -23,13 +23,12 @@ from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import AsyncStager
 
 from ._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
 from ._storage.open import absolute_path, is_location
 from .any_format import AnyFormatReader
 from .planner import LoadPlanner, SavePlanner
-from .writer import TensorizerStorageWriter
+from .writer import DescribedStager, TensorizerStorageWriter
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -177,27 +176,10 @@ def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return Path(os.path.expanduser(path)) if isinstance(absolute_path(path), Path) else path
 
 
-class _Stager(AsyncStager):
-    """Stages for saves that have neither a stager nor a writer. Closing it ends nothing."""
-
-    _synchronize_after_execute = TensorizerStorageWriter._synchronize_after_execute
-
-    def __init__(self, *args: Any) -> None:
-        assert _installation is not None
-        self._stager = _installation.stager
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        return self._stager.stage(state_dict)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return self._stager.should_synchronize_after_execute
-
-    def synchronize_staging(self) -> None:
-        self._stager.synchronize_staging()
-
-    def close(self) -> None:
-        pass
+def _stager(*args: object) -> DescribedStager:
+    """The stager of a save that has neither a stager nor a writer."""
+    assert _installation is not None
+    return DescribedStager(_installation.stager)
 
 
 def _replace() -> None:
@@ -221,7 +203,7 @@ def _replace() -> None:
     for module, name, value in (
         (saver, STORAGE_SETUP, storage_setup),
         (loader, STORAGE_SETUP, storage_setup),
-        (saver, "DefaultStager", _Stager),
+        (saver, "DefaultStager", _stager),
         (saver, PROCESS_EXECUTOR, ProcessExecutor),
     ):
         _replaced.append((module, name, getattr(module, name)))

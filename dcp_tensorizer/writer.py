@@ -548,13 +548,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
 
 class DescribedStager(AsyncStager):
-    """Stages for one save of a writer, which ``save`` describes. Closing it ends nothing."""
+    """Stages for one save, which ``save`` describes, as its writer does. Closing it ends nothing."""
 
-    _synchronize_after_execute = TensorizerStorageWriter._synchronize_after_execute
-
-    def __init__(self, writer: TensorizerStorageWriter, save: SaveDescription) -> None:
-        self._writer = writer
-        self._save = save
+    def __init__(self, writer: TensorizerStorageWriter, save: SaveDescription = SaveDescription()) -> None:  # noqa: B008 - a tuple
+        self._writer, self._save = writer, save
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture:
         """Stages as the writer does."""
