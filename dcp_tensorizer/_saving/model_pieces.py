@@ -8,12 +8,19 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from .._format.runs import Integers, runs_of_region
+from .._format.tensor_bytes import dtype_name
 from .._index.chunks import Region
-from .._writer_process.shared_job import Fill, Pieces
+from .._storage.base import Storage
+from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
+from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob
+from .._writer_process.write_options import WriteOptions
+from .item_bytes import ItemBytes
 from .model_layout import GranuleOwners, RankLayout
 from .rank_group import RankGroup
+from .write_plan import Item
 
 _WINDOW = 64 << 20  # bytes of the files per rank in one exchange
 _FIELDS = 3  # sent with each piece: file, offset, bytes
@@ -115,6 +122,38 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 def round_count(layout: RankLayout) -> int:
     """The number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
+
+
+class SharedFiles(NamedTuple):
+    """Pieces of the files that all ranks write, as `WriterClient.write` takes them.
+
+    ``pieces`` names the sources by their numbers among the items, all of which have bytes. They are written as
+    ``dtypes``.
+    """
+
+    storage: Storage
+    rank: int
+    options: WriteOptions
+    files: tuple[SharedFilePart, ...]
+    pieces: Pieces
+    dtypes: Sequence[torch.dtype]
+
+    def request(self, sources: Sequence[TensorSource], digest: object) -> SharedWriteRequest:
+        """The request to write them in the writer process."""
+        names = tuple(map(dtype_name, self.dtypes))
+        return SharedWriteRequest(self.storage.location, self.options, self.files, self.pieces, tuple(sources), names)
+
+    def job(self, items: Sequence[Item], contents: object, digest: object) -> SharedWriteJob:
+        """The job of writing them in this process."""
+        fill = ItemBytes([item.tensor for item in items], self.dtypes).fill
+        return SharedWriteJob(self.storage, self.files, self.pieces, fill, self.options)
+
+    def finish(self, done: WriteDone, digest: object) -> WriteDone:
+        """Returns the result as it is."""
+        return done
+
+    def remove(self) -> None:
+        """Leaves the files: the coordinator drops them."""
 
 
 class Received(NamedTuple):

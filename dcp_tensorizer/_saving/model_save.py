@@ -33,14 +33,14 @@ from .._runtime.torch_compat import group_of_save, state_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
 from .._storage.open import NOT_SHARED, open_storage
-from .._writer_process.protocol import FileResult, WriteDone
-from .._writer_process.shared_job import PartsWritten, Pieces, SharedFilePart
+from .._writer_process.protocol import WriteDone
+from .._writer_process.shared_job import Pieces, SharedFilePart
 from ..errors import NotCommitted, ReadError, StagingError, WriteError, listed
 from .commit import files_of_models, put_records, remove, remove_records
 from .item_bytes import ItemBytes
 from .keeping import KeptSave
 from .model_layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
-from .model_pieces import PieceExchange, TensorPart, part_of_row, pieces_of, round_count, split
+from .model_pieces import PieceExchange, SharedFiles, TensorPart, part_of_row, pieces_of, round_count, split
 from .options import SaveOptions
 from .rank_group import RankGroup
 from .report import SaveCallbacks
@@ -179,12 +179,7 @@ class ModelSave(Save):
                 self._drop_files()
             if job.error is not None:
                 raise job.error
-        done = job.done
-        names = [layout.files[number].file for number in sorted(job.touched)]
-        files = tuple(FileResult(file.name, file.nbytes, ()) for file in names)
-        written = WriteDone(files, done.seconds, done.copy_seconds, done.write_seconds, attempts=done.attempts)
-        result = WriteResult(MetadataIndex(f"rank {self.rank}"), done.nbytes, done.parts)
-        return job.items, written, [result]
+        return job.items, job.done, [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
 
     def _progress(self, own: Pieces) -> AbstractContextManager[Callable[[int], object]]:
         return self._saver.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))
@@ -223,21 +218,11 @@ class ModelSave(Save):
         items: Sequence[Item],
         dtypes: Sequence[torch.dtype],
         progress: Callable[[int], object],
-    ) -> PartsWritten:
+    ) -> WriteDone:
         """Writes pieces of this rank's items; raises `WriteError`."""
         saver = self._saver
-        return saver.engine.client.write_shared(
-            self.storage,
-            self.rank,
-            layout.files,
-            pieces,
-            items,
-            dtypes,
-            self._staged,
-            saver.options.write,
-            lambda: saver.closed,
-            progress,
-        )
+        files = SharedFiles(self.storage, self.rank, saver.options.write, layout.files, pieces, dtypes)
+        return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)
 
     # --- the directory ----------------------------------------------------------------------------------------------
 
@@ -550,9 +535,8 @@ class _RankJob:
         self._dtypes: list[torch.dtype] = []
         self._sources: list[Item] = []
         self.error: BaseException | None = None
-        self.done = PartsWritten()
+        self.done = WriteDone((), 0.0, 0.0, 0.0)
         self.items: list[Item] = []
-        self.touched: set[int] = set()
         self._progress: Callable[[int], object] = lambda nbytes: None
 
     def run(
@@ -612,7 +596,6 @@ class _RankJob:
         """Writes pieces of the sources. Only sources that are used are passed on."""
         if not len(pieces):
             return
-        self.touched.update(np.unique(pieces.file).tolist())
         used, number = np.unique(pieces.source, return_inverse=True)
         chosen = Pieces(pieces.file, pieces.offset, pieces.nbytes, number.reshape(-1).astype(np.int64), pieces.start)
         sources = [self._sources[n] for n in used.tolist()]

@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from .._format.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._runtime.forks import free_in_child
 from .._storage.base import Storage
-from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource, WriteDone
+from .._writer_process.jobs import FileJob
+from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource, WriteDone, WriteRequest
 from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError
-from .write_plan import plan_files
+from .write_plan import Item, plan_files
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -146,6 +147,15 @@ class FilesOfSave:
         self._candidates: list[_KnownFile] = []
         self._adopted: dict[str, _KnownFile] = {}
         self._digest_seconds = 0.0
+
+    def request(self, sources: Sequence[TensorSource], digest: _Digest) -> WriteRequest:
+        """The request to write tensors in the writer process; ``digest`` takes the XXH3-128 of each, if needed."""
+        return WriteRequest(self.storage.location, self.options, self.plan(sources, digest))
+
+    def job(self, items: Sequence[Item], contents: Callable[[TensorSource], memoryview], digest: _Digest) -> FileJob:
+        """The job of writing items in this process; ``contents`` returns the bytes of each."""
+        sources = [item.source() for item in items]
+        return FileJob(self.storage, self.plan(sources, digest), contents, self.options)
 
     def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
         """Distributes tensors over files; ``digest`` takes the XXH3-128 of each, if they are needed."""

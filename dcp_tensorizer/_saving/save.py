@@ -42,7 +42,7 @@ from .engine import SaveTables, keeping_rank
 from .keeping import KeptSave, KeptState
 from .report import SaveReport, SaveTimes, warn_if_stale
 from .reuse import FilesOfSave
-from .write_plan import Item, resolve, warn_of_refused, write_results
+from .write_plan import Item, in_files, resolve, warn_of_refused, write_results
 
 if TYPE_CHECKING:
     from .saver import Saver
@@ -336,7 +336,8 @@ class Save:
         saver = self._saver
         files = FilesOfSave(self.storage, self.rank, self.id, saver.options.write, saver.engine.files)
         with saver.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
-            return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)
+            stored = in_files(items, is_encrypted=saver.options.write.cipher is not None)
+            return saver.engine.client.write(files, stored, self._staged, lambda: saver.closed, progress)
 
     def wrote(self, written: WriteDone) -> None:
         """Notes that this rank's part is ready. The save may still fail on another rank."""

@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from .._format.tensor_bytes import dtype_name, host_bytes
+from .._format.tensor_bytes import host_bytes
 from .._runtime.child import END_SECONDS
 from .._runtime.forks import free_in_child
 from .._runtime.gc_pause import collector_paused
@@ -20,37 +20,22 @@ from .._staging.shared_mappings import SharedTensors
 from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
-from .._storage.base import Storage
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.gpu_ipc import export, withdraw
-from .._writer_process.jobs import FileJob, take_digests
-from .._writer_process.protocol import (
-    DigestRequest,
-    PublishRequest,
-    SharedWriteRequest,
-    TensorSource,
-    WriteDone,
-    WriteRequest,
-)
-from .._writer_process.shared_job import PartsWritten, Pieces, SharedFilePart, SharedWriteJob
-from .._writer_process.write_options import WriteOptions
+from .._writer_process.jobs import take_digests
+from .._writer_process.protocol import DigestRequest, PublishRequest, TensorSource, WriteDone
 from ..errors import WriteError, WriterProcessDied
-from .item_bytes import ItemBytes
 from .reuse import FilesOfSave
-from .write_plan import Item, in_files
+from .write_plan import Item
 
 if TYPE_CHECKING:
-    import torch
-
     from .._publish.publisher import PublishedVersion
     from .._storage.claim import Claim
     from .._tiers.target import FlushTarget
-
-_Done = TypeVar("_Done", bound=WriteDone | PartsWritten)
+    from .model_pieces import SharedFiles
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_WRITES_ITSELF = "rank %d: %s; the trainer writes this save itself"
 _MAX_DEATHS = 2  # while copying from GPUs: after each a process must be started
 
 
@@ -110,7 +95,7 @@ class WriterClient:
 
     def write(
         self,
-        files: FilesOfSave,
+        files: FilesOfSave | SharedFiles,
         items: Sequence[Item],
         staged_save: StagedSave | None,
         is_closed: Callable[[], bool] = lambda: False,
@@ -121,136 +106,77 @@ class WriterClient:
         Otherwise this process writes them: if nothing was staged, if the storage is this process's own memory, if the
         buffer's descriptor was closed, or if no process can be started. If the writer process dies, a fresh one writes
         everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. ``progress``
-        is told the bytes that are written, about once a second. Raises `WriteError`, and then no file is left.
-        """
-        storage, options = files.storage, files.options
-        items = in_files(items, is_encrypted=options.cipher is not None)
-        if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return self._write_here(files, items, progress)
-        try:
-            self.ensure_process(staged_save.context)
-        except NotStarted as error:
-            if not is_closed():
-                logger.warning(_WRITES_ITSELF, files.rank, str(error))
-                return self._write_here(files, items, progress)
-        except WriterProcessDied:
-            pass  # tried again, unless the writer is closed
-        with collector_paused():
-            sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
-        buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
+        is told the bytes that are written, about once a second.
 
-        def write_here() -> WriteDone:
+        Raises `WriteError`, and then no file is left; shared ones are of no use.
+        """
+        if staged_save is None or staged_save.buffer is None or self._process is None or files.storage.in_process:
             return self._write_here(files, items, progress)
+        context, timeout = staged_save.context, files.options.limits.timeout
+        staged, sources, buffers = staged_save.buffer, list[TensorSource](), list[SharedBuffer]()
+        extra: SharedBuffer | None = None
 
         def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
-            request = DigestRequest(tuple(sources), options.thread_count)
-            digests: tuple[bytes, ...] = self.ensure_process().ask(request, buffers, options.limits.timeout)
+            request = DigestRequest(tuple(sources), files.options.thread_count)
+            digests: tuple[bytes, ...] = self.ensure_process().ask(request, buffers, timeout)
             return digests
 
-        def write_there() -> WriteDone:
-            request = WriteRequest(storage.location, options, files.plan(sources, digest))
-            process = self.ensure_process(staged_save.context)
-            done: WriteDone = process.ask(request, buffers, options.limits.timeout, staged_save.context, progress)
+        def write() -> WriteDone:
+            request = files.request(sources, digest)
+            done: WriteDone = self.ensure_process(context).ask(request, buffers, timeout, context, progress)
             return files.finish(done, digest)
 
         try:
-            return self._try_twice(storage, files.rank, buffers, write_there, write_here, files.remove, is_closed)
+            for attempt in (1, 2):
+                try:
+                    self.ensure_process(context)  # first, because without it nothing is copied to another buffer
+                    if not buffers:
+                        with collector_paused():
+                            sources, extra = self._locate(items, staged, staged_save.shared)
+                        buffers = [staged] if extra is None else [staged, extra]
+                    if all(buffer.can_be_sent for buffer in buffers):
+                        return replace(write(), attempts=attempt)
+                except WriterProcessDied as error:
+                    self._check_again(error, files, attempt, is_closed)
+                    if not isinstance(error, NotStarted):
+                        continue
+                except Unsendable as error:
+                    storage = files.storage
+                    raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
+                except Exception:
+                    raise
+                except BaseException:  # a KeyboardInterrupt, which has ended the process
+                    files.remove()
+                    raise
+                return replace(self._write_here(files, items, progress), attempts=attempt)
+            raise AssertionError("unreachable")
         finally:
             self._keep(extra)
 
-    def write_shared(
-        self,
-        storage: Storage,
-        rank: int,
-        files: Sequence[SharedFilePart],
-        pieces: Pieces,
-        items: Sequence[Item],
-        dtypes: Sequence[torch.dtype],
-        staged_save: StagedSave | None,
-        options: WriteOptions,
-        is_closed: Callable[[], bool] = lambda: False,
-        progress: Callable[[int], object] = lambda nbytes: None,
-    ) -> PartsWritten:
-        """Writes pieces of items into files that other ranks write, too: see `write`.
+    def _check_again(
+        self, error: WriterProcessDied, files: FilesOfSave | SharedFiles, attempt: int, is_closed: Callable[[], bool]
+    ) -> None:
+        """Cleans up after a process that has died; raises `WriteError` unless the files are to be written again."""
+        if isinstance(error, WriterProcessHung):  # another process would hang as well, and so would this one
+            hung = self._process
 
-        ``pieces`` names the sources by their numbers in ``items``, all of which have bytes; ``dtypes`` are those that
-        they are written as. After a `WriteError` the files are of no use.
-        """
+            def clean() -> None:
+                if hung is not None:
+                    hung.wait_dead()
+                files.remove()
 
-        def write_here() -> PartsWritten:
-            tensors = [item.tensor for item in items]
-            self._device.side_streams.settle(tensors)
-            job = SharedWriteJob(storage, files, pieces, ItemBytes(tensors, dtypes).fill, options)
-            with each_second(lambda: progress(job.bytes_written)):
-                return job.run()
-
-        if staged_save is None or staged_save.buffer is None or self._process is None or storage.in_process:
-            return write_here()
-        context = staged_save.context
-        with collector_paused():
-            sources, extra = self._locate(items, staged_save.buffer, staged_save.shared)
-        buffers = [staged_save.buffer] if extra is None else [staged_save.buffer, extra]
-        request = SharedWriteRequest(
-            storage.location, options, tuple(files), pieces, tuple(sources), tuple(map(dtype_name, dtypes))
-        )
-
-        def write_there() -> PartsWritten:
-            process = self.ensure_process(context)
-            done: PartsWritten = process.ask(request, buffers, options.limits.timeout, context, progress)
-            return done
-
-        try:
-            return self._try_twice(storage, rank, buffers, write_there, write_here, lambda: None, is_closed)
-        finally:
-            self._keep(extra)
-
-    def _try_twice(
-        self,
-        storage: Storage,
-        rank: int,
-        buffers: Sequence[SharedBuffer],
-        write_there: Callable[[], _Done],
-        write_here: Callable[[], _Done],
-        remove: Callable[[], object],
-        is_closed: Callable[[], bool],
-    ) -> _Done:
-        """Writes by the writer process, and once more by a fresh one if that dies.
-
-        Without a writer process, this process writes. ``remove`` removes the leftovers of a process that died.
-        """
-        for attempt in (1, 2):
-            if not all(buffer.can_be_sent for buffer in buffers):
-                return replace(write_here(), attempts=attempt)
-            try:
-                return replace(write_there(), attempts=attempt)
-            except Unsendable as error:
-                raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
-            except WriterProcessHung as error:  # another process would hang as well, and so would this one
-                hung = self._process
-
-                def clean(hung: WriterProcess | None = hung) -> None:
-                    if hung is not None:
-                        hung.wait_dead()
-                    remove()
-
-                error.cleaning = in_background(clean, name="clean-up", daemon=True)
-                raise
-            except WriterProcessDied as error:
-                remove()
-                if is_closed():
-                    raise WriteError(f"the writer was closed before the save to {storage.path} was over") from error
-                if isinstance(error, NotStarted):
-                    logger.warning(_WRITES_ITSELF, rank, str(error))
-                    return replace(write_here(), attempts=attempt)
-                if attempt == 2:
-                    raise WriterProcessDied(f"the save to {storage.path} failed twice: {error}") from error
-                logger.warning("rank %d: %s; writing once more with a fresh process", rank, str(error))
-            except Exception:
-                raise
-            except BaseException:  # a KeyboardInterrupt, which has ended the process
-                remove()
-                raise
-        raise AssertionError("unreachable")
+            error.cleaning = in_background(clean, name="clean-up", daemon=True)
+            raise error
+        files.remove()
+        path = files.storage.path
+        if is_closed():
+            raise WriteError(f"the writer was closed before the save to {path} was over") from error
+        if isinstance(error, NotStarted):
+            logger.warning("rank %d: %s; the trainer writes this save itself", files.rank, str(error))
+            return
+        if attempt == 2:
+            raise WriterProcessDied(f"the save to {path} failed twice: {error}") from error
+        logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
 
     def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
         """Lets the writer process copy GPU tensors into a shared buffer; False if it could not.
@@ -334,7 +260,9 @@ class WriterClient:
         """Frees the memory when no save uses it any more."""
         self._keep(None)
 
-    def _write_here(self, files: FilesOfSave, items: Sequence[Item], progress: Callable[[int], object]) -> WriteDone:
+    def _write_here(
+        self, files: FilesOfSave | SharedFiles, items: Sequence[Item], progress: Callable[[int], object]
+    ) -> WriteDone:
         """Writes the items, in this process."""
         tensors = {item.name: item.tensor for item in items}
         # Several threads read them, with current streams of their own.
@@ -343,12 +271,10 @@ class WriterClient:
         def contents(source: TensorSource) -> memoryview:
             return host_bytes(tensors[source.name])
 
-        sources = [item.source() for item in items]
-
         def digest(sources: Sequence[TensorSource]) -> Sequence[bytes]:
             return take_digests(sources, contents, files.options.thread_count)
 
-        job = FileJob(files.storage, files.plan(sources, digest), contents, files.options)
+        job = files.job(items, contents, digest)
         with each_second(lambda: progress(job.bytes_written)):
             done = job.run()
         return files.finish(done, digest)

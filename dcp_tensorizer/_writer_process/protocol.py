@@ -7,7 +7,8 @@ trainer's interpreter lock is held meanwhile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._format.names import StoredItem
@@ -16,12 +17,12 @@ from .._runtime.spans import Span
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import FileIdentity
 from .._tiers.target import FlushTarget
-from .shared_job import Pieces, SharedFilePart
 from .write_options import WriteOptions
 
 if TYPE_CHECKING:
     from .._publish.publisher import Publication
     from .._storage.claim import Claim
+    from .shared_job import Pieces, SharedFilePart
 
 
 class TensorSource(NamedTuple):
@@ -105,7 +106,7 @@ class WriteRequest:
 class SharedWriteRequest:
     """Write pieces of tensors into files below ``path`` that other processes write, too, and make them durable.
 
-    The answer is a `PartsWritten`.
+    The answer is a `WriteDone` with parts.
     """
 
     path: str
@@ -168,13 +169,33 @@ class WriteDone:
     seconds: float
     """Wall-clock time for all of it."""
     hash_seconds: float
-    """Until all hashes were known; it writes meanwhile."""
+    """Until all hashes were known, or everything was copied; it writes meanwhile."""
     write_seconds: float
     """In write calls and fsync."""
     spans: tuple[Span, ...] = ()
     """Of all of it, and of its files."""
     attempts: int = 1
     """2 if the writer process died, and a fresh one wrote everything again."""
+    nbytes: int = 0
+    """Of shared files: the bytes written here."""
+    parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
+    """Of shared files: by the number of the file, the result of `SharedSink.finish`."""
+
+    def __add__(self, other: WriteDone) -> WriteDone:
+        """The result of two requests for the same files."""
+        return WriteDone(
+            tuple(dict.fromkeys((*self.files, *other.files))),
+            self.seconds + other.seconds,
+            self.hash_seconds + other.hash_seconds,
+            self.write_seconds + other.write_seconds,
+            (*self.spans, *other.spans),
+            max(self.attempts, other.attempts),
+            self.nbytes + other.nbytes,
+            {
+                number: {**self.parts.get(number, {}), **other.parts.get(number, {})}
+                for number in (*self.parts, *other.parts)
+            },
+        )
 
     def places(self) -> dict[str, tuple[StoredItem, int]]:
         """The location of each tensor by its name, and the size of its file."""

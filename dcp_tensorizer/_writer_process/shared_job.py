@@ -7,8 +7,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers
 from .._storage.base import SharedFile, SharedSink, Storage
 from ..errors import WriteError, describe
+from .protocol import FileResult, WriteDone
 from .write_options import WriteOptions
 
 _PART = 4 << 20  # as in files that one process writes
@@ -78,31 +79,6 @@ class SharedFilePart(NamedTuple):
     """See `Storage.granule_of`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartsWritten:
-    """One process's writes to shared files."""
-
-    # by the number of the file, the result of `SharedSink.finish`
-    parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
-    nbytes: int = 0
-    seconds: float = 0.0  # wall-clock time for all of it
-    copy_seconds: float = 0.0  # until everything was copied; it also writes meanwhile
-    write_seconds: float = 0.0  # in write calls and fsync
-    attempts: int = 1  # 2 if the writer process died, and a fresh one wrote everything again
-
-    def __add__(self, other: PartsWritten) -> PartsWritten:
-        parts = {number: dict(of_file) for number, of_file in self.parts.items()}
-        for number, of_file in other.parts.items():
-            parts.setdefault(number, {}).update(of_file)
-        sums = zip(self._figures(), other._figures(), strict=True)
-        nbytes, seconds, copy_seconds, write_seconds = (one + another for one, another in sums)
-        attempts = max(self.attempts, other.attempts)
-        return PartsWritten(parts, int(nbytes), seconds, copy_seconds, write_seconds, attempts)
-
-    def _figures(self) -> tuple[float, float, float, float]:
-        return self.nbytes, self.seconds, self.copy_seconds, self.write_seconds
-
-
 class SharedWriteJob:
     """Writes pieces into shared files, and makes them durable.
 
@@ -130,7 +106,7 @@ class SharedWriteJob:
         """Grows while there is progress; may be read from another thread."""
         return sum(sink.bytes_written for sink in list(self._sinks.values()))
 
-    def run(self) -> PartsWritten:
+    def run(self) -> WriteDone:
         """Writes everything. Raises `WriteError`, naming file and cause. The files stay; their creator drops them."""
         started = time.perf_counter()
         try:
@@ -159,8 +135,15 @@ class SharedWriteJob:
             copied = time.perf_counter()
             parts = {number: sink.finish() for number, sink in self._sinks.items()}
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks.values())
-            nbytes = int(pieces.nbytes.sum())
-            return PartsWritten(parts, nbytes, time.perf_counter() - started, copied - started, writing)
+            files = (self._files[number].file for number in sorted(parts))
+            return WriteDone(
+                tuple(FileResult(file.name, file.nbytes, ()) for file in files),
+                seconds=time.perf_counter() - started,
+                hash_seconds=copied - started,
+                write_seconds=writing,
+                nbytes=int(pieces.nbytes.sum()),
+                parts=parts,
+            )
         except Exception as error:
             if isinstance(error, WriteError):
                 raise

@@ -39,7 +39,7 @@ from .protocol import (
     WriteDone,
     WriteRequest,
 )
-from .shared_job import Fill, PartsWritten, SharedWriteJob
+from .shared_job import Fill, SharedWriteJob
 
 if TYPE_CHECKING:
     from .._tiers.flush import FlushThread
@@ -202,7 +202,7 @@ class Worker:
         self._part_memory = memory  # not that of a job that failed: some of it may never have come back
         return done
 
-    def _write_shared(self, request: SharedWriteRequest) -> PartsWritten:
+    def _write_shared(self, request: SharedWriteRequest) -> WriteDone:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
