@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp_tensorizer._writer_process.jobs import FileJob
+from dcp_tensorizer._writer_process.options import WriteOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource
-from dcp_tensorizer._writer_process.write_options import WriteOptions
 from dcp_tensorizer.storage import FileInfo, Ranges, RemoteStorage, Scrubber, Sink
 
 from .case import Case

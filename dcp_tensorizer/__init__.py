@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._publish.apply import Applied, apply_delta
     from ._publish.publisher import Publish, PublishedVersion, publish
     from ._saving.report import SaveReport
-    from ._writer_process.write_options import SaveLimits
+    from ._writer_process.options import SaveLimits
     from .any_format import open_reader
     from .export import Export, Parts, SafetensorsStorageWriter
     from .manager import CheckpointManager
@@ -86,7 +86,7 @@ _ON_USE = {
     "Publish": "_publish.publisher",
     "PublishedVersion": "_publish.publisher",
     "SafetensorsStorageWriter": "export",
-    "SaveLimits": "_writer_process.write_options",
+    "SaveLimits": "_writer_process.options",
     "SavePlanner": "planner",
     "SaveReport": "_saving.report",
     "TensorizerStorageReader": "reader",

@@ -26,7 +26,7 @@ from ._saving.report import SaveCallbacks, SaveReport
 from ._saving.saver import Saver
 from ._storage.open import path_to_write
 from ._storage.redact import shown
-from ._writer_process.write_options import SaveLimits, WriteOptions
+from ._writer_process.options import SaveLimits, WriteOptions
 from .writer import TensorizerStorageWriter
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location, path_to_write
 from ._storage.redact import redact, shown
 from ._tiers.target import target_of
-from ._writer_process.write_options import SaveLimits, WriteOptions
+from ._writer_process.options import SaveLimits, WriteOptions
 from .errors import WriteError
 
 if TYPE_CHECKING:

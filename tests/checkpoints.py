@@ -30,8 +30,8 @@ from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.write_plan import Item, plan_files, stored_names, write_results
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process.jobs import FileJob
+from dcp_tensorizer._writer_process.options import WriteOptions
 from dcp_tensorizer._writer_process.protocol import TensorSource
-from dcp_tensorizer._writer_process.write_options import WriteOptions
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import whole
 

@@ -14,9 +14,9 @@ from .._format.runs import Integers, runs_of_region
 from .._format.tensor_bytes import dtype_name
 from .._index.chunks import Region
 from .._storage.base import Storage
+from .._writer_process.options import WriteOptions
 from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
 from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob
-from .._writer_process.write_options import WriteOptions
 from .item_bytes import ItemBytes
 from .model_layout import GranuleOwners, RankLayout
 from .rank_group import RankGroup

@@ -9,7 +9,7 @@ from .._runtime.threads import cores
 from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
 from .._staging.device import expandable_segments
 from .._tiers.target import FlushTarget
-from .._writer_process.write_options import SaveLimits, WriteOptions
+from .._writer_process.options import SaveLimits, WriteOptions
 from .partners import ONE_COPY, CopyOptions
 
 Staging = Literal["buffer", "shared", "device"]

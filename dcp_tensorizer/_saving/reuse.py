@@ -23,8 +23,8 @@ from .._format.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._runtime.forks import free_in_child
 from .._storage.base import Storage
 from .._writer_process.jobs import FileJob
+from .._writer_process.options import WriteOptions
 from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource, WriteDone, WriteRequest
-from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError
 from .write_plan import Item, plan_files
 

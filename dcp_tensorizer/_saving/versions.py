@@ -16,8 +16,8 @@ from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline, Hung, in_background, in_time
 from .._storage.base import Storage
 from .._storage.claim import Claim
+from .._writer_process.options import WriteOptions
 from .._writer_process.protocol import PublishRequest
-from .._writer_process.write_options import WriteOptions
 from ..errors import WriteError, describe
 from .writer_client import WriterClient
 

@@ -21,8 +21,8 @@ from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
 from .._storage.remote import patience_of
 from ..errors import CheckpointError, WriteError, describe
+from .options import WriteOptions
 from .protocol import FileRequest, FileResult, TensorSource, WriteDone
-from .write_options import WriteOptions
 
 _UNFINISHED = 4  # files that may be open at once; each holds a descriptor until the disk has it
 

@@ -17,7 +17,7 @@ from .._runtime.spans import Span
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import FileIdentity
 from .._tiers.target import FlushTarget
-from .write_options import WriteOptions
+from .options import WriteOptions
 
 if TYPE_CHECKING:
     from .._publish.publisher import Publication

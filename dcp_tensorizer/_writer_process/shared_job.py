@@ -19,8 +19,8 @@ from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers
 from .._storage.base import SharedFile, SharedSink, Storage
 from ..errors import WriteError, describe
+from .options import WriteOptions
 from .protocol import FileResult, WriteDone
-from .write_options import WriteOptions
 
 _PART = 4 << 20  # as in files that one process writes
 _MIN_PARTS = 2

@@ -23,8 +23,8 @@ from ..._saving.commit import commit, put_records
 from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT, Storage
 from ..._writer_process.jobs import FileJob
+from ..._writer_process.options import WriteOptions
 from ..._writer_process.protocol import TensorSource
-from ..._writer_process.write_options import WriteOptions
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, StoredObject, StoredValue
 from .common import Options, tensors_at_once

@@ -28,8 +28,8 @@ from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.versions import SavedModel, VersionsOfWriter
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._writer_process.options import SaveLimits, WriteOptions
 from dcp_tensorizer._writer_process.protocol import PublishRequest
-from dcp_tensorizer._writer_process.write_options import SaveLimits, WriteOptions
 from dcp_tensorizer.tools import list_versions, verify_versions
 
 from ...managers import job_of

@@ -19,6 +19,7 @@ from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.child import interpreter
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._writer_process.client import Unsendable, WriterProcess
+from dcp_tensorizer._writer_process.options import WriteOptions
 from dcp_tensorizer._writer_process.protocol import (
     DeviceTensor,
     FileRequest,
@@ -26,7 +27,6 @@ from dcp_tensorizer._writer_process.protocol import (
     TensorSource,
     WriteRequest,
 )
-from dcp_tensorizer._writer_process.write_options import WriteOptions
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
 from ...support import kill, open_descriptors

@@ -14,8 +14,8 @@ import pytest
 
 from dcp_tensorizer._runtime.channel import Channel, Done, Failed, Progress, Ready
 from dcp_tensorizer._runtime.threads import Patience, in_background
+from dcp_tensorizer._writer_process.options import WriteOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource, WriteRequest
-from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 from ...support import open_descriptors
 from ...waiting import WAIT

@@ -14,7 +14,7 @@ from tensorizer import EncryptionParams
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._runtime.threads import cores
 from dcp_tensorizer._saving.options import SaveOptions
-from dcp_tensorizer._writer_process.write_options import WriteOptions
+from dcp_tensorizer._writer_process.options import WriteOptions
 
 KEY = bytes(range(32))
 

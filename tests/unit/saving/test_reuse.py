@@ -10,8 +10,8 @@ from typing import NamedTuple, cast
 from dcp_tensorizer._format.names import StoredItem, data_file_name
 from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._writer_process.options import SaveLimits, WriteOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, FileResult, TensorSource, WriteDone
-from dcp_tensorizer._writer_process.write_options import SaveLimits, WriteOptions
 
 MIB = 1 << 20
 

@@ -22,8 +22,8 @@ from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._writer_process.options import WriteOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
-from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 from ...simulated import SimulatedDevice
 from ...waiting import WAIT, in_thread

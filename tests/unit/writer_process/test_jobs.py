@@ -30,8 +30,8 @@ from dcp_tensorizer._storage.local_io import LocalSink
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process import jobs
 from dcp_tensorizer._writer_process.jobs import FileJob
+from dcp_tensorizer._writer_process.options import SaveLimits, WriteOptions
 from dcp_tensorizer._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource
-from dcp_tensorizer._writer_process.write_options import SaveLimits, WriteOptions
 
 from ...support import block_digests, dtype_name, file_size_limit, filled, raw, same, sources
 

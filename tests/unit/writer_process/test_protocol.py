@@ -11,6 +11,7 @@ from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._runtime.channel import Done, Failed, Progress, Ready
 from dcp_tensorizer._runtime.process_context import ProcessContext
 from dcp_tensorizer._staging.shared_mappings import MappedFile
+from dcp_tensorizer._writer_process.options import WriteOptions
 from dcp_tensorizer._writer_process.protocol import (
     Call,
     DeviceTensor,
@@ -23,7 +24,6 @@ from dcp_tensorizer._writer_process.protocol import (
     WriteDone,
     WriteRequest,
 )
-from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 FILE = MappedFile("/dev/shm/torch_1", 7, 4711)
 SOURCES = (

@@ -13,9 +13,9 @@ from dcp_tensorizer._format import encoder
 from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.direct_memory import direct_memory
+from dcp_tensorizer._writer_process.options import WriteOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, WriteRequest
 from dcp_tensorizer._writer_process.worker import MIN_SPARE_CORES, NICENESS_BUSY, SpareCores, Worker
-from dcp_tensorizer._writer_process.write_options import WriteOptions
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
 """Ticks in a second, of all cores together."""
