@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp_tensorizer._writer_process.jobs import FileJob
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource
 from dcp_tensorizer.storage import FileInfo, Ranges, RemoteStorage, Scrubber, Sink
 
@@ -137,5 +137,5 @@ def encode(case: Case, folder: Path) -> Passes:
             return Counted(self._full(name))
 
     storage = CountedStorage(f"drop://{folder}", {}, 60.0)
-    FileJob(storage, files, contents, WriteOptions(thread_count=case["threads"])).run()
+    FileJob(storage, files, contents, SaveOptions(thread_count=case["threads"])).run()
     return Passes(**{name: total / max(1, seen["sent"]) for name, total in seen.items()})

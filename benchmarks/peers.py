@@ -34,7 +34,7 @@ from dcp_tensorizer._restart.checkpoint import _STREAMS
 from dcp_tensorizer._restart.replicas import Throttle
 from dcp_tensorizer._restart.wire import MAX_BYTES
 from dcp_tensorizer._runtime.threads import cores
-from dcp_tensorizer._saving.partners import DEFAULT_RATE
+from dcp_tensorizer._writer_process.options import DEFAULT_RATE
 from dcp_tensorizer.torchft import TensorizerTransport
 from tests.hosts.lab import SHARED, Lab
 from tests.hosts.requirements import missing

@@ -18,15 +18,14 @@ from ._format.renaming import Parts, Rules
 from ._format.safetensors import MAX_SHARD_BYTES
 from ._publish.publisher import Publish, PublishedVersion
 from ._runtime.threads import Deadline
-from ._runtime.validation import check_callable, check_count, check_flags, check_storage_options, check_timeout
+from ._runtime.validation import check_count, check_storage_options, check_timeout
 from ._saving.model_layout import ModelOptions
 from ._saving.model_save import ModelSaver
-from ._saving.options import SaveOptions, Staging, threads_of_save
 from ._saving.report import SaveCallbacks, SaveReport
 from ._saving.saver import Saver
 from ._storage.open import path_to_write
 from ._storage.redact import shown
-from ._writer_process.options import SaveLimits, WriteOptions
+from ._writer_process.options import SaveLimits, SaveOptions, Staging
 from .writer import TensorizerStorageWriter
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class Export(ModelOptions):
     """The models that `CheckpointManager` exports, and when: ``CheckpointManager(..., export=Export("models/{}"))``.
 
     An export is written when a save is committed, from the copy that the save has made. Training does not wait for a
@@ -62,22 +61,16 @@ class Export:
     every: int | None = None
     at_end: bool = True
     include: Sequence[str] = ("model.*",)
-    dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=lambda: {"model.*": "*"})
-    max_shard_bytes: int = MAX_SHARD_BYTES
-    files: Sequence[str | os.PathLike[str]] = ()
-    overwrite: bool = False
-    publish: Publish | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_storage_options(self.storage_options)
         path = path_to_write(self.path, self.storage_options, is_shared=True)
-        check_flags(self)
         check_count("every", self.every, optional=True)
         if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
             raise TypeError(f"include must be a list of patterns, and is {self.include!r}")
-        ModelOptions.of(self.dtype, self.rename, self.max_shard_bytes, self.files, self.overwrite, self.publish)
+        ModelOptions.__post_init__(self)
         object.__setattr__(self, "path", path)
         if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
             raise ValueError(
@@ -162,28 +155,30 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         on_progress: Callable[[int, int], object] | None = None,
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
     ) -> None:
-        check_storage_options(storage_options)
-        self._path = None if path is None else path_to_write(path, storage_options, is_shared=True)
-        check_callable("on_report", on_report)
-        check_callable("on_progress", on_progress)
-        self._model = ModelOptions.of(dtype, rename, max_shard_bytes, files, overwrite, publish)
+        self._model = ModelOptions(
+            dtype=dtype,
+            rename=rename or {},
+            max_shard_bytes=max_shard_bytes,
+            files=files,
+            overwrite=overwrite,
+            publish=publish,
+        )
         options = SaveOptions(
             cache_staged_state_dict=cache_staged_state_dict,
             staging=staging,
             overlap_staging=overlap_staging,
             overwrite=overwrite,
-            write=WriteOptions(
-                storage_options=dict(storage_options or {}),
-                sync_files=sync_files,
-                thread_count=threads_of_save(thread_count),
-                limits=limits,
-            ),
+            sync_files=sync_files,
+            thread_count=thread_count,  # type: ignore[arg-type]
+            storage_options=storage_options,  # type: ignore[arg-type]
+            limits=limits,
         )
+        self._path = None if path is None else path_to_write(path, options.storage_options, is_shared=True)
         self._begin(options, SaveCallbacks(on_report, on_progress))
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
-        return shown(self, self._path, self._options.write.storage_options, self._model.arguments())
+        return shown(self, self._path, self._options.storage_options, self._model.arguments())
 
     def wait_published(self, timeout: float | None = None) -> PublishedVersion | None:
         """Waits until the last saved model is published; returns its version.

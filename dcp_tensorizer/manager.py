@@ -41,9 +41,9 @@ from ._managing.step_folder import StepNames
 from ._runtime.forks import Home
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_flags, check_path, check_timeout
-from ._saving.partners import DEFAULT_RATE, check_copies
 from ._storage.open import absolute_path
 from ._tiers.tiered_storage import nearest
+from ._writer_process.options import DEFAULT_RATE, check_copies
 from .errors import CheckpointError, WriteError
 from .export import Export
 from .writer import TensorizerStorageWriter, WriterOptions

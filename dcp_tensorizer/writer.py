@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -31,18 +32,17 @@ from ._runtime.gc_pause import age_objects
 from ._runtime.ranks import world_size_of_job
 from ._runtime.threads import Deadline
 from ._runtime.torch_compat import path_of_save
-from ._runtime.validation import check_callable, check_path, check_storage_options, check_timeout
-from ._saving.options import MAX_UNFLUSHED, SaveOptions, Staging, threads_of_save
-from ._saving.partners import DEFAULT_RATE, check_copies
+from ._runtime.validation import check_path, check_timeout
 from ._saving.report import SaveCallbacks, SaveReport
 from ._saving.save import Save
 from ._saving.saver import SaveDescription, Saver
 from ._saving.write_plan import plan_with
+from ._staging.device import expandable_segments
 from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location, path_to_write
 from ._storage.redact import redact, shown
 from ._tiers.target import target_of
-from ._writer_process.options import SaveLimits, WriteOptions
+from ._writer_process.options import DEFAULT_RATE, MAX_UNFLUSHED, SaveLimits, SaveOptions, Staging, check_copies
 from .errors import WriteError
 
 if TYPE_CHECKING:
@@ -190,35 +190,31 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         failure_domain: str | None = None,
         interface: str | None = None,
     ) -> None:
-        check_storage_options(storage_options)
-        self._path = None if path is None else path_to_write(path, storage_options)
-        check_callable("on_report", on_report)
-        check_callable("on_progress", on_progress)
-        write = WriteOptions(
-            storage_options=dict(storage_options or {}),
-            sync_files=sync_files,
-            thread_count=threads_of_save(thread_count),
-            limits=limits,
-            cipher=None if encryption is None else encryption_cipher(encryption),
-            sha256=sha256,
-            reuse_unchanged=reuse_unchanged,
-        )
         options = SaveOptions(
             cache_staged_state_dict=cache_staged_state_dict,
             staging=staging,
             overlap_staging=overlap_staging,
             overwrite=overwrite,
-            write=write,
-            target=None if local is None else target_of(path, local, write.storage_options, limits.timeout),
+            sync_files=sync_files,
+            thread_count=thread_count,  # type: ignore[arg-type]  # None: the default
+            storage_options=storage_options,  # type: ignore[arg-type]
+            sha256=sha256,
+            reuse_unchanged=reuse_unchanged,
+            cipher=None if encryption is None else encryption_cipher(encryption),
+            limits=limits,
             max_unflushed=max_unflushed,
             survive=survive,
             copies=check_copies(copies, copy_rate, failure_domain, interface, survive),
         )
+        self._path = None if path is None else path_to_write(path, options.storage_options)
+        if local is not None:
+            target = target_of(path, local, options.storage_options, options.limits.timeout)
+            options = replace(options, target=target)
         self._begin(options, SaveCallbacks(on_report, on_progress))
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
-        return shown(self, self._path, self._options.write.storage_options, self._options.arguments())
+        return shown(self, self._path, self._options.storage_options, self._options.arguments())
 
     # --- lifetime -----------------------------------------------------------------------------------------------
 
@@ -501,6 +497,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def _begin(self, options: SaveOptions, callbacks: SaveCallbacks) -> None:
         """Begins in the process that made the writer."""
+        if options.staging == "device" and (setting := expandable_segments()) is not None:
+            raise ValueError(
+                f"staging='device' and expandable segments ({setting}) exclude each other: such memory is not safe to "
+                f"hand to another process, which may be ended by it. Use staging='buffer', or turn them off"
+            )
         self._options = options
         self._synchronize_after_execute = options.staging != "buffer"
         self._error_of_trainer: StagingError | None = None

@@ -30,7 +30,7 @@ from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.write_plan import Item, plan_files, stored_names, write_results
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process.jobs import FileJob
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import TensorSource
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import whole
@@ -113,7 +113,7 @@ def make_checkpoint(
         files = plan_files((item.source() for item in items if item.has_bytes), rank, save_id)
         bytes_of = functools.partial(_bytes_of, contents)
         job = FileJob(
-            storage, files, bytes_of, WriteOptions(sync_files=False, thread_count=1, cipher=cipher, sha256=sha256)
+            storage, files, bytes_of, SaveOptions(sync_files=False, thread_count=1, cipher=cipher, sha256=sha256)
         )
         parts += [result.storage_data for result in write_results(items, job.run(), rank)]
     paths = {key: tuple(key.split(".")) for key in described}
@@ -130,7 +130,7 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
     for rank, content in enumerate(chunks):
         source = TensorSource("w", "uint8", (len(content),), len(content), "wrapper")
         files = plan_files([source], rank, "a" * 32)
-        options = WriteOptions(sync_files=False, thread_count=1)
+        options = SaveOptions(sync_files=False, thread_count=1)
         job = FileJob(storage, files, lambda _, content=content: memoryview(content), options)  # type: ignore[misc]
         ((item, nbytes),) = job.run().places().values()
         parts.append(RankPlaces.of(rank, {("w", (2 * rank,)): item}, {item.file: nbytes}))

@@ -14,7 +14,8 @@ from .._restart.peers import Room, lack_of_room
 from .._restart.replicas import RESERVE
 from .._restart.wire import Address
 from .._runtime.memory_limit import available_memory
-from .._saving.partners import Arrangement, CopyOptions, arrange, introduce
+from .._saving.partners import Arrangement, arrange, introduce
+from .._writer_process.options import CopyOptions
 from ..errors import WriteError
 from .agreement import Agreement
 

@@ -50,15 +50,10 @@ class Exports:
         self._keeps_states = keeps_states
         options = writer.saver.options
         self.writer = SafetensorsStorageWriter(
-            dtype=export.dtype,
-            rename=export.rename,
-            max_shard_bytes=export.max_shard_bytes,
-            files=export.files,
-            overwrite=export.overwrite,
-            publish=export.publish,
+            **export.arguments(),
             staging=options.staging,
-            sync_files=options.write.sync_files,
-            thread_count=options.write.thread_count,
+            sync_files=options.sync_files,
+            thread_count=options.thread_count,
             storage_options=export.storage_options,
             limits=options.limits,
         )

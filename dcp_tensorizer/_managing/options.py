@@ -14,9 +14,8 @@ import torch
 
 from .._format.encryption import decryption_key
 from .._runtime.validation import check_count, check_type, did_you_mean
-from .._saving.options import check_survival as check_survival_of_writer
-from .._saving.partners import ONE_COPY, CopyOptions
-from .._writer_process.options import SaveLimits
+from .._writer_process.options import ONE_COPY, CopyOptions, SaveLimits
+from .._writer_process.options import check_survival as check_survival_of_writer
 from ..export import Export
 from ..reader import TensorizerStorageReader
 from ..writer import TensorizerStorageWriter

@@ -40,9 +40,9 @@ from .._staging.buffer_pool import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedSave
 from .._storage.base import Storage
+from .._writer_process.options import CopyOptions, SaveOptions
 from ..errors import CheckpointError, WriteError, describe
-from .options import SaveOptions
-from .partners import CopyOptions, arrange, introduce
+from .partners import arrange, introduce
 from .write_plan import resolve
 
 logger = logging.getLogger("dcp_tensorizer")

@@ -38,12 +38,18 @@ class ModelOptions:
     dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=dict)
     max_shard_bytes: int = MAX_SHARD_BYTES
-    files: tuple[str, ...] = ()
+    files: Sequence[str | os.PathLike[str]] = ()  # afterwards absolute paths
     overwrite: bool = False
     publish: Publish | None = None
 
     def __post_init__(self) -> None:
+        rename, files = self.rename or {}, self.files
         check_flags(self)
+        check_type("rename", rename, Mapping)
+        if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
+            raise TypeError(f"files must be a list of paths, and is {files!r}")
+        object.__setattr__(self, "files", tuple(os.path.abspath(os.path.expanduser(file)) for file in files))
+        object.__setattr__(self, "rename", dict(rename))
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
             if self.is_adapter:
@@ -57,30 +63,6 @@ class ModelOptions:
         check_count("max_shard_bytes", self.max_shard_bytes)
         Renaming(self.rename).inverse()
 
-    @classmethod
-    def of(
-        cls,
-        dtype: torch.dtype | None,
-        rename: Rules | None,
-        max_shard_bytes: int,
-        files: Sequence[str | os.PathLike[str]],
-        overwrite: bool,
-        publish: Publish | None = None,
-    ) -> ModelOptions:
-        """The options of a user's arguments, with absolute paths; raises `TypeError` or `ValueError`."""
-        check_type("rename", rename or {}, Mapping)
-        if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
-            raise TypeError(f"files must be a list of paths, and is {files!r}")
-        paths = tuple(os.path.abspath(os.path.expanduser(file)) for file in files)
-        return cls(
-            dtype=dtype,
-            rename=dict(rename or {}),
-            max_shard_bytes=max_shard_bytes,
-            files=paths,
-            overwrite=overwrite,
-            publish=publish,
-        )
-
     @property
     def is_adapter(self) -> bool:
         """Returns whether it is an adapter of PEFT: its configuration comes along."""
@@ -88,8 +70,8 @@ class ModelOptions:
         return any(os.path.basename(name) == _ADAPTER_CONFIG and os.path.exists(name) for name in names)
 
     def arguments(self) -> dict[str, Any]:
-        """The user's arguments."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The arguments of `SafetensorsStorageWriter`."""
+        return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype as which tensors of a dtype are written."""

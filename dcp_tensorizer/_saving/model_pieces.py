@@ -14,7 +14,7 @@ from .._format.runs import Integers, runs_of_region
 from .._format.tensor_bytes import dtype_name
 from .._index.chunks import Region
 from .._storage.base import Storage
-from .._writer_process.options import WriteOptions
+from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
 from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob
 from .item_bytes import ItemBytes
@@ -133,7 +133,7 @@ class SharedFiles(NamedTuple):
 
     storage: Storage
     rank: int
-    options: WriteOptions
+    options: SaveOptions
     files: tuple[SharedFilePart, ...]
     pieces: Pieces
     dtypes: Sequence[torch.dtype]

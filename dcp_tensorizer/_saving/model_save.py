@@ -33,6 +33,7 @@ from .._runtime.torch_compat import group_of_save, state_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
 from .._storage.open import NOT_SHARED, open_storage
+from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import WriteDone
 from .._writer_process.shared_job import Pieces, SharedFilePart
 from ..errors import NotCommitted, ReadError, StagingError, WriteError, listed
@@ -41,7 +42,6 @@ from .item_bytes import ItemBytes
 from .keeping import KeptSave
 from .model_layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
 from .model_pieces import PieceExchange, SharedFiles, TensorPart, part_of_row, pieces_of, round_count, split
-from .options import SaveOptions
 from .rank_group import RankGroup
 from .report import SaveCallbacks
 from .save import Save
@@ -221,7 +221,7 @@ class ModelSave(Save):
     ) -> WriteDone:
         """Writes pieces of this rank's items; raises `WriteError`."""
         saver = self._saver
-        files = SharedFiles(self.storage, self.rank, saver.options.write, layout.files, pieces, dtypes)
+        files = SharedFiles(self.storage, self.rank, saver.options, layout.files, pieces, dtypes)
         return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)
 
     # --- the directory ----------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class ModelSave(Save):
         memory[:] = content
         granule = storage.granule_of(nbytes)
         step = granule if granule > 1 else max(1, nbytes)
-        sink = storage.open_shared(file, sync=self._saver.options.write.sync_files)
+        sink = storage.open_shared(file, sync=self._saver.options.sync_files)
         try:
             for start in range(0, max(1, nbytes), step):
                 sink.put(start, memory[start : start + step])
@@ -355,7 +355,7 @@ class ModelSave(Save):
         replaces, which can be removed. Raises `WriteError` if it is not the model there; then the one before is
         untouched.
         """
-        storage, sync = self.storage, self._saver.options.write.sync_files
+        storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single
         self._check_commit()
         for other in self._others:
@@ -409,7 +409,7 @@ class ModelSave(Save):
         for other in others:
             with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
                 storage.complete_shared(other.file, other.parts, replace=True)
-        if others and self._saver.options.write.sync_files:
+        if others and self._saver.options.sync_files:
             with storage.writing(f"write {storage.path}"):
                 storage.sync_directory()
 
@@ -490,7 +490,7 @@ class ModelSaver(Saver):
         self.model = model
         if model.dtype is not None:
             self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages
-        self.versions = None if model.publish is None else VersionsOfWriter(model.publish, options.write)
+        self.versions = None if model.publish is None else VersionsOfWriter(model.publish, options)
 
     def stage(
         self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
@@ -520,7 +520,7 @@ class ModelSaver(Saver):
             self.versions.end(deadline)
 
     def _destination(self, where: str | Path) -> tuple[Storage, Callable[..., Save]]:
-        return open_storage(where, self.options.write.storage_options, self.options.limits.timeout), ModelSave
+        return open_storage(where, self.options.storage_options, self.options.limits.timeout), ModelSave
 
 
 class _RankJob:

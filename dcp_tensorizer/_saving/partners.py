@@ -6,66 +6,21 @@ ranks. The arrangement follows from the introductions alone. So every rank that 
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .._format.encryption import require_libsodium
 from .._restart.client import KeeperProcess
 from .._restart.peers import Peer, address_of, address_towards, is_local, partners, this_host
 from .._restart.wire import SECRET_BYTES, Address
 from .._runtime.torch_compat import store_host
-from .._runtime.validation import check_count
+from .._writer_process.options import CopyOptions
 from ..errors import CheckpointError
-
-DEFAULT_RATE = 500e6
-"""Bytes a second that each host sends for copies, unless the user says otherwise."""
-LEAST_RATE = 1e6
-"""The least that is allowed: a partner gives up that hears nothing for a minute."""
-
-
-class CopyOptions(NamedTuple):
-    """The user's options for copies."""
-
-    copies: int = 1  # how many hosts have each state, its own among them
-    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
-    failure_domain: str | None = None  # what fails together with this host; None: the host alone
-    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
-
-
-ONE_COPY = CopyOptions()
-
-
-def check_copies(
-    copies: object, rate: object, failure_domain: object, interface: object, seconds: object
-) -> CopyOptions:
-    """Checks the options for copies of states on other hosts.
-
-    Raises `TypeError` for wrong types, `ValueError` for values that make no sense, alone or together, and `WriteError`
-    if there is no libsodium to encrypt copies.
-    """
-    check_count("copies", copies)
-    if copies not in (1, 2):
-        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
-    if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
-        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
-    if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
-        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
-    for name, value in (("failure_domain", failure_domain), ("interface", interface)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
-    if copies == 2:
-        if not seconds:
-            raise ValueError("copies=2 needs survive=: it says how long states are kept")
-        require_libsodium()
-    return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
 
 
 class Arrangement(NamedTuple):

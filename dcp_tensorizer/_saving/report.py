@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -19,6 +19,7 @@ from .._format.tensor_bytes import named_dtype
 from .._index.schema import ItemKey
 from .._runtime.progress import TransferProgress
 from .._runtime.spans import Span, clock_offset
+from .._runtime.validation import check_callable
 from .._staging.staged_save import StageTimes
 
 if TYPE_CHECKING:
@@ -102,11 +103,16 @@ class SaveReport:
         )
 
 
-class SaveCallbacks(NamedTuple):
-    """The user's functions that are told of saves; see `TensorizerStorageWriter`."""
+@dataclass(frozen=True, slots=True)
+class SaveCallbacks:
+    """The user's functions that are told of saves: see `TensorizerStorageWriter`. Raises `TypeError`."""
 
     on_report: Callable[[SaveReport], object] | None = None
     on_progress: Callable[[int, int], object] | None = None
+
+    def __post_init__(self) -> None:
+        check_callable("on_report", self.on_report)
+        check_callable("on_progress", self.on_progress)
 
     @contextmanager
     def progress(self, path: str, nbytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:

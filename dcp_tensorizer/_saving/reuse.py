@@ -23,7 +23,7 @@ from .._format.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._runtime.forks import free_in_child
 from .._storage.base import Storage
 from .._writer_process.jobs import FileJob
-from .._writer_process.options import WriteOptions
+from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource, WriteDone, WriteRequest
 from ..errors import WriteError
 from .write_plan import Item, plan_files
@@ -133,7 +133,7 @@ class FilesOfSave:
     A second attempt has other file names, because data that a dead process sent may arrive later.
     """
 
-    def __init__(self, storage: Storage, rank: int, save_id: str, options: WriteOptions, known: KnownFiles) -> None:
+    def __init__(self, storage: Storage, rank: int, save_id: str, options: SaveOptions, known: KnownFiles) -> None:
         self.storage = storage
         self.rank = rank
         self.options = options

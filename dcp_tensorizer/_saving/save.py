@@ -215,7 +215,7 @@ class Save:
         written = self.write_items(items)
         try:
             self._tell_digests(items, written)
-            cipher = self._saver.options.write.cipher
+            cipher = self._saver.options.cipher
             results = write_results(items, written, self.rank, planner, cipher, self._compare)
             if not self.commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
@@ -238,7 +238,7 @@ class Save:
         if save is None or save.on_written is None or save.buffer is None:
             return
         known = dict[tuple[int, int], bytes]()
-        if self._saver.options.write.cipher is None:
+        if self._saver.options.cipher is None:
             stored = written.places()
             for item in items:
                 if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
@@ -334,9 +334,9 @@ class Save:
 
     def _write_files(self, items: Sequence[Item]) -> WriteDone:
         saver = self._saver
-        files = FilesOfSave(self.storage, self.rank, self.id, saver.options.write, saver.engine.files)
+        files = FilesOfSave(self.storage, self.rank, self.id, saver.options, saver.engine.files)
         with saver.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
-            stored = in_files(items, is_encrypted=saver.options.write.cipher is not None)
+            stored = in_files(items, is_encrypted=saver.options.cipher is not None)
             return saver.engine.client.write(files, stored, self._staged, lambda: saver.closed, progress)
 
     def wrote(self, written: WriteDone) -> None:
@@ -354,7 +354,7 @@ class Save:
 
     def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         saver, storage = self._saver, self.storage
-        agree_on_key(saver.options.write.cipher, parts, storage)
+        agree_on_key(saver.options.cipher, parts, storage)
         assert self._replaced is not None
         replaced = self._replaced.result()
         if storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
@@ -365,7 +365,7 @@ class Save:
                 storage,
                 metadata,
                 parts,
-                sync=saver.options.write.sync_files,
+                sync=saver.options.sync_files,
                 overwrite=saver.options.overwrite,
                 check=self._check_commit,  # at the last moment, because checking all ranks' data may have taken seconds
                 is_owned=saver.owner is not None,
@@ -380,7 +380,7 @@ class Save:
         """The options of the index."""
         return {
             "rank": self.metadata_rank,
-            "cipher": self._saver.options.write.cipher,
+            "cipher": self._saver.options.cipher,
             "record": self._record,
             "recent": self._saver.engine.sections,
         }

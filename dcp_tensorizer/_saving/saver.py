@@ -29,11 +29,11 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._tiers.queue import AliveMark
 from .._tiers.target import place_of
+from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import WrittenFiles
 from .engine import engine_of_process
 from .keeping import KeptSave
-from .options import SaveOptions
 from .report import Freshness, Reports, SaveCallbacks
 from .save import Save
 from .tiered_save import TieredSave
@@ -85,7 +85,7 @@ class Saver:
         self.stager = Stager(
             self.engine.saves,
             cache_staged_state_dict=options.cache_staged_state_dict,
-            thread_count=options.write.thread_count,
+            thread_count=options.thread_count,
             in_place=options.staging == "shared",
             copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
             if devices
@@ -320,7 +320,7 @@ class Saver:
         """The directory that a save writes to, and the kind of the save."""
         options, flushing = self.options, self.flushing
         if flushing is None:
-            return open_storage(where, options.write.storage_options, options.limits.timeout), Save
+            return open_storage(where, options.storage_options, options.limits.timeout), Save
         place = place_of(flushing.target.remote, where)
         if place is None:
             raise WriteError(

@@ -159,7 +159,7 @@ class TieredSave(Save):
             self._writing.abort()
             self._writing = None
             return
-        queue, sync = self._flushing.queue, self._saver.options.write.sync_files
+        queue, sync = self._flushing.queue, self._saver.options.sync_files
         try:
             try:
                 self._writing.written(self._files, sync=sync, commit=commit, index=index)
@@ -186,7 +186,7 @@ class TieredSave(Save):
         """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the
         remote.
         """
-        agree_on_key(self._saver.options.write.cipher, parts, self.storage)
+        agree_on_key(self._saver.options.cipher, parts, self.storage)
         index = encoded(self.storage, metadata, parts, **self._index_options())
         files = dict(file for part in parts for file in part.files)
         commit = Commit(metadata_file_name(self.metadata_rank), files, self._saver.options.overwrite)

@@ -16,7 +16,7 @@ from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline, Hung, in_background, in_time
 from .._storage.base import Storage
 from .._storage.claim import Claim
-from .._writer_process.options import WriteOptions
+from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import PublishRequest
 from ..errors import WriteError, describe
 from .writer_client import WriterClient
@@ -59,7 +59,7 @@ class VersionsOfWriter:
         is_busy: A model is being published, or waits.
     """
 
-    def __init__(self, options: Publish, write: WriteOptions) -> None:
+    def __init__(self, options: Publish, write: SaveOptions) -> None:
         self._options, self._write = options, write
         self._client = WriterClient()
         self._own: Claim | None = None

@@ -21,7 +21,7 @@ from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
 from .._storage.remote import patience_of
 from ..errors import CheckpointError, WriteError, describe
-from .options import WriteOptions
+from .options import SaveOptions
 from .protocol import FileRequest, FileResult, TensorSource, WriteDone
 
 _UNFINISHED = 4  # files that may be open at once; each holds a descriptor until the disk has it
@@ -39,7 +39,7 @@ class FileJob:
         storage: Storage,
         files: Sequence[FileRequest],
         contents: Callable[[TensorSource], memoryview],
-        options: WriteOptions,
+        options: SaveOptions,
         memory: PartMemory | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,

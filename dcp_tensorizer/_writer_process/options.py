@@ -1,17 +1,76 @@
-"""How files are written: the part of a writer's options that its writer process uses."""
+"""The options of saves, checked when they are made. Each request to the writer process carries them: no torch here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from .._format.encoder import BUFFER_BYTES
-from .._runtime.validation import check_count, check_flags, check_timeout, check_type
+from .._runtime.threads import cores
+from .._runtime.validation import (
+    check_choice,
+    check_count,
+    check_flags,
+    check_storage_options,
+    check_timeout,
+    check_type,
+)
 from .._storage.base import TIMEOUT
 
 if TYPE_CHECKING:
     from .._format.encryption import Cipher
+    from .._tiers.target import FlushTarget
+
+Staging = Literal["buffer", "shared", "device"]
+
+MAX_UNFLUSHED = 3
+"""Checkpoints that may be only in a local folder before training waits for the remote."""
+DEFAULT_RATE = 500e6
+"""Bytes a second that each host sends for copies, unless the user says otherwise."""
+LEAST_RATE = 1e6
+"""The least that is allowed: a partner gives up that hears nothing for a minute."""
+
+
+class CopyOptions(NamedTuple):
+    """The user's options for copies."""
+
+    copies: int = 1  # how many hosts have each state, its own among them
+    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
+    failure_domain: str | None = None  # what fails together with this host; None: the host alone
+    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
+
+
+ONE_COPY = CopyOptions()
+
+
+def check_copies(
+    copies: object, rate: object, failure_domain: object, interface: object, seconds: object
+) -> CopyOptions:
+    """Checks the options for copies of states on other hosts.
+
+    Raises `TypeError` for wrong types, `ValueError` for values that make no sense, alone or together, and `WriteError`
+    if there is no libsodium to encrypt copies.
+    """
+    check_count("copies", copies)
+    if copies not in (1, 2):
+        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
+    if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
+        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
+    if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
+        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
+    for name, value in (("failure_domain", failure_domain), ("interface", interface)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
+    if copies == 2:
+        if not seconds:
+            raise ValueError("copies=2 needs survive=: it says how long states are kept")
+        from .._format.encryption import require_libsodium  # which the writer process imports only with a key
+
+        require_libsodium()
+    return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +108,36 @@ class SaveLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)  # it contains secrets
-class WriteOptions:
-    """Options of writing files, under their names in `TensorizerStorageWriter`.
+class SaveOptions:
+    """The options of a writer under the names of its arguments: see `TensorizerStorageWriter`.
 
-    ``cipher`` encrypts everything. Raises `TypeError` for other limits, and `ValueError` if two options exclude each
-    other.
+    ``cipher`` is made of the key, and ``target`` of the path and the local folder. Raises `TypeError` or `ValueError`.
     """
 
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    cache_staged_state_dict: bool = True
+    staging: Staging = "buffer"
+    overlap_staging: bool = False
+    overwrite: bool = True
     sync_files: bool = True
-    thread_count: int
-    limits: SaveLimits = SaveLimits()
-    cipher: Cipher | None = None
+    thread_count: int = None  # type: ignore[assignment]  # None becomes the number of cores, up to four
+    storage_options: Mapping[str, Any] = None  # type: ignore[assignment]  # becomes a copy
     sha256: bool = False
     reuse_unchanged: bool = False
+    cipher: Cipher | None = None
+    limits: SaveLimits = SaveLimits()
+    target: FlushTarget | None = None
+    max_unflushed: int = MAX_UNFLUSHED
+    survive: float = 0.0
+    copies: CopyOptions = ONE_COPY
 
     def __post_init__(self) -> None:
         check_flags(self)
+        check_choice("staging", self.staging, get_args(Staging))
+        check_count("thread_count", self.thread_count, optional=True)
+        check_storage_options(self.storage_options)
         check_type("limits", self.limits, SaveLimits)
+        check_count("max_unflushed", self.max_unflushed)
+        check_survival(self.survive, self.staging, cache_staged_state_dict=self.cache_staged_state_dict)
         if self.cipher is not None and self.sha256:
             raise ValueError(
                 "sha256 and encryption exclude each other: encrypted tensors are authenticated, and a hash of their "
@@ -77,3 +148,43 @@ class WriteOptions:
                 "reuse_unchanged and encryption exclude each other: whether two encrypted tensors are equal cannot be "
                 "seen, and must not be"
             )
+        if self.cipher is not None and self.staging == "shared":
+            raise ValueError(
+                "staging='shared' and encryption exclude each other: a tensor may be read twice, and if it changed in "
+                "between, one key and nonce would encrypt two texts"
+            )
+        if self.target is not None and self.reuse_unchanged:
+            raise ValueError(
+                "reuse_unchanged and local exclude each other: local copies go when they have been flushed, and a "
+                "flush sends whole files"
+            )
+        if self.target is not None and self.survive:
+            raise ValueError(
+                "survive and local exclude each other in a writer: what is saved is on a local disk within moments. "
+                "CheckpointManager has both"
+            )
+        object.__setattr__(self, "thread_count", self.thread_count or min(4, cores()))
+        object.__setattr__(self, "storage_options", dict(self.storage_options or {}))
+
+    def arguments(self) -> dict[str, Any]:
+        """The writer's arguments without secrets: of ``encryption`` only whether there is one."""
+        hidden = {"storage_options", "target", "max_unflushed"}
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in hidden}
+        values |= {"cipher": self.cipher is not None, "copies": self.copies.copies}
+        shown = {"encryption" if name == "cipher" else name: value for name, value in values.items()}
+        if self.target is not None:
+            shown |= {"local": self.target.local, "max_unflushed": self.max_unflushed}
+        return shown
+
+
+def check_survival(seconds: object, staging: object, *, cache_staged_state_dict: bool) -> None:
+    """Checks ``survive``; raises `TypeError` unless it is a number, and `ValueError` if it conflicts with other
+    options.
+    """
+    check_timeout(seconds, least=0, name="survive")
+    if seconds and staging == "shared":
+        raise ValueError(
+            "survive and staging='shared' exclude each other: what is not copied is gone with the process that has it"
+        )
+    if seconds and not cache_staged_state_dict:
+        raise ValueError("survive and cache_staged_state_dict=False exclude each other: the buffers hold what is kept")

@@ -17,7 +17,7 @@ from .._runtime.spans import Span
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import FileIdentity
 from .._tiers.target import FlushTarget
-from .options import WriteOptions
+from .options import SaveOptions
 
 if TYPE_CHECKING:
     from .._publish.publisher import Publication
@@ -98,7 +98,7 @@ class WriteRequest:
     """Write ``files`` below ``path`` and make them durable. The answer is a `WriteDone`."""
 
     path: str
-    options: WriteOptions
+    options: SaveOptions
     files: tuple[FileRequest, ...]
 
 
@@ -110,7 +110,7 @@ class SharedWriteRequest:
     """
 
     path: str
-    options: WriteOptions
+    options: SaveOptions
     files: tuple[SharedFilePart, ...]
     pieces: Pieces  # which tensor, by its number in ``tensors``, goes where
     tensors: tuple[TensorSource, ...]

@@ -19,7 +19,7 @@ from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers
 from .._storage.base import SharedFile, SharedSink, Storage
 from ..errors import WriteError, describe
-from .options import WriteOptions
+from .options import SaveOptions
 from .protocol import FileResult, WriteDone
 
 _PART = 4 << 20  # as in files that one process writes
@@ -91,7 +91,7 @@ class SharedWriteJob:
         files: Sequence[SharedFilePart],
         pieces: Pieces,
         fill: Fill,
-        options: WriteOptions,
+        options: SaveOptions,
     ) -> None:
         self._storage = storage
         self._files = files

@@ -22,10 +22,10 @@ from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReade
 from dcp_tensorizer._cli.views import show_listing
 from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.engine import engine_of_process
-from dcp_tensorizer._saving.options import Staging
 from dcp_tensorizer._saving.reuse import KnownFiles
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.client import WriterProcess
+from dcp_tensorizer._writer_process.options import Staging
 from dcp_tensorizer._writer_process.protocol import DigestRequest
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 

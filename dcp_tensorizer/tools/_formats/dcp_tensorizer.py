@@ -23,7 +23,7 @@ from ..._saving.commit import commit, put_records
 from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT, Storage
 from ..._writer_process.jobs import FileJob
-from ..._writer_process.options import WriteOptions
+from ..._writer_process.options import SaveOptions
 from ..._writer_process.protocol import TensorSource
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, StoredObject, StoredValue
@@ -52,7 +52,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         sources = (item.source() for item in in_files(items, is_encrypted=False))
         files = plan_files(sources, 0, save_id, storage.max_file_bytes)
         put_records(storage, [save_id])
-        options_of_files = WriteOptions(thread_count=tensors_at_once(view.tensors.values()))
+        options_of_files = SaveOptions(thread_count=tensors_at_once(view.tensors.values()))
         done = FileJob(storage, files, bytes_of, options_of_files).run()
         parts = [result.storage_data for result in write_results(items, done, 0)]
         meta = StorageMeta(shown_path(path), save_id=save_id)

@@ -28,7 +28,7 @@ from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.versions import SavedModel, VersionsOfWriter
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._writer_process.options import SaveLimits, WriteOptions
+from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
 
@@ -347,14 +347,14 @@ def test_a_model_on_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplo
     for name in "ab":
         write_model(tmp_path / name, {"w": torch.ones(3).numpy()})
     versions = VersionsOfWriter(
-        Publish(tmp_path / "published"), WriteOptions(thread_count=1, limits=SaveLimits(timeout=30))
+        Publish(tmp_path / "published"), SaveOptions(thread_count=1, limits=SaveLimits(timeout=30))
     )
     versions.add(SavedModel(_HungStorage(tmp_path / "a"), None, None, release))
     version = versions.wait(Deadline(WAIT))
     assert version is not None
     assert (version.version, versions.is_busy) == (1, False)
     assert "a: files of the model before may be left over: " in caplog.text
-    versions._write = WriteOptions(thread_count=1, limits=SaveLimits(timeout=0.01))
+    versions._write = SaveOptions(thread_count=1, limits=SaveLimits(timeout=0.01))
     versions.add(SavedModel(LocalStorage(tmp_path / "b"), None, None, lambda: None))
     with pytest.raises(WriteError, match=r"a has not answered for 0\.01 s: its disk or its server hangs"):
         versions.wait(Deadline(WAIT))

@@ -19,7 +19,7 @@ from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.child import interpreter
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._writer_process.client import Unsendable, WriterProcess
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import (
     DeviceTensor,
     FileRequest,
@@ -67,7 +67,7 @@ def request(path, buffer, count=1000, options=None):
     tensor.copy_(torch.arange(count, dtype=torch.float32))
     source = TensorSource("w", "float32", (count,), tensor.nbytes, "tensor", buffer.id, buffer.locate(tensor))
     return WriteRequest(
-        str(path), WriteOptions(storage_options=options or {}, thread_count=2), (FileRequest(NAME, (source,)),)
+        str(path), SaveOptions(storage_options=options or {}, thread_count=2), (FileRequest(NAME, (source,)),)
     )
 
 
@@ -162,7 +162,7 @@ def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
     rescue.start()
     source = TensorSource("w" * 200, "float32", (1,), 4, "tensor", buffer.id, 0)
-    padded = WriteOptions(storage_options={"padding": os.urandom(4 << 20)}, thread_count=1)
+    padded = SaveOptions(storage_options={"padding": os.urandom(4 << 20)}, thread_count=1)
     large = WriteRequest(str(tmp_path), padded, (FileRequest(NAME, (source,) * 20_000),))
     try:
         with pytest.raises(WriterProcessDied, match="made no progress for 1 s"):

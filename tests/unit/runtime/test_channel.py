@@ -14,14 +14,14 @@ import pytest
 
 from dcp_tensorizer._runtime.channel import Channel, Done, Failed, Progress, Ready
 from dcp_tensorizer._runtime.threads import Patience, in_background
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource, WriteRequest
 
 from ...support import open_descriptors
 from ...waiting import WAIT
 
 SOURCE = TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096)
-OPTIONS = WriteOptions(storage_options={"key": "secret", "nested": {"a": [1]}}, thread_count=2)
+OPTIONS = SaveOptions(storage_options={"key": "secret", "nested": {"a": [1]}}, thread_count=2)
 REQUEST = WriteRequest("/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", (SOURCE,)),))
 
 

@@ -13,8 +13,7 @@ from tensorizer import EncryptionParams
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._runtime.threads import cores
-from dcp_tensorizer._saving.options import SaveOptions
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 
 KEY = bytes(range(32))
 
@@ -59,6 +58,8 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
         ({"thread_count": 0}, ValueError, "thread_count=0 must be an int of at least 1, or None"),
         ({"storage_options": "key=x"}, TypeError, "storage_options must be a mapping, or None, and is str"),
         ({"limits": {"timeout": 5}}, TypeError, "limits must be SaveLimits, and is dict"),
+        ({"path": "/a", "local": "/b", "limits": 5}, TypeError, "limits must be SaveLimits, and is int"),
+        ({"on_report": 5}, TypeError, "on_report must be"),
         ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, and is bytes"),
         ({"encryption": EncryptionParams(KEY), "staging": "shared"}, ValueError, "'shared' and encryption exclude"),
         ({"encryption": EncryptionParams(KEY), "sha256": True}, ValueError, "sha256 and encryption exclude"),
@@ -82,15 +83,15 @@ def test_device_staging_is_refused_with_expandable_segments(monkeypatch: pytest.
 
 def test_threads_are_as_many_as_there_are_cores_up_to_four() -> None:
     """Unless a number is given."""
-    assert options().write.thread_count == min(4, cores())
-    assert options(thread_count=7).write.thread_count == 7
+    assert options().thread_count == min(4, cores())
+    assert options(thread_count=7).thread_count == 7
 
 
 def test_an_option_has_one_name_from_the_writer_to_the_writer_process() -> None:
     """Fields are named as the arguments are, but for what is made of several of them, or of a key."""
-    fields = {field.name for record in (SaveOptions, WriteOptions) for field in dataclasses.fields(record)}
+    fields = {field.name for field in dataclasses.fields(SaveOptions)}
     arguments = inspect.signature(TensorizerStorageWriter).parameters.keys()
-    assert fields - arguments == {"write", "target", "cipher"}
+    assert fields - arguments == {"target", "cipher"}
     of_copies = {"copy_rate", "failure_domain", "interface"}
     assert arguments - fields == {"path", "local", "encryption", "on_report", "on_progress"} | of_copies
 
@@ -100,7 +101,7 @@ def test_storage_options_are_copied() -> None:
     given = {"anon": True}
     made = options(storage_options=given)
     given["anon"] = False
-    assert made.write.storage_options == {"anon": True}
+    assert made.storage_options == {"anon": True}
 
 
 def test_the_arguments_are_those_of_the_writer_but_for_secrets() -> None:

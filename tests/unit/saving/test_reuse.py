@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from dcp_tensorizer._format.names import StoredItem, data_file_name
 from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._storage.base import Storage
-from dcp_tensorizer._writer_process.options import SaveLimits, WriteOptions
+from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, FileResult, TensorSource, WriteDone
 
 MIB = 1 << 20
@@ -68,7 +68,7 @@ class Job:
         """One save; files of ``refuse`` cannot be adopted. What tensors hold ``afterwards`` is only seen then."""
         self.number += 1
         limits = SaveLimits(max_reuses=self.max_reuses)
-        options = WriteOptions(thread_count=1, limits=limits, sha256=self.sha256, reuse_unchanged=True)
+        options = SaveOptions(thread_count=1, limits=limits, sha256=self.sha256, reuse_unchanged=True)
         save = FilesOfSave(cast(Storage, Place(max_adopted_bytes)), 0, save_id(self.number), options, self.known)
         sources = [TensorSource(name, dtype, (nbytes,), nbytes) for name in values]
         for _ in range(attempts):

@@ -22,7 +22,7 @@ from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
 
 from ...simulated import SimulatedDevice
@@ -56,7 +56,7 @@ def buffer() -> Iterator[SharedBuffer]:
 
 
 def files_in(folder: Path) -> FilesOfSave:
-    options = WriteOptions(sync_files=False, thread_count=1)
+    options = SaveOptions(sync_files=False, thread_count=1)
     return FilesOfSave(LocalStorage(folder), 0, "save", options, KnownFiles())
 
 

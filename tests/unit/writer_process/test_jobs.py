@@ -30,7 +30,7 @@ from dcp_tensorizer._storage.local_io import LocalSink
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._writer_process import jobs
 from dcp_tensorizer._writer_process.jobs import FileJob
-from dcp_tensorizer._writer_process.options import SaveLimits, WriteOptions
+from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource
 
 from ...support import block_digests, dtype_name, file_size_limit, filled, raw, same, sources
@@ -59,7 +59,7 @@ def job(
     """A job for the given tensors, by file."""
     tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
     requests = [FileRequest(file, sources(content.items(), kind)) for file, content in files.items()]
-    given = WriteOptions(**{"thread_count": 2} | options)
+    given = SaveOptions(**{"thread_count": 2} | options)
     return FileJob(storage, requests, lambda source: host_bytes(tensors[source.name]), given, memory)
 
 
@@ -93,7 +93,7 @@ def test_jobs_may_share_what_they_keep_of_the_memory_for_parts(
     monkeypatch.setattr(encoder, "direct_memory", noted)
     memory, unkept = PartMemory(kept_bytes=64 << 20), PartMemory()
     assert (made_for_a_job(memory), made_for_a_job(memory)) == (1, 0)
-    files, options = [FileRequest(NAMES[0], sources([("a", tensor)]))], WriteOptions(thread_count=2)
+    files, options = [FileRequest(NAMES[0], sources([("a", tensor)]))], SaveOptions(thread_count=2)
     with pytest.raises(WriteError):
         FileJob(storage, files, _gone, options, memory).run()
     assert made_for_a_job(memory) == 0
@@ -190,7 +190,7 @@ def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
     def gone(source: TensorSource) -> memoryview:
         raise KeyError(source.name)
 
-    work = FileJob(open_storage(tmp_path), [FileRequest(NAMES[0], (source,))], gone, WriteOptions(thread_count=1))
+    work = FileJob(open_storage(tmp_path), [FileRequest(NAMES[0], (source,))], gone, SaveOptions(thread_count=1))
     with pytest.raises(WriteError, match="KeyError: 'gone'"):
         work.run()
     assert list(tmp_path.iterdir()) == []
@@ -326,7 +326,7 @@ def _saved_before(folder: Path, content: dict[str, torch.Tensor]) -> FileResult:
 def _adopting(folder: Path, content: dict[str, torch.Tensor], homes: tuple[EarlierFile, ...]) -> FileJob:
     request = FileRequest(NAMES[0], sources(content.items()), homes, 4711)
     return FileJob(
-        open_storage(folder), [request], lambda source: host_bytes(content[source.name]), WriteOptions(thread_count=1)
+        open_storage(folder), [request], lambda source: host_bytes(content[source.name]), SaveOptions(thread_count=1)
     )
 
 
@@ -361,7 +361,7 @@ def test_what_cannot_be_adopted_in_time_is_written(tmp_path: Path, monkeypatch: 
         open_storage(tmp_path),
         requests,
         lambda source: host_bytes(content[source.name]),
-        WriteOptions(thread_count=1, limits=SaveLimits(timeout=100.0)),  # of which a copy gets a tenth
+        SaveOptions(thread_count=1, limits=SaveLimits(timeout=100.0)),  # of which a copy gets a tenth
         clock=lambda: moments[0],
     )
     assert [result.adopted for result in work.run().files] == [False] * len(NAMES)
@@ -393,5 +393,5 @@ def test_an_interrupted_job_leaves_nothing(tmp_path: Path) -> None:
 
     files = [FileRequest(name, sources({key: tensors[key]}.items())) for name, key in zip(NAMES, tensors, strict=False)]
     with pytest.raises(KeyboardInterrupt):
-        FileJob(open_storage(tmp_path), files, interrupted, WriteOptions(thread_count=1)).run()
+        FileJob(open_storage(tmp_path), files, interrupted, SaveOptions(thread_count=1)).run()
     assert list(tmp_path.iterdir()) == []

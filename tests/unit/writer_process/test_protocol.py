@@ -11,7 +11,7 @@ from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._runtime.channel import Done, Failed, Progress, Ready
 from dcp_tensorizer._runtime.process_context import ProcessContext
 from dcp_tensorizer._staging.shared_mappings import MappedFile
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import (
     Call,
     DeviceTensor,
@@ -30,7 +30,7 @@ SOURCES = (
     TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096),
     TensorSource("step", "uint8", (100,), 100, "object", FILE, 512),
 )
-OPTIONS = WriteOptions(
+OPTIONS = SaveOptions(
     storage_options={"key": "a-secret", "nested": {"a": [1]}}, thread_count=2, cipher=Cipher(bytes(range(32)))
 )
 REQUEST = WriteRequest("/checkpoint", OPTIONS, (FileRequest("__0_0_x.tensors", SOURCES),))

@@ -13,7 +13,7 @@ from dcp_tensorizer._format import encoder
 from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.direct_memory import direct_memory
-from dcp_tensorizer._writer_process.options import WriteOptions
+from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, WriteRequest
 from dcp_tensorizer._writer_process.worker import MIN_SPARE_CORES, NICENESS_BUSY, SpareCores, Worker
 
@@ -53,7 +53,7 @@ def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path, monkeypatc
         return direct_memory(nbytes)
 
     monkeypatch.setattr(encoder, "direct_memory", noted)
-    options = WriteOptions(sync_files=False, thread_count=1)
+    options = SaveOptions(sync_files=False, thread_count=1)
     files = (FileRequest(data_file_name(0, 0, "a" * 32), ()),)
     ours, theirs = socket.socketpair()
     with ours, theirs:
