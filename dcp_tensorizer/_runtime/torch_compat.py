@@ -25,10 +25,10 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 # FSDP1 still makes ShardedTensors, which have no public module.
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.metadata import ShardMetadata as ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharded_tensor.shard import Shard as Shard
 
 # What DCP's planners ask of one value. Their public functions ask it of a whole state dict.
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -47,17 +47,20 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 from torch.distributed.remote_device import _remote_device
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor as DTensor
 
 if TYPE_CHECKING:
     from datetime import timedelta
     from types import FrameType
 
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-    from torch.distributed.checkpoint._traverse import set_element
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed.checkpoint._extension import ExtensionRegistry as ExtensionRegistry
+    from torch.distributed.checkpoint._extension import StreamTransformExtension as StreamTransformExtension
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
+    from torch.distributed.checkpoint._traverse import set_element as set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
     from torch.distributed.checkpoint.planner import WriteItem
@@ -66,64 +69,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DCP_VERSION",
-    "GET_LAYOUT",
-    "OLD_PROPERTIES",
-    "PROCESS_EXECUTOR",
-    "PART_NAMES",
-    "REBUILD_PREFIX",
-    "REBUILD_SUBCLASS",
-    "STORAGE_SETUP",
-    "DTensor",
-    "ExtensionRegistry",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FsspecReader",
-    "FsspecWriter",
-    "Shard",
-    "ShardMetadata",
-    "ShardedTensor",
     "StorageInfo",
     "StoragePrefix",
-    "StreamTransformExtension",
-    "awaited",
-    "checkpoint_offset",
-    "copy_all",
-    "cpu_placement",
-    "describes_part",
-    "flatten_state_dict",
-    "group_devices",
-    "group_store",
-    "group_timeout",
-    "group_of_save",
-    "is_fake",
-    "is_plain",
-    "is_whole",
-    "layout_of",
     "load_state_dict_from_keys",
-    "local_elements",
-    "local_of",
-    "local_parts",
-    "negated_view",
-    "new_gloo_group",
-    "NEVER_FAKE",
-    "part_described",
-    "path_of_save",
-    "pickle_of",
-    "plain_local",
-    "plain_tensor_at",
-    "real_tensors",
-    "rebuild_dtensor",
-    "rebuild_sharded_tensor",
-    "release_ipc_counter",
-    "set_element",
-    "set_group_timeout",
-    "state_of_save",
-    "tensor_makers",
-    "trusted_globals",
-    "whole_size",
-    "write_items",
-    "written_shards",
-]
+]  # other names in torch
 
 # Public from torch 2.15 on.
 _FSSPEC = "torch.distributed.checkpoint.fsspec_filesystem"
