@@ -34,8 +34,8 @@ from ._runtime.threads import Deadline
 from ._runtime.torch_compat import path_of_save
 from ._runtime.validation import check_path, check_timeout
 from ._saving.report import SaveCallbacks, SaveReport
-from ._saving.save import Save
-from ._saving.saver import SaveDescription, Saver
+from ._saving.save import Save, SaveDescription
+from ._saving.saver import Saver
 from ._saving.write_plan import plan_with
 from ._staging.device import expandable_segments
 from ._staging.staged_save import StagedSave, StagingFuture

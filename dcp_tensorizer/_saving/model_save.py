@@ -44,8 +44,8 @@ from .model_layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_
 from .model_pieces import PieceExchange, SharedFiles, TensorPart, part_of_row, pieces_of, round_count, split
 from .rank_group import RankGroup
 from .report import SaveCallbacks
-from .save import Save
-from .saver import SaveDescription, Saver
+from .save import Save, SaveDescription
+from .saver import Saver
 from .ties import live_state, ties_of
 from .uploads import abort_uploads, marks_of_uploads, put_replaced, put_uploads, recorded_uploads, remove_uploads
 from .versions import SavedModel, VersionsOfWriter

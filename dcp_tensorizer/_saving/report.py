@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from .._index.schema import ItemKey
 from .._runtime.progress import TransferProgress
 from .._runtime.spans import Span, clock_offset
 from .._runtime.validation import check_callable
-from .._staging.staged_save import StageTimes
 
 if TYPE_CHECKING:
     from .._writer_process.protocol import WriteDone
@@ -126,76 +124,36 @@ class SaveCallbacks:
             transfer(total(), total())
 
 
-class SaveTimes:
-    """Measures the times of a save that begins now, and makes its report. ``staging`` is None if it stages nothing."""
+def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str, rank: int) -> SaveReport:
+    """Returns the report of a save, or of a rank's part in it, whose last span has just ended.
 
-    def __init__(self, staging: StageTimes | None = None) -> None:
-        self._staging = staging or StageTimes(time.time())
-        self._began = self._planned = time.perf_counter()
-        self._commit_began = 0.0
-        self._spans: tuple[Span, ...] = ()
-
-    def planned(self) -> None:
-        """Notes that the plan is finished."""
-        self._planned = time.perf_counter()
-
-    def written(self, *, path: str, save_id: str, rank: int, nbytes: int, done: WriteDone) -> SaveReport:
-        """The report of a rank whose data is durable now."""
-        now = time.time()
-        ended = time.perf_counter()
-        plan, write = Span("plan", self._began, self._planned), Span("write", self._planned, ended, nbytes=nbytes)
-        self._spans = (*self._staged(), plan, write, *done.spans)
-        staging = self._staging
-        return SaveReport(
-            path=path,
-            save_id=save_id,
-            rank=rank,
-            nbytes=nbytes,
-            reused_nbytes=sum(item.length for file in done.files if file.adopted for item in file.tensors),
-            files=len(done.files),
-            attempts=done.attempts,
-            started_at=staging.started_at,
-            seconds=max(0.0, now - staging.started_at),
-            wait_seconds=staging.wait_seconds,
-            stage_seconds=staging.stage_seconds,
-            plan_seconds=self._planned - self._began,
-            resolve_seconds=max(0.0, write.seconds - done.seconds),
-            hash_seconds=done.hash_seconds,
-            write_seconds=done.write_seconds,
-            commit_seconds=None,
-            durable_at=now,
-            spans=self._whole(ended, nbytes),
-            clock_offset=clock_offset(),
-        )
-
-    def commit_begins(self) -> None:
-        """Notes that all ranks have written, and the commit begins."""
-        self._commit_began = time.perf_counter()
-
-    def committed(self, report: SaveReport) -> SaveReport:
-        """The report of a save that is committed now, made from the report of its data."""
-        now, ended = time.time(), time.perf_counter()
-        commit = Span("commit", self._commit_began, ended)
-        self._spans += (Span("agree", report.spans[0].ended, self._commit_began), commit)
-        return dataclasses.replace(
-            report,
-            commit_seconds=commit.seconds,
-            durable_at=now,
-            seconds=max(0.0, now - report.started_at),
-            spans=self._whole(ended, report.nbytes),
-        )
-
-    def _staged(self) -> tuple[Span, ...]:
-        """The spans of staging, and of the wait before it; none for a save that stages nothing."""
-        staging = self._staging
-        if not staging.began:
-            return ()
-        wait = Span("wait", staging.began - staging.wait_seconds, staging.began)
-        return wait, Span("stage", staging.began, staging.began + staging.stage_seconds)
-
-    def _whole(self, ended: float, nbytes: int) -> tuple[Span, ...]:
-        """All spans of a save that has ended."""
-        return (Span("save", self._staging.began or self._began, ended, nbytes=nbytes), *self._spans)
+    ``spans`` are those of staging, if there was any, and "plan", "write", those of ``done``, "agree", and "commit".
+    """
+    of = {span.name: span for span in spans}
+    write, offset = of["write"], clock_offset()
+    began, ended = of.get("stage", of["plan"]).began, of.get("commit", write).ended
+    started_at, durable_at = began + offset, ended + offset
+    return SaveReport(
+        path=path,
+        save_id=save_id,
+        rank=rank,
+        nbytes=write.nbytes,
+        reused_nbytes=sum(item.length for file in done.files if file.adopted for item in file.tensors),
+        files=len(done.files),
+        attempts=done.attempts,
+        started_at=started_at,
+        seconds=durable_at - started_at,
+        wait_seconds=of["wait"].seconds if "wait" in of else 0.0,
+        stage_seconds=of["stage"].seconds if "stage" in of else 0.0,
+        plan_seconds=of["plan"].seconds,
+        resolve_seconds=max(0.0, write.seconds - done.seconds),
+        hash_seconds=done.hash_seconds,
+        write_seconds=done.write_seconds,
+        commit_seconds=of["commit"].seconds if "commit" in of else None,
+        durable_at=durable_at,
+        spans=(Span("save", began, ended, nbytes=write.nbytes), *spans),
+        clock_offset=offset,
+    )
 
 
 class Reports:

@@ -7,10 +7,11 @@ import functools
 import logging
 import math
 import multiprocessing
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,14 +21,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._format.names import StoredItem, metadata_file_name, save_id_in
 from .._index.locations import RankPlaces
 from .._index.schema import ItemKey, SaveRecord
+from .._runtime.spans import Span
 from .._runtime.threads import Hung, QuickTurns, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
-from .._staging.staged_save import StagedSave
+from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
-from ..errors import CheckpointError, WriteError, WriterProcessDied
+from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .commit import (
+    WrittenFiles,
     agree_on_key,
     begin,
     commit,
@@ -40,7 +43,7 @@ from .commit import (
 )
 from .engine import SaveTables, keeping_rank
 from .keeping import KeptSave, KeptState
-from .report import SaveReport, SaveTimes, warn_if_stale
+from .report import SaveReport, report_of, warn_if_stale
 from .reuse import FilesOfSave
 from .write_plan import Item, in_files, resolve, warn_of_refused, write_results
 
@@ -52,6 +55,20 @@ _T = TypeVar("_T")
 _CLEAN_UP_SECONDS = 20.0  # the other ranks wait for the clean-up after a commit
 
 logger = logging.getLogger("dcp_tensorizer")
+
+
+class SaveDescription(NamedTuple):
+    """The description of a save by the caller that stages it."""
+
+    record: SaveRecord | None = None  # of the manager, for the index
+    error: StagingError | None = None  # why this rank has no state: the save fails on all ranks with this error
+    omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write, and this one need not stage
+    # Called with the staged copy, whose tensors may not have their values yet. Its buffer is kept
+    # (`SharedBuffer.is_kept`).
+    on_staged: Callable[[StagedStateDict], object] | None = None
+    # Receives the files that this rank writes, for the caller to remove if the save fails.
+    files: WrittenFiles | None = None
+    spans: tuple[Span, ...] = ()  # of staging, once that is done
 
 
 class Save:
@@ -96,9 +113,10 @@ class Save:
         self._saver = saver
         self._staged = staged
         self._kept = kept
-        self._record: SaveRecord | None = None if staged is None else staged.record
-        self._times = SaveTimes() if staged is None else SaveTimes(staged.times)
-        self._report: SaveReport | None = None
+        description: SaveDescription = (None if staged is None else staged.description) or SaveDescription()
+        self._record, self._files = description.record, description.files
+        self._spans, self._lapped = [*description.spans], time.perf_counter()
+        self._written: WriteDone | None = None
         self._has_own_thread = staged is not None and staged.is_on_own_thread
         self._turns = QuickTurns() if self._has_own_thread else None
         self._tables = SaveTables(saver.engine.tables, save_id)
@@ -148,7 +166,7 @@ class Save:
         Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
         """
         saver = self._saver
-        self._times.planned()
+        self._lap("plan")
         if self.has_one_id:
             self.id = self._tables.save_of(plan) or self.id
         try:
@@ -174,11 +192,12 @@ class Save:
             if not saver.options.cache_staged_state_dict:
                 saver.engine.client.free()
         warn_of_refused(items, saver.engine.looked_at)
-        nbytes = sum(item.tensor.nbytes for item in items)
-        self._report = self._times.written(path=self.path, save_id=self.id, rank=self.rank, nbytes=nbytes, done=written)
+        self._lap("write", sum(item.tensor.nbytes for item in items))
+        self._spans += written.spans
+        self._written = written
         if not self.commits:
             self._end_turns()
-            self._publish(self._report)
+            self._publish(self._report(written))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -186,12 +205,13 @@ class Save:
 
         Raises `WriteError` if it is not committed, and then the checkpoint before is untouched.
         """
-        assert self._report is not None, "write comes first"
-        self._times.commit_begins()
+        assert self._written is not None, "write comes first"
+        self._lap("agree")
         with self.or_fail():
             replaced = self._complete(metadata, results)
         self._saver.engine.failures.committed()
-        report = self._report = self._times.committed(self._report)
+        self._lap("commit")
+        report = self._report(self._written)
         try:
             self._committed()
         finally:
@@ -274,6 +294,14 @@ class Save:
         if self._kept is not None:
             self._kept.committed()
 
+    def _lap(self, name: str, nbytes: int = 0) -> None:
+        """Records a span, which began when the one before ended."""
+        began, self._lapped = self._lapped, time.perf_counter()
+        self._spans.append(Span(name, began, self._lapped, nbytes=nbytes))
+
+    def _report(self, written: WriteDone) -> SaveReport:
+        return report_of(self._spans, written, path=self.path, save_id=self.id, rank=self.rank)
+
     def _publish(self, report: SaveReport) -> None:
         self._saver.reports.publish(report)
 
@@ -341,8 +369,8 @@ class Save:
 
     def wrote(self, written: WriteDone) -> None:
         """Notes that this rank's part is ready. The save may still fail on another rank."""
-        if self._staged is not None and self._staged.files is not None:
-            self._staged.files.note(self.storage, [file.name for file in written.files])
+        if self._files is not None:
+            self._files.note(self.storage, [file.name for file in written.files])
 
     def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be

@@ -11,16 +11,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
 from .._runtime.ranks import is_distributed, rank_of_job
+from .._runtime.spans import Span
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
-from .._staging.staged_save import StagedSave, StagedStateDict, StageTimes, name_of_group
+from .._staging.staged_save import StagedSave, StagedStateDict, name_of_group
 from .._staging.stager import Stager
 from .._storage.base import Storage
 from .._storage.claim import Ownership
@@ -31,29 +31,15 @@ from .._tiers.queue import AliveMark
 from .._tiers.target import place_of
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
-from .commit import WrittenFiles
 from .engine import engine_of_process
 from .keeping import KeptSave
 from .report import Freshness, Reports, SaveCallbacks
-from .save import Save
+from .save import Save, SaveDescription
 from .tiered_save import TieredSave
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _CLOSED = "the writer is closed: make a new one, or close it after the last save"
-
-
-class SaveDescription(NamedTuple):
-    """The description of a save by the caller that stages it."""
-
-    record: SaveRecord | None = None  # of the manager, for the index
-    error: StagingError | None = None  # why this rank has no state: the save fails on all ranks with this error
-    omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write, and this one need not stage
-    # Called with the staged copy, whose tensors may not have their values yet. Its buffer is kept
-    # (`SharedBuffer.is_kept`).
-    on_staged: Callable[[StagedStateDict], object] | None = None
-    # Receives the files that this rank writes, for the caller to remove if the save fails.
-    files: WrittenFiles | None = None
 
 
 class Saver:
@@ -162,12 +148,13 @@ class Saver:
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
         self.engine.keeping.begin_staging(self.engine.saves)
-        started_at, started = time.time(), time.perf_counter()
+        started = time.perf_counter()
         if (error := self._wait_for_room()) is not None:
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
-        staged.staged_save.record, staged.staged_save.files = save.record, save.files
-        staged.staged_save.times = StageTimes(started_at, started - called, time.perf_counter() - started, started)
+        spans = Span("wait", called, started), Span("stage", started, time.perf_counter())
+        # without ``on_staged``, whose owner may have the copy
+        staged.staged_save.description = save._replace(on_staged=None, spans=spans)
         if save.on_staged is not None:
             save.on_staged(staged)
         return staged

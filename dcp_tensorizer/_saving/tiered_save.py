@@ -64,7 +64,7 @@ class TieredSave(Save):
         self._flushing = flushing
         self._place = place
         self._writing: Writing | None = None  # while this rank's files are in the local folder
-        self._files: dict[str, int] = {}  # the files there, with their sizes
+        self._local_files: dict[str, int] = {}  # the files there, with their sizes
         self._is_published = False
 
     def open(self) -> None:
@@ -98,7 +98,7 @@ class TieredSave(Save):
         except (CheckpointError, OSError) as error:
             reason = error
         self._release()
-        self._writing, self._files, self.is_given_up = None, {}, False
+        self._writing, self._local_files, self.is_given_up = None, {}, False
         self._leave_local_folder(reason)
         return self._write_files(items)
 
@@ -130,8 +130,8 @@ class TieredSave(Save):
                 raise
             self.storage.make_directory()
             written = self._write_files(items)
-        self._files = {file.name: file.nbytes for file in written.files}
-        for name, nbytes in self._files.items():  # no other node can check
+        self._local_files = {file.name: file.nbytes for file in written.files}
+        for name, nbytes in self._local_files.items():  # no other node can check
             found = self.storage.head(name)
             if found != nbytes:
                 raise WriteError(f"{self.storage.path}/{name} has {found} bytes after it was written, not {nbytes:,}")
@@ -155,18 +155,18 @@ class TieredSave(Save):
         Raises `CheckpointError` if that could not be recorded.
         """
         assert self._writing is not None
-        if commit is None and not self._files:
+        if commit is None and not self._local_files:
             self._writing.abort()
             self._writing = None
             return
         queue, sync = self._flushing.queue, self._saver.options.sync_files
         try:
             try:
-                self._writing.written(self._files, sync=sync, commit=commit, index=index)
+                self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
             except (CheckpointError, OSError):
                 if not free(queue):
                     raise
-                self._writing.written(self._files, sync=sync, commit=commit, index=index)
+                self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
         except OSError as error:
             raise WriteError(f"cannot write to {queue.folder}: {error}") from error
 
@@ -282,18 +282,18 @@ class TieredSave(Save):
         self._lock = None  # until they are there
         try:
             self._leave_local_folder(error)
-            for name, nbytes in self._files.items():
+            for name, nbytes in self._local_files.items():
                 copy_file(local, self.storage, name, nbytes, self._check_wanted)
         except (CheckpointError, OSError) as failure:
             with suppress(CheckpointError, OSError):
-                discard(self._remote(), *self._files)
+                discard(self._remote(), *self._local_files)
             raise WriteError(f"{describe(error)}; and {describe(failure)}") from failure
         finally:
             if before is not None:
                 before.release()
             if self._writing is not None:
                 undo(self._writing)
-            self._writing, self._files = None, {}
+            self._writing, self._local_files = None, {}
 
     def _remote(self) -> Storage:
         return self._flushing.target.open(self._place)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from .._runtime.forks import Finalizer, free_in_child
 from .._runtime.process_context import ProcessContext
@@ -63,8 +63,7 @@ class StagedSave:
         distributed: It was staged by one of several ranks.
         stager: The thread that copies.
         context: The process context when staging began. Relative paths of the save are relative to its directory.
-        record: The manager's record for the checkpoint's index; None without a manager.
-        files: Receives what a rank has written for the save; None if nobody needs it.
+        description: Describes the save, for the layers above: a `SaveDescription`.
         ties: The names of tied tensors, and of the tensor that each is; noted for saves of models.
         omitted: The keys of tensors that are not staged, because other ranks write them.
         described: The keys of tensors that describe their parts.
@@ -87,9 +86,7 @@ class StagedSave:
         self.distributed = False
         self.stager = threading.current_thread()
         self.context = ProcessContext.here()
-        self.times = StageTimes()
-        self.record: Any = None
-        self.files: Any = None
+        self.description: Any = None
         self.ties: Mapping[str, str] = {}
         self.omitted: frozenset[str] = frozenset()
         self.described: Sequence[str] = ()
@@ -289,22 +286,6 @@ def name_of_group() -> str | None:
 
 def _no_future() -> StagingFuture | None:
     return None
-
-
-# --- times of staging -------------------------------------------------------------------------------------------------
-
-
-class StageTimes(NamedTuple):
-    """The times of one staging, in seconds."""
-
-    started_at: float = 0.0
-    """``time.time()`` when it began."""
-    wait_seconds: float = 0.0
-    """How long training waited before that for the end of the save before."""
-    stage_seconds: float = 0.0
-    """How long it took."""
-    began: float = 0.0
-    """``time.perf_counter()`` when it began."""
 
 
 # --- the staged state dict of a save, or its error --------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
-from dcp_tensorizer._saving.saver import SaveDescription
+from dcp_tensorizer._saving.save import SaveDescription
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.writer import DescribedStager
