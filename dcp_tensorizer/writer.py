@@ -469,7 +469,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if staged_save is None:
             self._saver.stager.wait_turn()  # for a synchronous save, or one that another stager has staged
         self._end_save()
-        context = self._take_on_context(staged_save)
+        context = self._context_of_trainer if staged_save is None else staged_save.context
+        if staged_save is None and context is not None:
+            context.take_on(_OF_GROUP)
         directory = None if context is None else context.directory
         try:
             save = self._saver.begin(self.checkpoint_id, directory, staged_save, self._error_of_trainer)
@@ -536,16 +538,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         closed = state.pop("_closed")
         self.__dict__.update(state)
         self._begin_here(self._new_saver(SaveCallbacks(), closed=closed))
-
-    def _take_on_context(self, staged_save: StagedSave | None) -> ProcessContext | None:
-        """Takes on the process context of the trainer that asked for a save, and returns it; None if that is this
-        process.
-        """
-        if staged_save is not None:
-            return staged_save.context
-        if self._context_of_trainer is not None:
-            self._context_of_trainer.take_on(_OF_GROUP)
-        return self._context_of_trainer
 
 
 class DescribedStager(AsyncStager):

@@ -162,7 +162,8 @@ class FilesOfSave:
         self._first += len(self._requests)
         self._requests = ()
         if self._known is None:
-            self._requests = self._files(sources, self.storage.max_file_bytes, self._first)
+            most = self.storage.max_file_bytes
+            self._requests = plan_files(sources, self.rank, self._save_id, most, first=self._first)
         else:
             if not self._number:
                 self._begin(self._known, sources, digest)
@@ -195,11 +196,8 @@ class FilesOfSave:
         changing = [source for tensor, source in left.items() if tensor not in apart]
         most = self.storage.max_file_bytes
         for group, limit in ((steady, min(_MAX_STEADY_BYTES, most)), (changing, most)):
-            requests += self._files(group, limit, self._first + len(requests))
+            requests += plan_files(group, self.rank, self._save_id, limit, first=self._first + len(requests))
         return tuple(requests)
-
-    def _files(self, sources: Sequence[TensorSource], max_bytes: int, first: int) -> tuple[FileRequest, ...]:
-        return plan_files(sources, self.rank, self._save_id, max_bytes, first=first)
 
     def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
         """Takes the result of writing the files; returns it with the places of tensors in all of them.

@@ -133,7 +133,7 @@ class Save:
     # --- DCP's hooks ------------------------------------------------------------------------------------------------
 
     def set_up(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
-        """Takes this rank's part in the save."""
+        """Sets this rank's role in the save."""
         self.rank = rank
         self.commits = is_coordinator or not use_collectives
         self.metadata_rank = None if use_collectives else rank
@@ -368,7 +368,7 @@ class Save:
             return saver.engine.client.write(files, stored, self._staged, lambda: saver.closed, progress)
 
     def wrote(self, written: WriteDone) -> None:
-        """Notes that this rank's part is ready. The save may still fail on another rank."""
+        """Records that this rank has written its files. The save may still fail on another rank."""
         if self._files is not None:
             self._files.note(self.storage, [file.name for file in written.files])
 
@@ -405,7 +405,6 @@ class Save:
         return replaced
 
     def _index_options(self) -> dict[str, Any]:
-        """The options of the index."""
         return {
             "rank": self.metadata_rank,
             "cipher": self._saver.options.cipher,

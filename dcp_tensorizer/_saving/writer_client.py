@@ -121,11 +121,6 @@ class WriterClient:
             digests: tuple[bytes, ...] = self.ensure_process().ask(request, buffers, timeout)
             return digests
 
-        def write() -> WriteDone:
-            request = files.request(sources, digest)
-            done: WriteDone = self.ensure_process(context).ask(request, buffers, timeout, context, progress)
-            return files.finish(done, digest)
-
         try:
             for attempt in (1, 2):
                 try:
@@ -135,7 +130,9 @@ class WriterClient:
                             sources, extra = self._locate(items, staged, staged_save.shared)
                         buffers = [staged] if extra is None else [staged, extra]
                     if all(buffer.can_be_sent for buffer in buffers):
-                        return replace(write(), attempts=attempt)
+                        request = files.request(sources, digest)
+                        done = self.ensure_process(context).ask(request, buffers, timeout, context, progress)
+                        return replace(files.finish(done, digest), attempts=attempt)
                 except WriterProcessDied as error:
                     self._check_again(error, files, attempt, is_closed)
                     if not isinstance(error, NotStarted):

@@ -80,35 +80,20 @@ class WriterProcess(ChildProcess):
         """
         self._lock.acquire()
         with self._conversation():
-            if buffers is None:
-                answer = self._send(Call(request, tuple(self._attached), (), context), [], timeout, progress)
-            else:
-                answer = self._send_with(request, buffers, context, timeout, progress)
+            new = [buffer for buffer in buffers or () if buffer.id not in self._attached]
+            for buffer in new:
+                buffer.at_close(functools.partial(self.detach, buffer.id))
+            try:
+                descriptors = [buffer.fd for buffer in new]
+            except OSError as error:
+                raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
+            kept = self._attached if buffers is None else self._attached.intersection(buffer.id for buffer in buffers)
+            call = Call(request, tuple(kept), tuple((buffer.id, buffer.nbytes) for buffer in new), context)
+            answer = self._send(call, descriptors, timeout, progress)
+            if buffers is not None and isinstance(answer, Failed):
+                self._attached = set()  # it may have failed before it attached them
         if isinstance(answer, Failed):
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
-        return answer
-
-    def _send_with(
-        self,
-        request: Request,
-        buffers: Sequence[SharedBuffer],
-        context: ProcessContext | None,
-        timeout: float,
-        progress: Callable[[int], object],
-    ) -> object:
-        """Sends a request with the descriptors of buffers that the process does not have yet; see `_send`."""
-        new = [buffer for buffer in buffers if buffer.id not in self._attached]
-        for buffer in new:
-            buffer.at_close(functools.partial(self.detach, buffer.id))
-        try:
-            descriptors = [buffer.fd for buffer in new]
-        except OSError as error:
-            raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
-        kept = tuple(buffer.id for buffer in buffers if buffer.id in self._attached)
-        call = Call(request, kept, tuple((buffer.id, buffer.nbytes) for buffer in new), context)
-        answer = self._send(call, descriptors, timeout, progress)
-        if isinstance(answer, Failed):
-            self._attached = set()  # it may have failed before it attached them
         return answer
 
     def detach(self, number: int) -> None:
