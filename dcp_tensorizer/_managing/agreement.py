@@ -141,10 +141,11 @@ class Agreement:
         largest, smallest = self.largest(digest, -digest)
         if largest == -smallest:
             return
+        assert self._group is not None, "a rank alone agrees with itself"
         ranks: dict[str, dict[str, list[int]]] = {name: {} for name in texts}
         for rank, of_rank in enumerate(self.gathered(texts)):
             for name, text in of_rank.items():
-                ranks[name].setdefault(text, []).append(dist.get_global_rank(self._group, rank))  # type: ignore[arg-type]
+                ranks[name].setdefault(text, []).append(dist.get_global_rank(self._group.group, rank))
         name, values = next((name, values) for name, values in ranks.items() if len(values) > 1)
         shown = [f"{text} on rank {listed_ranks(those)}" for text, those in values.items()]
         more = f", and {len(shown) - _VALUES_SHOWN} other values" if len(shown) > _VALUES_SHOWN else ""

@@ -17,10 +17,10 @@ _SECONDS = 120.0
 
 @pytest.fixture(scope="session", autouse=True)
 def _mark():
-    """Marks this process and, through the environment, all that descend from it."""
-    os.environ[MARK] = uuid.uuid4().hex
+    """Marks this process and, through the environment, all that descend from it. The soak's tests use the same mark."""
+    os.environ.setdefault(MARK, uuid.uuid4().hex)
     yield
-    del os.environ[MARK]
+    os.environ.pop(MARK, None)
 
 
 @pytest.fixture
