@@ -146,7 +146,7 @@ def _hashing(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            process.kill()  # the hash under way is over within a second or two
+            process.kill()  # the hash in progress is over within a second or two
 
 
 class _PeakMemory:

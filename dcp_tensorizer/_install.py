@@ -66,7 +66,7 @@ def install(
         reader_options: Options of `TensorizerStorageReader`, for all readers.
 
     Raises:
-        TypeError, ValueError: an option makes no sense.
+        TypeError, ValueError: an option is invalid.
     """
     global _installation
     writer_options, reader_options = dict(writer_options or {}), dict(reader_options or {})

@@ -75,7 +75,7 @@ def open_reader(
             and ``on_progress``. ``encryption`` is refused for both.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense.
+        ValueError, TypeError: an argument is invalid.
 
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path.

@@ -11,7 +11,7 @@
     │   ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
     │   ├── StateMismatch         the state is not of the checkpoint's keys or shapes, or takes no such values
     │   ├── UnsupportedFormat     it is of a format or version that this release does not read
-    │   └── UntrustedObject       loading would run code that nobody allowed
+    │   └── UntrustedObject       loading would run code that is not allowed
     └── ConversionError           a checkpoint cannot be brought into another format as asked
 
 Each is built from one message, so that it survives pickling: DCP sends errors from rank to rank, wrapped in

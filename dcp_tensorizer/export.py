@@ -186,7 +186,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         Only the coordinator publishes. Elsewhere, and without ``publish``, it returns None.
 
         Args:
-            timeout: The most seconds that this may take; after that it returns None. None: as long as it takes.
+            timeout: Timeout in seconds; after that it returns None. None: as long as it takes.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.

@@ -60,7 +60,7 @@ _META_KEY = "lightning_meta"
 
 
 class _Asynchronous:
-    """The common part of both strategies: one writer, and one save under way.
+    """The common part of both strategies: one writer, and one save in progress.
 
     Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`. Raises
     `TypeError` or `ValueError` for bad arguments, and if ``save_distributed_checkpoint`` is False.
@@ -84,7 +84,7 @@ class _Asynchronous:
         self._cleaning = free_in_child(threading.Lock())
 
     def wait_for_save(self) -> None:
-        """Waits until the save under way is committed, and the checkpoint that it replaces is removed.
+        """Waits until the save in progress is committed, and the checkpoint that it replaces is removed.
 
         Raises:
             CheckpointException: it failed; raised only once.
@@ -95,7 +95,7 @@ class _Asynchronous:
             self._clean()
 
     def teardown(self) -> None:
-        """Waits for the save under way, see `wait_for_save`, and destroys the process group of the saves."""
+        """Waits for the save in progress, see `wait_for_save`, and destroys the process group of the saves."""
         try:
             self.wait_for_save()
         finally:
@@ -141,7 +141,7 @@ class _Asynchronous:
             self._when_committed(lambda: replaced.unlink(missing_ok=True))
 
     def _when_committed(self, action: Callable[[], object]) -> None:
-        """Does something when the save under way is committed. If that save fails, it is done with the next commit."""
+        """Calls ``action`` when the save in progress is committed; if that save fails, with the next commit."""
         self._after_commit.append(action)
         if self._save is None:
             self._clean()
@@ -205,7 +205,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         self._start_save(_local(self.broadcast(filepath)), state, checkpoint, has_buffers=has_buffers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint when the save under way is committed."""
+        """Removes a checkpoint when the save in progress is committed."""
         remove = super().remove_checkpoint
         self._when_committed(lambda: remove(filepath))
 

@@ -263,7 +263,7 @@ class CheckpointManager:
             only in memory (``survive``) until the next one, `wait` or `close`.
 
         Raises:
-            TypeError, ValueError: an argument makes no sense, or the ranks save different steps.
+            TypeError, ValueError: an argument is invalid, or the ranks save different steps.
             WriteError: too many saves in a row have failed (``limits``), the manager is closed, a rank is gone, or this
                 is a forked child of the process that made the manager.
             CheckpointError: the save was waited for, and has failed; or, in the first call, the folder cannot be read.
@@ -351,7 +351,7 @@ class CheckpointManager:
         return restored
 
     def wait(self) -> None:
-        """Waits for the save under way; then rank 0 deletes old checkpoints. Raises what `close` raises.
+        """Waits for the save in progress; then rank 0 deletes old checkpoints. Raises what `close` raises.
 
         Every rank calls it. A step that is only in memory is saved first. It also waits until the last export is
         published. A forked child does not wait.
@@ -383,7 +383,7 @@ class CheckpointManager:
         return self._writer.hold_optimizer(optimizer)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the save under way and the deletions after it, ends the writer process, and destroys the process
+        """Waits for the save in progress and the deletions after it, ends the writer process, and destroys the process
         groups of this manager. Idempotent.
 
         Without a timeout, a step that is only in memory is saved first, and with ``save_at_end`` the last step. So
@@ -393,7 +393,7 @@ class CheckpointManager:
         child it does nothing.
 
         Args:
-            timeout: The most seconds that this may take. After that the save under way is abandoned, and the previous
+            timeout: Timeout in seconds. After that the save in progress is abandoned, and the previous
                 checkpoint stays.
 
         Raises:

@@ -103,7 +103,7 @@ class TensorizerStorageReader(StorageReader):
             writer's path. Pass the checkpoint below it as the ``checkpoint_id`` of ``dcp.load``.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense.
+        ValueError, TypeError: an argument is invalid.
         DecryptionError: there is a key, and no libsodium.
         WriteError: the path is relative, and there is no working directory; or its URL is of an unknown protocol, or
             needs a library that is missing.

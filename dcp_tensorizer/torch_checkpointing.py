@@ -165,7 +165,7 @@ class _Saver(CheckpointSaver):
         return staged, _then(response, lambda: self._finalize(path))
 
     def close(self) -> None:
-        """Waits for the save under way, ends the writer process, and destroys the group of the saves."""
+        """Waits for the save in progress, ends the writer process, and destroys the group of the saves."""
         self.writer.close()
         if self._group is not None:
             self._group.destroy()

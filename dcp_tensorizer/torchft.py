@@ -46,7 +46,7 @@ from .reader import ReaderOptions, TensorizerStorageReader
 __all__ = ["TensorizerTransport"]
 
 _STRUCTURE = "structure"  # other keys begin with a bracket
-_ELSEWHERE = "192.0.2.1"  # nobody has it (RFC 5737): the route to it is the default route
+_ELSEWHERE = "192.0.2.1"  # reserved (RFC 5737): the route to it is the default route
 _PLAIN = (bool, bytes, float, int, str, type(None))
 """The types of values that are sent together, each within its container; others have items of their own."""
 
@@ -131,7 +131,7 @@ class TensorizerTransport:
             step: The step that they ask for.
             state_dict: Nested containers of tensors and other values. Of DTensors this rank's part is sent, for the
                 rank of the same number in other replicas.
-            timeout: How long the keeper may take to answer; a minute at most. Other replicas are not waited for.
+            timeout: How long the keeper may take to answer; a minute at most. It does not wait for other replicas.
 
         Raises:
             StagingError: memory is short, or a tensor cannot be copied; names its key.
@@ -194,7 +194,7 @@ class TensorizerTransport:
             own = {} if self._state_dict is None else dict(_leaves(self._state_dict()))
             return _read(KeptReader(checkpoint, self._reader_options), own)
         finally:
-            part.let_go()
+            part.release()
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends the keeper, and frees all memory. Idempotent."""

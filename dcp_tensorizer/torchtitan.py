@@ -42,7 +42,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     - Old checkpoints are removed when the save that replaces them has committed: by the next save, or by ``close``.
       torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile, and
       after a last step, which is saved synchronously. A save that failed does not count.
-    - ``close`` waits for the save under way.
+    - ``close`` waits for the save in progress.
 
     A save that failed is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as torchtitan does.
     """
@@ -94,15 +94,15 @@ class TensorizerCheckpointManager(CheckpointManager):
         self.states[MODEL].load_state_dict(state_dict)
 
     def _wait_for_saving(self) -> None:
-        under_way, self.save_future = self.save_future, None  # an error is raised only once
-        assert under_way is not None
-        under_way.result()
+        in_progress, self.save_future = self.save_future, None  # an error is raised only once
+        assert in_progress is not None
+        in_progress.result()
         self._purge_stale_checkpoints()
 
     def _purge_stale_checkpoints(self) -> None:
         """Removes all but the ``keep_latest_k`` newest committed checkpoints."""
         if self.save_future is not None or not self._should_purge():
-            return  # called again when the save under way is over
+            return  # called again when the save in progress is over
         matches = [re.search(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
         paths = {int(match[1]): filesystem.join(self.folder, match.string) for match in matches if match}
         committed = [step for step, path in paths.items() if filesystem.isfile(filesystem.join(path, ".metadata"))]

@@ -131,7 +131,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
             terminal. An error in it is logged; the save does not fail.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It takes 0.6 s of CPU time per GB in the
-            writer process. Both find damage. Neither protects against somebody who changes the data: they can also
+            writer process. Both find damage. Neither protects against an attacker who changes the data: they can also
             change the hash.
         reuse_unchanged: Do not rewrite tensors that have not changed since the last saves. Their files get another name
             by a hard link, or are copied by the object store. Every checkpoint is still complete. It excludes
@@ -156,7 +156,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed; ``local`` has no path; ``copies=2`` has no ``survive``;
-            or two options exclude each other: ``encryption`` and ``sha256``, ``reuse_unchanged`` or
+            or two options cannot be combined: ``encryption`` and ``sha256``, ``reuse_unchanged`` or
             ``staging="shared"``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"``
             or ``cache_staged_state_dict=False``; ``staging="device"`` and torch's expandable segments.
         WriteError: there is a key, or ``copies=2``, but no libsodium; the path is read-only (http), or relative, and
@@ -238,7 +238,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         time. If it has interrupted the copying of a state, the save of that state is abandoned at once.
 
         Args:
-            timeout: The most seconds that all of this may take; 0: do not wait. After that the save under way is
+            timeout: Timeout in seconds for all of this; 0: do not wait. After that the save in progress is
                 abandoned, its writer process is killed, and the previous checkpoint stays. None: as long as the save
                 takes. Checkpoints that are only in the local folder then stay there for the next job, and the log says
                 so.
@@ -258,7 +258,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Waits until the path has everything from the local folder, also from jobs that died; returns whether it has.
 
         Args:
-            timeout: The most seconds that this may take. None: as long as the flush makes progress.
+            timeout: Timeout in seconds. None: as long as the flush makes progress.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
@@ -501,7 +501,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Begins in the process that made the writer."""
         if options.staging == "device" and (setting := expandable_segments()) is not None:
             raise ValueError(
-                f"staging='device' and expandable segments ({setting}) exclude each other: such memory is not safe to "
+                f"staging='device' and expandable segments ({setting}) cannot be combined: such memory is not safe to "
                 f"hand to another process, which may be ended by it. Use staging='buffer', or turn them off"
             )
         self._options = options

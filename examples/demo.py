@@ -242,7 +242,7 @@ def _kill_in_mid_save(context: ProcessContext, checkpoint: Path) -> str:
     writers = [child for child in children if "dcp_tensorizer._writer_process.worker" in child.cmdline()]
     _wait_until(lambda: any(checkpoint.glob("*.tensors")), f"nothing is written to {checkpoint}")
     _kill(context)
-    # Nobody kills the writer processes: they have to see by themselves that their trainers are gone.
+    # The demo does not kill the writer processes: they have to see by themselves that their trainers are gone.
     _wait_until(lambda: not any(map(_runs, writers)), f"writer processes have outlived their trainers: {writers}")
     if (checkpoint / ".metadata").exists():
         raise DemoError(f"{checkpoint} was committed before the kill: the save was too fast for this demo")

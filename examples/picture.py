@@ -80,7 +80,7 @@ def _draw_lanes(axes: Axes, killed: Run, resumed: Run) -> None:
 
 
 def _draw_memory(axes: Axes, killed: Run, resumed: Run) -> None:
-    """The run that keeps each step in memory, and the one that goes on from there."""
+    """The run that keeps each step in memory, and the one that resumes from there."""
     assert resumed.loaded is not None
     start, end, saved = resumed.loaded.step, _kill(killed), max(killed.saved, default=0)
     axes.hlines(-1, 0, end, color=_BLUE, linewidth=3)

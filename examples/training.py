@@ -111,7 +111,7 @@ def train(rank: int, world: int, job: Job, connection: Connection) -> None:
             report(Stepped(app.step, loss))
             if manager is not None and job.save_every:
                 save(app, manager, job.save_every, report)
-    dist.barrier()  # gloo's threads still hold tensors of the last collective; Python must not end before they let go
+    dist.barrier()  # Python must not end while gloo's threads still hold tensors of the last collective
     dist.destroy_process_group()
 
 

@@ -156,7 +156,7 @@ class ManagerModel(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """The job ends, and another goes on from the newest checkpoint."""
+        """The job ends, and another resumes from the newest checkpoint."""
         self.manager.close()
         self.start()
         self._restore(None, self.last)
@@ -171,7 +171,7 @@ class ManagerModel(RuleBasedStateMachine):
     @precondition(lambda self: self.last is not None and self.url is None)
     @rule()
     def damage(self) -> None:
-        """The newest checkpoint loses a file: with fallback the job goes on from the one before."""
+        """The newest checkpoint loses a file: with fallback the job resumes from the one before."""
         self.manager.close()
         newest = self.last
         self._at(newest)

@@ -3,7 +3,7 @@
 tensorizer, for its parameter classes, and libnacl, which finds libsodium, are imported only if there is a key.
 
 Each block of an item is encrypted by itself, with XSalsa20, and authenticated with Poly1305. tensorizer encrypts
-tensors in place and decrypts them afterwards. Here blocks are encrypted into a buffer, so that nobody ever finds a
+tensors in place and decrypts them afterwards. Here blocks are encrypted into a buffer, so that no reader ever finds a
 tensor, or a staging buffer, encrypted.
 """
 

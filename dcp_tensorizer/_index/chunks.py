@@ -98,7 +98,7 @@ class ChunkLayout:
 
     @classmethod
     def from_row(cls, row: Layout) -> ChunkLayout:
-        """Makes a layout from its row in an index; raises `ValueError` if it makes no sense."""
+        """Makes a layout from its row in an index; raises `ValueError` if it is invalid."""
         dims = len(row.shape)
         if row.offsets is None or row.sizes is None:
             return cls(row.shape, None, None)

@@ -41,7 +41,7 @@ class StateRules:
 
     @classmethod
     def of(cls, described: Mapping[Any, Any]) -> StateRules:
-        """Makes the rules from DCP's entries; raises `WriteError`, naming the key, if an entry makes no sense."""
+        """Makes the rules from DCP's entries; raises `WriteError`, naming the key, if an entry is invalid."""
         maker = _Maker()
         rows = [maker.row_of(key, entry) for key, entry in described.items()]
         numbers = np.array(rows, dtype=np.int64).reshape(-1, 2)
@@ -252,7 +252,7 @@ Value = TensorValue | int
 
 
 def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
-    """Each value of the state dict by its key; raises `ValueError` or `LookupError` if the section makes no sense."""
+    """Each value of the state dict by its key; raises `ValueError` or `LookupError` if the section is invalid."""
     check_numbers(rows.layouts, rows.owners)
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]

@@ -142,7 +142,7 @@ def _column(numbers: Sequence[int], dtype: str) -> bytes:
 
 
 class PlaceTable:
-    """The locations of a rank's items in its data files; raises `ValueError` if the table makes no sense."""
+    """The locations of a rank's items in its data files; raises `ValueError` if the table is invalid."""
 
     def __init__(self, rows: Places, files: Sequence[tuple[str, int]], *, is_encrypted: bool) -> None:
         self._rows = rows
@@ -165,7 +165,7 @@ class PlaceTable:
 
     def find(self, keys: Iterable[Any], hashes: Iterable[int]) -> Iterator[StoredItem | None]:
         """The locations of items by their keys and hashes; None for one that is not here. Raises `ValueError` if one
-        makes no sense.
+        is invalid.
         """
         files, dtypes, places, of_all = self._file_names, self._rows.dtypes, self._places, self._rows.digests
         name_of, is_open = self._rows.names.get, not self._is_encrypted and not self._rows.seals
@@ -249,7 +249,7 @@ def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
 
 
 class IndexPlaces:
-    """Locates items. Raises `MetadataError` if the index is damaged, and `ValueError` if it makes no sense.
+    """Locates items. Raises `MetadataError` if the index is damaged, and `ValueError` if it is invalid.
 
     ``count`` is the number of sections of places. Small values are located in a file that exists only in the index:
     ``inline_file`` is its name, and ``inline_content`` its content.
@@ -271,7 +271,7 @@ class IndexPlaces:
     def load(self, numbers: Iterable[int]) -> None:
         """Reads the sections with these numbers, unless they have been read.
 
-        Raises `MetadataError` or `ValueError` if they are damaged or make no sense, and `ReadError` if they cannot be
+        Raises `MetadataError` or `ValueError` if they are damaged or are invalid, and `ReadError` if they cannot be
         read.
         """
         missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())

@@ -99,7 +99,7 @@ def _add(placed: dict[str, Placed], name: str, shape: Shape, *boxes: Box) -> Non
 
 
 def _taken(placed: Placed, key: str, name: str) -> ValueError:
-    return ValueError(f"{placed.boxes[0].source!r} and {key!r} would both be {name!r}: mend rename=")
+    return ValueError(f"{placed.boxes[0].source!r} and {key!r} would both be {name!r}: change rename=")
 
 
 class _Part(NamedTuple):
@@ -161,7 +161,7 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
         if shapes[key] != part.shape:
             raise ValueError(
                 f"{key!r} has the shape {shapes[key]}, and as a part of {name!r} of shape {whole} it needs "
-                f"{part.shape}: mend rename="
+                f"{part.shape}: change rename="
             )
         placed.boxes += [Box(key, in_part, in_whole) for in_whole, in_part in part.regions]
     return placed

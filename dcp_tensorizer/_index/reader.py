@@ -299,7 +299,7 @@ class Index:
 
 
 class _Sensible:
-    """Raises any error inside the block as a `MetadataError`: the index makes no sense."""
+    """Raises any error inside the block as a `MetadataError`: the index is invalid."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """Decides which states are copied to other hosts, so that the loss of a host does not lose them.
 
 The keepers make the copies. The trainers decide together, in the reduction at the beginning of each step: if no copy is
-under way, all ranks copy the newest state. A copy counts once the states of all ranks are copied.
+in progress, all ranks copy the newest state. A copy counts once the states of all ranks are copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MemoryVote(NamedTuple):
 
     has_failed: bool = False  # the newest state could not be kept
     ends: bool = False  # the rank has stopped keeping states
-    copy_runs: bool = False  # a copy is under way
+    copy_runs: bool = False  # a copy is in progress
     copy_failed: bool = False  # the last copy is not complete
     copies_end: bool = False  # this rank's states are no longer copied
     is_superseded: bool = False  # a later run of the job has claimed the keeper that holds this rank's copies

@@ -64,7 +64,7 @@ class Exports:
         self._continued_from = 0
 
     def continue_from(self, step: int) -> None:
-        """Notes that the job goes on from a step: no export is due for the steps up to it."""
+        """Notes that the job resumes from a step: no export is due for the steps up to it."""
         self._continued_from = self._exported = step
 
     def is_due(self, step: int) -> bool:

@@ -96,7 +96,7 @@ class GoodputClock:
         self._saves = self._failures = 0
 
     def resume(self, record: SaveRecord | None) -> None:
-        """Notes that the job now goes on from a checkpoint with this record; None if no manager has saved it."""
+        """Notes that the job now resumes from a checkpoint with this record; None if no manager has saved it."""
         self._resumed = self.now()
         self._lived = 0.0 if record is None else record.lived
         self.restarts = 1 if record is None else record.restarts + (not record.is_end)

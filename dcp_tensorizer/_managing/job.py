@@ -155,7 +155,7 @@ class Job:
             self._owner.claim()
 
     def _is_gone(self, step: int) -> bool:
-        """Returns whether somebody has deleted a saved step. If so, the job goes on among the remaining steps.
+        """Returns whether a saved step was deleted. If so, the job goes on among the remaining steps.
 
         Every rank calls it. It costs a request, so it is called only if a step would not be saved because it exists.
         """
@@ -234,7 +234,7 @@ class Job:
             self.saves.write_held()
 
     def wait(self, *, until_published: bool) -> None:
-        """Waits for all work under way. Raises the error of the last save if no call has raised it yet."""
+        """Waits for all work in progress. Raises the error of the last save if no call has raised it yet."""
         self.write_held()
         self.saves.wait()
         if until_published:
@@ -248,7 +248,7 @@ class Job:
             self.saves.error = self.exports.run_last(self.saves.wait_committed()) or self.saves.error
 
     def close(self, deadline: Deadline, *, is_with_all: bool, is_stopping: bool) -> None:
-        """Waits for all work under way, up to the deadline, and ends everything. ``is_with_all``: all ranks call it.
+        """Waits for all work in progress, up to the deadline, and ends everything. ``is_with_all``: all ranks call it.
 
         A job that ``is_stopping`` waits for a publication no longer than a save may wait for a storage.
         """
@@ -305,12 +305,12 @@ class Job:
         self._continue_from(max(0, step - 1))
 
     def _advance(self) -> None:
-        """Waits for the last save. If it is committed, the job goes on from it."""
+        """Waits for the last save. If it is committed, the job resumes from it."""
         assert self.place is not None
         self.place.advance(self.saves.wait_committed())
 
     def _continue_from(self, step: int) -> None:
-        """Notes that the job goes on from another step than that of its last save."""
+        """Notes that the job resumes from another step than that of its last save."""
         assert self.place is not None
         self.saves.forget()
         if self._agreement.is_first:

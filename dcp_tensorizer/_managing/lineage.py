@@ -1,4 +1,4 @@
-"""The place of a job among the checkpoints of a folder: its branch, and the checkpoint that it goes on from."""
+"""The place of a job among the checkpoints of a folder: its branch, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Place:
 
     Attributes:
         branch: The job's branch.
-        tip: The checkpoint that the job goes on from; None if there is none, or it is unknown.
+        tip: The checkpoint that the job resumes from; None if there is none, or it is unknown.
         numbers: The existing steps of the branch.
         names: The names of all steps' directories, on any branch.
         others: The directories' names of steps on other branches.
         left: The newest checkpoint, if the job has gone back to before it and has not saved since; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
-        line: The ids of the checkpoints of this run that the job goes on from, the newest first.
+        line: The ids of the checkpoints of this run that the job resumes from, the newest first.
         serial: The highest serial of the folder's checkpoints.
     """
 
@@ -69,7 +69,7 @@ class Place:
         return cls(branch, tip, numbers, names, others, left, step, line, serial)
 
     def begin_anew(self, branch: Branch) -> None:
-        """Moves the job to a new branch, because it does not go on from its last checkpoint."""
+        """Moves the job to a new branch, because it does not resume from its last checkpoint."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
 
@@ -181,7 +181,7 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
         return RestoreChoice([], steps)
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
-    tip = own[-1] if own and is_last else None  # a job that goes on from any other step leaves the branch
+    tip = own[-1] if own and is_last else None  # a job that resumes from any other step leaves the branch
     return RestoreChoice([(step, branch if step is tip else leave(step)) for step in candidates], steps)
 
 

@@ -138,7 +138,7 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
 def check_survival(seconds: object, every: object, buffers: object, writer_options: Mapping[str, Any]) -> None:
     """Checks the options for states in memory.
 
-    Raises `TypeError` unless they are numbers, and `ValueError` if they make no sense, or not with the writer's
+    Raises `TypeError` unless they are numbers, and `ValueError` if they are invalid, or not with the writer's
     options.
     """
     check_survival_of_writer(
@@ -164,10 +164,10 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
         return
     check_type("export", export, Export)
     if writer_options.get("staging") == "shared":
-        raise ValueError("export and staging='shared' exclude each other: what is not copied changes meanwhile")
+        raise ValueError("export and staging='shared' cannot be combined: what is not copied changes meanwhile")
     if not writer_options.get("cache_staged_state_dict", True):
         raise ValueError(
-            "export and cache_staged_state_dict=False exclude each other: the buffer holds what is exported"
+            "export and cache_staged_state_dict=False cannot be combined: the buffer holds what is exported"
         )
 
 

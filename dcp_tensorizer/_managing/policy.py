@@ -168,12 +168,12 @@ class SavePolicy:
             self._saved, self._saved_at = step, self._clock.now()
 
     def continue_from(self, step: int) -> None:
-        """Notes that the job goes on from a step. The next save is due relative to that step."""
+        """Notes that the job resumes from a step. The next save is due relative to that step."""
         self.begin(step, is_due=True)
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
-    """The least and the greatest value of an interval; raises `TypeError` or `ValueError` if it makes no sense."""
+    """The least and the greatest value of an interval; raises `TypeError` or `ValueError` if it is invalid."""
     if isinstance(interval, str):
         if interval != "auto":
             raise TypeError(f"save_interval must be a number of seconds, a pair of them, or 'auto', got {interval!r}")

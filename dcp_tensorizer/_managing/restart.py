@@ -268,7 +268,7 @@ class Survival:
         self._predecessors.end()
 
     def forget(self) -> None:
-        """Forgets all states of this run, because the job does not go on from them."""
+        """Forgets all states of this run, because the job does not resume from them."""
         self.wait_kept()
         self._newest = None
         self._forget_all_but([])
@@ -385,7 +385,7 @@ def load_kept(
     choice: RestoreChoice,
     lost: Collection[str] = (),
 ) -> SaveRecord | Problem | None:
-    """Loads the newest state that all ranks can reach in memory, if it goes on from the newest checkpoint.
+    """Loads the newest state that all ranks can reach in memory, if it resumes from the newest checkpoint.
 
     Args:
         found: The keepers of earlier runs.
@@ -462,7 +462,7 @@ def _chosen(
         if any(offer.heads for offer in offers):
             logger.warning(
                 "%s: no state in memory is there for all ranks, perhaps because a machine was replaced%s: this run "
-                "goes on from storage, which may be some steps older",
+                "resumes from storage, which may be some steps older",
                 folder.path,
                 _parts_of_newest(offers),
             )
@@ -557,7 +557,7 @@ def outdated(
     ids: Collection[str] = (),
     lost: Collection[str] = (),
 ) -> str:
-    """Says why a state does not go on from the newest checkpoint ``tip``; empty if it does.
+    """Returns why a state does not resume from the newest checkpoint ``tip``; empty if it does.
 
     ``folder`` is the identity of the job's folder. ``ids`` are the ids of all existing checkpoints. Those in ``lost``
     were lost with a node, and count as never saved.
@@ -569,9 +569,9 @@ def outdated(
     if head.folder not in (None, folder):
         return "the job's folder is another one now: it is not used"
     if tip is None:
-        return "" if parent is None else "the checkpoint that it goes on from is gone: it is not used"
+        return "" if parent is None else "the checkpoint that it resumes from is gone: it is not used"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
-        return ""  # the job has gone back to before that one, and nobody has saved since
+        return ""  # the job has gone back to before that one, and no run has saved since
     if parent != tip.save_id and not _has_saved(head, tip):
         return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"

@@ -148,7 +148,7 @@ def _load(
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
 ) -> None:
-    """Loads a checkpoint, under a lock so that nobody deletes it; see `load_first`."""
+    """Loads a checkpoint, under a lock against deletion; see `load_first`."""
     with _shared_lock(storage):
         reader = open_reader(folder.location, **options)
         heartbeats.watch_load(reader)

@@ -96,7 +96,7 @@ class Retention:
         return kept if best is None else kept | {best.number}
 
 
-# --- deletion of checkpoints that no rule keeps, and that nobody uses -------------------------------------------------
+# --- deletion of checkpoints that no rule keeps, and that no process uses ---------------------------------------------
 
 logger = logging.getLogger("dcp_tensorizer")
 

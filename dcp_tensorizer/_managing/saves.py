@@ -311,7 +311,7 @@ class Saves:
         return self.saved
 
     def forget(self) -> None:
-        """Forgets the last save, which is over, because the job does not go on from it."""
+        """Forgets the last save, which is over, because the job does not resume from it."""
         self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:

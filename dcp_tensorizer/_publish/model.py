@@ -94,7 +94,7 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
 
 
 def _is_other(name: str) -> bool:
-    """Returns whether a file belongs to a model besides its weights and index; files of a save under way do not."""
+    """Returns whether a file belongs to a model besides its weights and index; files of a save in progress do not."""
     return not name.endswith(_ENDING) and name != INDEX and is_plain_name(name) and not is_ours(name)
 
 

@@ -92,7 +92,7 @@ class KeptCheckpoint(Storage):
     def close(self) -> None:
         """Closes the buffers: nothing is read any more."""
         for buffer in self._buffers.values():
-            buffer.let_go()
+            buffer.release()
 
     def _add(self, content: KeptContent, index: Metadata) -> RankPlaces:
         """Adds a rank's state; returns the places of its items."""
@@ -148,7 +148,7 @@ class _Buffer(RangeReader):
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         read_into(self._descriptor.number, buffers, offset)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Closes the descriptor for good. `close` does not: a checkpoint's file may be opened again."""
         self._descriptor.close()
 
@@ -198,7 +198,7 @@ def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent 
 
 
 def _index(state: Keep) -> Metadata:
-    """Decodes the description; raises `MetadataError` if it makes no sense."""
+    """Decodes the description; raises `MetadataError` if it is invalid."""
     path = f"the description of rank {state.head.rank}"
     return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()
 

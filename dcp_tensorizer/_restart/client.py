@@ -103,7 +103,7 @@ class KeeperProcess(ChildProcess):
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
         """Lets the keeper forget states. Their buffers are free, even if this fails.
 
-        ``but_copied``: the state whose copy is under way, or was made last, stays. Raises `WriteError` if the keeper
+        ``but_copied``: the state whose copy is in progress, or was made last, stays. Raises `WriteError` if the keeper
         does not answer. Then the keeper is ended, and keeps nothing.
         """
         forgotten = [state_id for state_id in ids if state_id in self.kept]

@@ -161,7 +161,7 @@ class Predecessors:
             checkpoint = KeptCheckpoint(path, parts)
         except BaseException as error:
             for _, buffer in parts:
-                (buffer.let_go if isinstance(buffer, RemotePart) else buffer.close)()
+                (buffer.release if isinstance(buffer, RemotePart) else buffer.close)()
             if not isinstance(error, Exception):  # a KeyboardInterrupt
                 raise
             # For example, it was kept by another release.
@@ -382,9 +382,9 @@ class Loaded:
         self.is_replaced = False
         self.last_number = 0
         self._sizes: dict[str, int] = {}
-        in_child(self, Loaded._let_go)
+        in_child(self, Loaded._release)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Forgets the states in a forked child, without freeing them: the parent may still need them."""
         self._sizes.clear()
 

@@ -7,7 +7,7 @@ It also holds the digests of the states, by which a successor checks what it loa
 process takes the digests. The keeper takes those of all other states, and of those that were not yet written when the
 trainer was gone.
 
-While the trainer lives, nobody waits for digests and copies. So their threads have low priorities, and so has the
+While the trainer lives, nothing waits for digests and copies. So their threads have low priorities, and so has the
 session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does wait, and
 so the keeper has the usual priority once its trainer is gone. So has a keeper whose trainer heals other replicas.
 """
@@ -138,7 +138,7 @@ class Keeper:
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        # Peers wait for the digests of a live state, and nobody for those of one that is kept in case the trainer ends.
+        # Peers wait for the digests of a live state, but not for those of one that is kept in case the trainer ends.
         lower = functools.partial(lower_priority, _NICENESS) if seconds else None
         self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
 

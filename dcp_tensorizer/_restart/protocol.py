@@ -30,14 +30,14 @@ class KeptHead(NamedTuple):
         rank: The rank whose state it is.
         world_size: How many ranks the job had.
         record: The manager's record for the index; None without a manager.
-        parent_step: The step of the checkpoint that the state goes on from; None if there is none.
+        parent_step: The step of the checkpoint that the state resumes from; None if there is none.
         left: If the job went back to an earlier step, the id of the checkpoint that was the newest then; else None.
         folder: The device and the inode of the job's folder, as ``host`` sees them. None if there is no local folder,
             or it did not exist yet.
         path: Where the state was being saved; empty if a manager decides that.
         replaces: The id of the checkpoint that was at the path; None if there was none.
         host: The host that kept the state (see `this_host`); empty if it is not known.
-        line: The ids of the checkpoints that the state goes on from, the newest first. Only those that its run saved
+        line: The ids of the checkpoints that the state resumes from, the newest first. Only those that its run saved
             or restored.
     """
 
@@ -88,7 +88,7 @@ class Forget:
     """Forget these states. The answer has the ids of those whose buffers the trainer may write to again."""
 
     ids: tuple[str, ...]
-    but_copied: bool = False  # the state whose copy is under way, or was made last, stays
+    but_copied: bool = False  # the state whose copy is in progress, or was made last, stays
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds a secret

@@ -158,7 +158,7 @@ def encoded(content: KeptContent) -> bytes:
 
 
 def decoded(record: bytes | memoryview) -> KeptContent:
-    """The part that a record describes; raises `WireError` if it makes no sense."""
+    """The part that a record describes; raises `WireError` if it is invalid."""
     try:
         content = msgspec.msgpack.decode(record, type=KeptContent)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -397,7 +397,7 @@ class ReplicaServer:
 
 
 def _receive_blocks(wire: Wire, copy: _Incoming) -> None:
-    lower_priority(NICENESS_OF_COPIES)  # nobody waits for a copy, and its connections carry nothing else
+    lower_priority(NICENESS_OF_COPIES)  # nothing waits for a copy, and its connections carry nothing else
     room = memoryview(bytearray(BLOCK))
     while not isinstance(block := wire.receive(Block | Sent), Sent):
         data = room[: block.nbytes]
@@ -650,7 +650,7 @@ class RemotePart(RangeReader):
                 return
         wire.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Closes its connections for good."""
         with self._lock:
             self._is_over = True

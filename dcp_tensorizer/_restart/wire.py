@@ -7,7 +7,7 @@
     header (kind, bytes of the content), content, MAC
 
 A frame is a message, in MessagePack, or raw bytes that a message has announced. Both have a largest size, so that
-nobody can make the other end allocate more. Before the proof, nothing is decoded, and some 70 bytes are read.
+no peer can make the other end allocate more. Before the proof, nothing is decoded, and some 70 bytes are read.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Wire:
         try:
             return msgspec.msgpack.decode(content, type=kind)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise WireError(f"a message that makes no sense: {error}") from None
+            raise WireError(f"malformed message: {error}") from None
 
     def ask(self, message: msgspec.Struct, kind: Any) -> Any:
         """Sends a message, and receives the answer."""
@@ -155,7 +155,7 @@ class Wire:
     def _header(self, kind: int, most: int) -> int:
         found, nbytes = _HEADER.unpack(self._read(_HEADER.size))
         if found != kind or nbytes > most:
-            raise WireError(f"a frame of kind {found} and {nbytes:,} bytes, where it makes no sense")
+            raise WireError(f"unexpected frame: kind {found}, {nbytes:,} bytes")
         return int(nbytes)
 
     def _open(self, kind: int, nbytes: int, target: memoryview) -> None:

@@ -34,7 +34,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The bytes written so far for the request under way; sent about once a second."""
+    """The bytes written so far for the request in progress; sent about once a second."""
 
     nbytes: int
 

@@ -24,7 +24,7 @@ from .channel import Channel
 from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_child, in_child, too_many
 
 END_SECONDS = 5.0
-"""For a process with a request under way. An idle one ends in milliseconds."""
+"""For a process with a request in progress. An idle one ends in milliseconds."""
 
 _SESSION_SECONDS = 0.05
 _KILL_SECONDS = 0.5  # a killed process ends in milliseconds, unless it hangs in the kernel
@@ -35,7 +35,7 @@ _OF_JOB = tuple(
 )
 """Signals that terminals and schedulers send to every process of a job. The trainer decides what they do."""
 _unended: list[subprocess.Popen[bytes]] = []
-"""Processes that were killed and have not ended yet. They are waited for later, so that none stays a zombie."""
+"""Processes that were killed and have not ended yet. A later wait reaps them, so that none stays a zombie."""
 
 
 class ChildProcess:

@@ -36,8 +36,8 @@ _FEW = 64
 _most = _FEW  # entries before dead owners are removed
 
 
-def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
-    """Registers ``let_go(owner)`` for each child that this process forks while the owner lives.
+def in_child(owner: _T, release: Callable[[_T], object]) -> None:
+    """Registers ``release(owner)`` for each child that this process forks while the owner lives.
 
     The function must not wait for a lock. An owner has at most one.
     """
@@ -47,7 +47,7 @@ def in_child(owner: _T, let_go: Callable[[_T], object]) -> None:
             if reference() is None:
                 _owners.pop(number, None)
         _most = max(_FEW, 2 * len(_owners))
-    _owners[next(_numbers)] = weakref.ref(owner), let_go
+    _owners[next(_numbers)] = weakref.ref(owner), release
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
@@ -112,17 +112,17 @@ class Home:
         self._pid = 0  # in a new namespace the child may have its parent's number
 
 
-def _let_go() -> None:
+def _release() -> None:
     # All owners are kept alive until the last function has run: it may free others, whose finalizers would end things.
-    owners = [(reference(), let_go) for reference, let_go in list(_owners.values())]
-    for owner, let_go in owners:
+    owners = [(reference(), release) for reference, release in list(_owners.values())]
+    for owner, release in owners:
         if owner is not None:
             with suppress(Exception):  # the other functions must run
-                let_go(owner)
+                release(owner)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_release)
 
 
 # --- long-lived descriptors -------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def current_umask() -> int | None:
     """Reads the umask without setting it; None if the system does not show it.
 
     Libraries read the umask by setting another one, and setting it back. If a thread does that at this moment, readings
-    differ, or show a umask that makes no sense for files. Then the most frequent of some more readings is used.
+    differ, or show a umask that no file can have. Then the most frequent of some more readings is used.
     """
     looks = [_look(), _look()]
     if looks[0] is None or (looks[0] == looks[1] and not looks[0] & _OF_OWNER):

@@ -38,7 +38,7 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Locks a directory for a save, on the rank that commits it, before any rank writes; removes the files of dead
     saves.
 
-    If no save is under way, files that saves have recorded there and no metadata names can never become part of a
+    If no save is in progress, files that saves have recorded there and no metadata names can never become part of a
     checkpoint. Raises `WriteError` if the directory cannot be opened, or another save cleans up there for longer than
     ``timeout`` seconds.
     """
@@ -53,7 +53,7 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
 def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
     """Leaves a record of each save, if possible.
 
-    If a record is found in this very directory, and nobody has locked the directory, the save is over.
+    If a record is found in this very directory, and the directory has no lock, the save is over.
     """
     for save_id in set(save_ids):
         storage.put_record(record_file_name(save_id))
@@ -76,10 +76,10 @@ def drop_record(storage: Storage, save_id: str) -> None:
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Selects the files that provably belong to dead saves. No save may be under way there.
+    """Selects the files that provably belong to dead saves. No save may be in progress there.
 
-    Other files may be copies under way, or belong to a save whose lock is not visible. Raises `CheckpointError` if the
-    metadata or records cannot be read.
+    Other files may be copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if
+    the metadata or records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
     return _leftovers(storage, names, lambda name: save_id_in(name) in records) if records else []
@@ -245,7 +245,7 @@ def _named_files(storage: Storage, name: str) -> set[str]:
     return set() if file is None else set(data_files(file.head))
 
 
-# --- encryption keys: if ranks had different ones, nobody could load the checkpoint -----------------------------------
+# --- encryption keys: with different ones on the ranks, no reader could load the checkpoint ---------------------------
 
 
 def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: Storage) -> None:
@@ -263,7 +263,7 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: St
     )
 
 
-# --- removing a checkpoint, in an order in which nobody ever finds half of one ----------------------------------------
+# --- removing a checkpoint, in an order that never shows half of one ----------------------------------------
 
 
 def withdraw(storage: Storage, names: Sequence[str]) -> None:
@@ -300,7 +300,7 @@ class WrittenFiles:
         self._names: tuple[str, ...] = ()
 
     def note(self, storage: Storage, names: Iterable[str]) -> None:
-        """Notes files that this rank has written, and that nobody else will remove."""
+        """Records files that this rank has written, and that no other rank removes."""
         self._storage, self._names = storage, tuple(names)
 
     def remove(self) -> None:

@@ -24,6 +24,7 @@ from .._runtime.recent import Recent
 from .._runtime.threads import Deadline, is_running
 from .._staging.buffer_pool import StagedSaves
 from .._tiers.target import FlushTarget
+from .._version import environment
 from ..errors import WriteError, describe
 from .flushing import Flushing
 from .keeping import Keeping, KeepingRank
@@ -56,6 +57,8 @@ class Engine:
     """
 
     def __init__(self, *, devices: bool = False) -> None:
+        if logger.isEnabledFor(logging.INFO):  # it reads the metadata of some installed packages
+            logger.info("%s", environment())
         self.saves = StagedSaves()
         self.client = WriterClient(devices=devices)
         self.failures = FailureCounter()
@@ -117,7 +120,7 @@ class Engine:
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
-    """Finishes a save under way at the end of the program, and logs if it was not committed."""
+    """Finishes a save in progress at the end of the program, and logs if it was not committed."""
     engine = reference()
     if engine is not None:
         engine.saves.drain_at_exit()
@@ -202,7 +205,7 @@ class FailuresInARow:
         if limit is not None and count >= limit:
             raise WriteError(
                 f"{count} saves in a row were not committed. The last error was: {self.last_error}. The last "
-                f"checkpoint that was committed: {self.last_committed}. Mend the cause; "
+                f"checkpoint that was committed: {self.last_committed}. Fix the cause; "
                 f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
             )
 

@@ -228,7 +228,7 @@ class Flushing:
     def stop(self) -> None:
         """Notes that the writer process is ending, and must not be started again only for the flush."""
         self._has_ended = True
-        if self._lock.acquire(timeout=1.0):  # so that nobody is just starting it
+        if self._lock.acquire(timeout=1.0):  # so that no other thread is just starting it
             self._lock.release()
 
     def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
@@ -237,7 +237,7 @@ class Flushing:
             found, self.is_readable = read(), True
         except ReadError as error:
             if self.is_readable:  # logged once, not at each check
-                logger.error("%s: its saves are not waited for", str(error))
+                logger.error("%s: gave up waiting for its saves", str(error))
             found, self.is_readable = [], False
         return found
 

@@ -211,7 +211,7 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
     if wrong is not None:
         raise WriteError(
             f"{path}: {wrong[0]!r} would be {wrong[1]!r}, and a load with the same rename= would take that for "
-            f"{wrong[2]!r}: mend rename=, so that each new name leads back to one key"
+            f"{wrong[2]!r}: make rename= reversible: every new name must map back to one key"
         )
     return placed
 

@@ -251,7 +251,7 @@ class FilesOfSave:
         return digests
 
     def remove(self) -> None:
-        """Removes the files when nobody writes them any more."""
+        """Removes the files once no process writes them."""
         for file in self._requests:
             try:
                 self.storage.discard(file.name)

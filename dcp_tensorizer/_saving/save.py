@@ -476,7 +476,7 @@ class Save:
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:
-        """Runs an operation whose result nobody needs; does not wait for a storage that hangs."""
+        """Runs an operation whose result is not needed; does not wait for a storage that hangs."""
         if self.is_given_up:
             in_background(operation, name="clean-up", daemon=True)
             return

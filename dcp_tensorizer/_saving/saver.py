@@ -58,7 +58,7 @@ class Saver:
         flushing: The flush of the local folder, if there is one.
         reports: Passes the reports of saves to the user.
         freshness: Compares each save with the one before.
-        owner: The run's claim to the folder of the saves; None if nobody claims it.
+        owner: The run's claim to the folder of the saves; None without a claim.
         refusal: The error that `raise_refusal` raises next.
     """
 
@@ -160,7 +160,7 @@ class Saver:
         return staged
 
     def hold(self, state_dict: dict[str, Any], on_staged: Callable[[StagedStateDict], object]) -> None:
-        """Copies a state dict that no save writes, beside the save that is under way."""
+        """Copies a state dict that no save writes, beside the save that is in progress."""
         staged = self.stager.stage(state_dict, is_kept=True)
         staged.staged_save.abandoned = True  # no save waits for it
         on_staged(staged)
@@ -218,7 +218,7 @@ class Saver:
         self.engine.failures.check(self.options.limits.max_consecutive_failures, _shown(path), group)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the saves of this writer, and ends the engine if nobody else uses it. Call `free` afterwards."""
+        """Waits for the saves of this writer, and ends an engine that no other writer uses. Call `free` afterwards."""
         is_over = self.stager.drain(deadline)
         if self.flushing is not None and self._flushes:  # so that saves of a dead job are flushed, too
             self.flushing.end(deadline)
@@ -232,16 +232,16 @@ class Saver:
             self.engine.client.end_process(deadline)
         with suppress(RuntimeError):  # a signal handler may have interrupted a write to the log's stream
             if not is_over:
-                logger.error("the writer is closed, and the save under way is abandoned")
+                logger.error("the writer is closed, and the save in progress is abandoned")
             self.engine.failures.end()
 
     def free(self, deadline: Deadline) -> None:
-        """Frees the memory and the connection, if nobody else uses them."""
+        """Frees the memory and the connection, if no other writer uses them."""
         if self._ends_engine:
             self.engine.free(deadline, self.stager)
 
     def _leave(self) -> bool:
-        """Stops using the engine; returns whether nobody else uses it."""
+        """Stops using the engine; returns whether no other writer uses it."""
         self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
         return self._ends_engine
 

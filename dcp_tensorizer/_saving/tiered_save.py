@@ -87,7 +87,7 @@ class TieredSave(Save):
     def write_items(self, items: Sequence[Item]) -> WriteDone:
         try:
             self._writing, self._lock = self._in_time(self._begin)
-            # DCP calls no hook if another rank fails. Not at exit, when a save on a daemon thread may be under way.
+            # DCP calls no hook if another rank fails. Not at exit, when a save on a daemon thread may be in progress.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
             return self._write_locally(items)
         except WriterProcessHung as error:
@@ -103,7 +103,7 @@ class TieredSave(Save):
         return self._write_files(items)
 
     def _begin(self) -> tuple[Writing, DirectoryLock]:
-        """Records the save, and locks the local folder, so that nobody removes it.
+        """Records the save, and locks the local folder against removal.
 
         It sets no attributes: if the disk hangs, it may still be running when the save has given the disk up.
         """
@@ -299,7 +299,7 @@ class TieredSave(Save):
         return self._flushing.target.open(self._place)
 
     def _shared(self, storage: Storage) -> DirectoryLock:
-        """Locks a directory that this rank writes to, so that nobody removes it."""
+        """Locks a directory that this rank writes to against removal."""
         lock = storage.lock_directory()
         lock.share(self._saver.options.limits.timeout)
         return lock

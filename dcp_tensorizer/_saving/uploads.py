@@ -1,4 +1,4 @@
-"""Uploads of a model's files, where no lock tells whether a save is under way.
+"""Uploads of a model's files, where no lock tells whether a save is in progress.
 
 A save leaves a record of its files before it begins their uploads, and then of the uploads. The next save to the same
 place aborts them. A save that is still alive then fails. Completed files carry the id of their save. Before another

@@ -267,7 +267,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
 
 
 def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Raises `WriteError` if a planner returns another shape than it planned: nobody could load that."""
+    """Raises `WriteError` if a planner returns another shape than it planned: no planner could load that."""
     planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
     if planned is not None and planned != tensor.shape:
         raise WriteError(

@@ -79,8 +79,7 @@ class StagedSaves:
     def wait_turn(self, owner: object, before: StagedSave | None = None) -> None:
         """Waits until the saves that were staged earlier, or those before ``before``, are over.
 
-        A staged state dict that no save takes is not waited for: its buffer is left alone, and the next save gets a new
-        one.
+        A staged state dict that no save takes does not delay the next save, which gets a new buffer.
         """
         earlier = list(self._saves)
         if before is not None:  # if it is missing, it was given up, and all that are left came later
@@ -110,7 +109,7 @@ class StagedSaves:
         return True
 
     def drain_at_exit(self) -> None:
-        """Waits for the saves under way at the end of the program.
+        """Waits for the saves in progress at the end of the program.
 
         Python itself waits longer for their threads. But a `multiprocessing` process does so only after the exit
         handlers, which end the writer process.
@@ -127,7 +126,7 @@ class StagedSaves:
         return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
-        """Makes a buffer in the background, unless there is one of that size, or a save is under way.
+        """Makes a buffer in the background, unless there is one of that size, or a save is in progress.
 
         Raises `StagingError` if memory is short.
         """

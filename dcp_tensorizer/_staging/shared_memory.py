@@ -126,7 +126,7 @@ class SharedBuffer:
     def in_use(self) -> bool:
         """Returns whether a tensor of the buffer is left. Each refers to the mapping, also after `close`.
 
-        Those that the buffer itself keeps do so, too: it lets go of them first.
+        The buffer releases those that it keeps itself first.
         """
         self.forget()
         own = 1 if self._map is None else 2  # and `getrefcount`'s own
@@ -178,7 +178,7 @@ class SharedBuffer:
         return is_same and _addresses(layout.tensors) == layout.addresses
 
     def forget(self) -> None:
-        """Lets go of the tensors that `allocate_all` has kept."""
+        """Releases the tensors that `allocate_all` has kept."""
         self._layout = None
 
     def locate(self, tensor: torch.Tensor) -> int | None:

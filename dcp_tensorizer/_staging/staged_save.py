@@ -53,7 +53,7 @@ class StagedSave:
         owners: The stager that staged it, and that of the writer that saves it, if that is another one.
         group: The name of the process group of its save; None if unknown.
         buffer: Holds the staged tensors. None before it is allocated, and after the stager has taken it back.
-        copies: The copies under way.
+        copies: The copies in progress.
         error: Why there is nothing to save. The save raises it.
         shared: The tensors that are written from training's own memory, until the state is released. None if everything
             is copied: then the end of the copies releases the state.
@@ -95,7 +95,7 @@ class StagedSave:
         # collector that drops a staged state dict, may interrupt its holder.
         self._changed = free_in_child(threading.Condition())
         self._progress = StagingState.STAGING
-        self._is_awaited = False  # somebody has waited for progress
+        self._is_awaited = False  # a thread has waited for progress
         self._dropped = False  # nothing refers to the staged state dict any more
         self._future: Callable[[], StagingFuture | None] = _no_future
 
@@ -165,7 +165,7 @@ class StagedSave:
             raise StagingError(str(self.error))  # a new one, because a traceback would keep this save's frames alive
 
     def wait_awaited(self, timeout: float) -> None:
-        """Waits until somebody waits for this, such as the thread of its save; at most ``timeout`` seconds."""
+        """Waits until a thread waits for this, such as that of its save; at most ``timeout`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_awaited, timeout)
 
@@ -184,7 +184,7 @@ class StagedSave:
     def release(self) -> None:
         """Notes that the save no longer reads training's own memory. Idempotent.
 
-        Training may change the state from now on; where copies are still under way, once they are made.
+        Training may change the state from now on; where copies are still in progress, once they are made.
         """
         with self._changed:
             self.shared = None
@@ -233,7 +233,7 @@ class StagedSave:
             self.thread = threading.current_thread()
             future = self._future()
             if future is not None:
-                future.let_go()
+                future.release()
                 if self._progress < StagingState.RELEASED:
                     # From here on the save keeps the staged state dict alive, and this keeps the future, to complete
                     # it.
@@ -382,7 +382,7 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
             raise concurrent.futures.TimeoutError
         return staged
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops the staged state dict, because a save has taken it."""
         self._staged = None
 

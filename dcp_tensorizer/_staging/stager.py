@@ -180,7 +180,7 @@ class Stager:
         staged = self._empty()
         staged.staged_save.fail(error)
         staged.staged_save.finish()
-        self.saves.add(staged.staged_save)  # added last, and complete, so that nobody waits for it
+        self.saves.add(staged.staged_save)  # added last, and complete, so that no thread waits for it
         return staged
 
     def begin_save(self) -> StagedSave | None:

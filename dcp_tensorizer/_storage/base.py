@@ -228,7 +228,7 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """A lock that tells other jobs that a save is under way in a directory. A ``with`` block releases it at its end.
+    """A lock that tells other jobs that a save is in progress in a directory. A ``with`` block releases it at its end.
 
     This base class is for storages without locks.
     """
@@ -241,7 +241,7 @@ class DirectoryLock:
 
     @property
     def is_exclusive(self) -> bool:
-        """True if no other save is under way there. False if one may be, and after `share`."""
+        """True if no other save is in progress there. False if one may be, and after `share`."""
         return False
 
     def share(self, timeout: float) -> None:
@@ -493,7 +493,7 @@ class Storage(abc.ABC):
         return self.location
 
     def lock_directory(self) -> DirectoryLock:
-        """Locks the directory, which tells other jobs that a save is under way here; raises `WriteError`."""
+        """Locks the directory, which tells other jobs that a save is in progress here; raises `WriteError`."""
         return DirectoryLock()
 
     @abc.abstractmethod

@@ -121,7 +121,7 @@ class StreamStorage(RemoteStorage):
     Filesystems with an event loop serve several threads at once. Others get one request at a time.
 
     Google Cloud Storage and Azure show an object when its stream is closed. Others may show a data file while it is
-    written. That does no harm, because nobody reads it before ``.metadata`` names it.
+    written. That does no harm, because no reader reads it before ``.metadata`` names it.
     """
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:

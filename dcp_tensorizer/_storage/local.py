@@ -322,7 +322,7 @@ class LocalStorage(Storage):
 
 
 class _FileLock(DirectoryLock):
-    """A lock on the directory: exclusive if no other save is under way there, otherwise shared.
+    """A lock on the directory: exclusive if no other save is in progress there, otherwise shared.
 
     It ends with this object, and in any case with the process.
     """
@@ -468,7 +468,7 @@ def _sync_directory(path: Path) -> None:
 
 # --- records of saves, valid in one directory only --------------------------------------------------------------------
 #
-# A directory without metadata may be a copy under way: programs copy data first, metadata last, and restore the times
+# A directory without metadata may be a copy in progress: programs copy data first, metadata last, and restore the times
 # of files. So neither missing files nor their age prove that a save has died there. A record proves it. It names the
 # boot of the machine, the inode of the directory and its own. Inodes are reused. So it also names the time of its own
 # last change (ctime), which no program can set. A copy of a record has another one, and is not valid.

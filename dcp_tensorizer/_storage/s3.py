@@ -479,7 +479,7 @@ class S3Storage(RemoteStorage):
         """Returns the result of a request for a data file, which is repeated until the timeout.
 
         botocore gives up after six attempts, whose waits are random, and may be short. In half of all outages of 8 s,
-        one of eight parts under way would fail, and the save with it. If the user sets ``retries``, only bodies that
+        one of eight parts in progress would fail, and the save with it. If the user sets ``retries``, only bodies that
         break off are requested again. A server that has never answered most likely has a wrong address, and is not
         tried again.
         """

@@ -221,7 +221,7 @@ _KEEPALIVE = 20
 _CHANNELS = 8  # OpenSSH allows 10 a connection, by default (MaxSessions)
 _FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
 _FSYNC = "fsync@openssh.com"
-_REQUESTS = 256  # read requests under way at a time: 8 MiB
+_REQUESTS = 256  # read requests in progress at a time: 8 MiB
 _inherited: list[object] = []
 """A forked child's copies of its parent's connections, which are never freed there."""
 
@@ -263,7 +263,7 @@ class SftpClient:
         self._policy = self._options.pop("host_key_policy", "auto_add")
         self._lock = free_in_child(threading.Lock())
         self._begin()
-        in_child(self, SftpClient._let_go)
+        in_child(self, SftpClient._release)
         self.call(lambda channel: None)
 
     def _begin(self) -> None:
@@ -272,7 +272,7 @@ class SftpClient:
         self._connection: Any = None
         self._failure: OSError | None = None
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Drops the parent's connection in a forked child. The next call makes a new one."""
         connection, idle = self._connection, self.idle
         self._begin()
@@ -421,7 +421,7 @@ def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
 
 
 class _Piece:
-    """A read request that is under way. paramiko calls it with the answer."""
+    """A read request that is in progress. paramiko calls it with the answer."""
 
     def __init__(self, channel: Any, handle: bytes, offset: int, nbytes: int) -> None:
         self._channel, self._handle, self._offset, self._nbytes = channel, handle, offset, nbytes

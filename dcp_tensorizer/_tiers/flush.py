@@ -326,7 +326,7 @@ class Flusher:
 
 # --- copying a file to the remote, where it appears complete ----------------------------------------------------------
 
-_AT_ONCE = 4  # parts on their way; more would take memory from training, and nobody waits for the flush
+_AT_ONCE = 4  # parts on their way; more would take memory from training, and nothing waits for the flush
 
 
 class Unreadable(WriteError):
@@ -513,7 +513,7 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
 
 
 def remove_unused(storage: Storage) -> None:
-    """Removes a directory if it is empty and no save is seen to be under way there."""
+    """Removes a directory if it is empty and no save is seen to be in progress there."""
     with storage.lock_directory() as lock:
         if lock.is_exclusive or not storage.locks_are_visible:
             storage.remove_directory()
@@ -647,7 +647,7 @@ _TROUBLE_SECONDS = 10.0
 class FlushThread:
     """Flushes local folders, one after the other, until all saves are on the remote.
 
-    ``is_busy`` returns whether a save is under way. Saves go first.
+    ``is_busy`` returns whether a save is in progress. Saves go first.
     """
 
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:

@@ -480,7 +480,7 @@ class AliveMark:
 
 
 class Writing:
-    """The record of a save under way, made by `Queue.begin`. It is locked until the save or this process ends."""
+    """The record of a save in progress, made by `Queue.begin`. It is locked until the save or this process ends."""
 
     def __init__(self, queue: Queue, entry: FlushEntry, record: FlushRecord, descriptor: int) -> None:
         self.entry = entry

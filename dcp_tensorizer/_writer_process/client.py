@@ -69,7 +69,7 @@ class WriterProcess(ChildProcess):
 
         Args:
             request: The request.
-            buffers: The shared memory that it refers to; the process lets go of all other. None: it keeps what it has.
+            buffers: The shared memory that it refers to; the process releases all others. None: it keeps what it has.
             timeout: Seconds without progress after which the process is killed.
             context: The process context that the process takes on.
             progress: Called about once a second with the bytes that are done.
@@ -99,7 +99,7 @@ class WriterProcess(ChildProcess):
     def detach(self, number: int) -> None:
         """Unmaps a shared buffer in the process, so that closing it here frees its memory.
 
-        While a request is under way it does nothing: the next request says which buffers stay.
+        While a request is in progress it does nothing: the next request says which buffers stay.
         """
         if self._lock.acquire(blocking=False):
             with suppress(WriterProcessDied), self._conversation():  # if it died, so has its mapping

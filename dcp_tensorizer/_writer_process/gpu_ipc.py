@@ -29,7 +29,7 @@ def export(
     """Makes handles to tensors on GPUs.
 
     ``offsets`` are those of the copies in the buffer with the number ``buffer``. ``streams`` has, for each GPU, a
-    stream whose next work comes after everything that the tensors wait for; it is waited for here. Returns the request
+    stream whose next work comes after everything that the tensors wait for; this waits for it. Returns the request
     for the other process, and tensors to keep until it has answered. Raises `WriteError` if memory is of a kind that
     another process cannot open.
     """

@@ -146,7 +146,7 @@ class FileJob:
     def abandon(self) -> None:
         """Removes the files while another thread may still be writing them; none of them is completed any more.
 
-        A file that is being completed is waited for: if it were removed before its completion arrived, it would stay.
+        Waits for a file that is being completed: if it were removed before its completion arrived, it would stay.
         """
         self.is_abandoned = True
         with self._completing:

@@ -51,7 +51,7 @@ def check_copies(
 ) -> CopyOptions:
     """Checks the options for copies of states on other hosts.
 
-    Raises `TypeError` for wrong types, `ValueError` for values that make no sense, alone or together, and `WriteError`
+    Raises `TypeError` for wrong types, `ValueError` for values that are invalid, alone or together, and `WriteError`
     if there is no libsodium to encrypt copies.
     """
     check_count("copies", copies)
@@ -140,27 +140,27 @@ class SaveOptions:
         check_survival(self.survive, self.staging, cache_staged_state_dict=self.cache_staged_state_dict)
         if self.cipher is not None and self.sha256:
             raise ValueError(
-                "sha256 and encryption exclude each other: encrypted tensors are authenticated, and a hash of their "
+                "sha256 and encryption cannot be combined: encrypted tensors are authenticated, and a hash of their "
                 "contents would tell what is in them"
             )
         if self.cipher is not None and self.reuse_unchanged:
             raise ValueError(
-                "reuse_unchanged and encryption exclude each other: whether two encrypted tensors are equal cannot be "
+                "reuse_unchanged and encryption cannot be combined: whether two encrypted tensors are equal cannot be "
                 "seen, and must not be"
             )
         if self.cipher is not None and self.staging == "shared":
             raise ValueError(
-                "staging='shared' and encryption exclude each other: a tensor may be read twice, and if it changed in "
+                "staging='shared' and encryption cannot be combined: a tensor may be read twice, and if it changed in "
                 "between, one key and nonce would encrypt two texts"
             )
         if self.target is not None and self.reuse_unchanged:
             raise ValueError(
-                "reuse_unchanged and local exclude each other: local copies go when they have been flushed, and a "
+                "reuse_unchanged and local cannot be combined: local copies go when they have been flushed, and a "
                 "flush sends whole files"
             )
         if self.target is not None and self.survive:
             raise ValueError(
-                "survive and local exclude each other in a writer: what is saved is on a local disk within moments. "
+                "survive and local cannot be combined in a writer: what is saved is on a local disk within moments. "
                 "CheckpointManager has both"
             )
         object.__setattr__(self, "thread_count", self.thread_count or min(4, cores()))
@@ -184,7 +184,7 @@ def check_survival(seconds: object, staging: object, *, cache_staged_state_dict:
     check_timeout(seconds, least=0, name="survive")
     if seconds and staging == "shared":
         raise ValueError(
-            "survive and staging='shared' exclude each other: what is not copied is gone with the process that has it"
+            "survive and staging='shared' cannot be combined: what is not copied is gone with the process that has it"
         )
     if seconds and not cache_staged_state_dict:
-        raise ValueError("survive and cache_staged_state_dict=False exclude each other: the buffers hold what is kept")
+        raise ValueError("survive and cache_staged_state_dict=False cannot be combined: the buffers hold what is kept")

@@ -144,8 +144,8 @@ Request = WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | 
 class Call:
     """A request, and what it needs. The descriptors of new buffers travel with the message."""
 
-    request: Request | None  # None: only let go of buffers
-    kept: tuple[int, ...]  # the numbers of shared buffers that the process has; it lets go of all others
+    request: Request | None  # None: only release buffers
+    kept: tuple[int, ...]  # the numbers of shared buffers that the process has; it releases all others
     new: tuple[tuple[int, int], ...] = ()  # the number and size of each buffer that it gets
     context: ProcessContext | None = None  # when and where the save was asked for; None for the present one
 

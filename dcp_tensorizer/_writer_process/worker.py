@@ -84,7 +84,7 @@ class SpareCores:
 
     def _sample(self) -> tuple[float, float, float]:
         ticks = [int(field) for field in self._machine().split()[1:9]]
-        return sum(ticks), sum(ticks[3:5]), self._own()  # idle, and idle with I/O under way
+        return sum(ticks), sum(ticks[3:5]), self._own()  # idle, and idle with I/O in progress
 
 
 def _first_line_of_stat() -> str:
@@ -107,7 +107,7 @@ class Worker:
         self._shared: dict[MappedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_KEPT_BYTES)
-        self._progress: Callable[[], int] | None = None  # of the request under way
+        self._progress: Callable[[], int] | None = None  # of the request in progress
         self._job: FileJob | None = None
         self._connection: object = None
         self._flushes: FlushThread | None = None

@@ -58,9 +58,9 @@ class CheckpointInfo:
         step: The last number in the directory's name.
         saved: When it was saved, in UTC, by its own record, which copies keep. Without one, when a file in it was last
             written. None if the storage does not tell, or the year is beyond 9999.
-        state: ``committed``: whole. ``unfinished``: a save is under way there, or has died. ``unflushed``: it is in a
+        state: ``committed``: whole. ``unfinished``: a save is in progress there, or has died. ``unflushed``: it is in a
             local folder (``local=...``), and not on the remote yet. ``flushed``: the local copy of what the remote has.
-            ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy under way.
+            ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy in progress.
             ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
         nbytes: Bytes of all files in it.
         shared_nbytes: Bytes of those files that also have names elsewhere, and take space once (``reuse_unchanged``).
@@ -93,7 +93,7 @@ class Listed:
             directory's name has that number; otherwise it is that of `step_of`.
         parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
         leftovers: Files of uncommitted saves, as far as a listing shows. Files that a flush needs are left out.
-        dead: The leftovers of dead saves, unless a save is under way there.
+        dead: The leftovers of dead saves, unless a save is in progress there.
         unknown: Why there may be more leftovers; empty if there are no others.
         contents: A hash of the keys; None if it is not committed.
         record: The manager's record of it; None without one, or if the directory's name has another step.

@@ -1,7 +1,7 @@
 """Plans and removes checkpoints that are no longer needed, and files that dead saves have left.
 
-A save or a copy may be under way anywhere, and must not be harmed. So a file is removed as a leftover in two cases: if
-it is proven to belong to a dead save (see `commit.dead_files`), or if it is older than any save or copy takes, which
+A save or a copy may be in progress anywhere, and must not be harmed. So a file is removed as a leftover in two cases:
+if it is proven to belong to a dead save (see `commit.dead_files`), or if it is older than any save or copy takes, which
 only the user knows. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
 """
 
@@ -23,7 +23,7 @@ from ..errors import describe
 from ._find import Folder, Listed, Unit, arrange, of_manager, steps_of, walk
 
 _MAY_BE_UNDER_WAY = (
-    "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
+    "a save or a copy may be in progress there: pass an age with --older-than that no save or copy exceeds"
 )
 _RETAINED = "its manager retains it by keep_every or keep_best: to remove it, delete its directory"
 
@@ -152,7 +152,7 @@ def _remove(removal: Removal, stack: ExitStack) -> Collected:
             continue
         lock = stack.enter_context(locked.storage.lock_directory())
         if locked.storage.locks_are_visible and not lock.is_exclusive:
-            return _kept(removal, "a save is under way there")
+            return _kept(removal, "a save is in progress there")
     now = walk(folder.storage)
     if _file_set(now) != _file_set(folder):
         return _kept(removal, "something has been saved or changed there in the meantime")

@@ -73,7 +73,7 @@ class Case:
     saves: tuple[Save, ...]
     loads: tuple[Load, ...]
     meanwhile: str = "nothing"
-    """What happens in the process while a save is under way; see `_MEANWHILE`."""
+    """What happens in the process while a save is in progress; see `_MEANWHILE`."""
 
     def path_of(self, save: int) -> int:
         return 0 if self.one_path and self.mode != "threads" else save

@@ -22,10 +22,10 @@ def left_of_parent() -> tuple[list[str], Counter[str]]:
     """What holds a lock, a file, a process or a finalizer of the parent's; and how many of each kind there are."""
     left, seen = list[str](), Counter[str]()
     for owner, name, value in _values():
-        kind, has_let_go = _kind(value)
+        kind, has_released = _kind(value)
         if kind:
             seen[kind] += 1
-            if not has_let_go:
+            if not has_released:
                 left.append(f"{kind} {owner}.{name}")
     for finalizer, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
         if info.func.__module__.startswith("dcp_tensorizer"):

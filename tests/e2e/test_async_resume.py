@@ -40,7 +40,7 @@ def _resume(rank, folder):
 
 
 def test_a_job_goes_on_from_its_newest_asynchronous_save(tmp_path):
-    """The one under way, if it was committed, or the one before: also without the file that names the newest."""
+    """The one in progress, if it was committed, or the one before: also without the file that names the newest."""
     run_ranks(2, _train, tmp_path, 4, killed=(0, 1))
     newest = max(int(path.parent.name[5:]) for path in tmp_path.glob("step-*/.metadata"))
     assert newest in (3, 4)

@@ -1,4 +1,4 @@
-"""Orderly ends: however a job ends while a save is under way, the save is finished, and nothing is left running."""
+"""Orderly ends: however a job ends while a save is in progress, the save is finished, and nothing is left running."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_save_under_way_is_finished(tmp_path, end):
+def test_the_save_in_progress_is_finished(tmp_path, end):
     """The signal goes to the whole process group, as a terminal sends it; the newest state is committed, whole."""
     number, code, words = ENDS[end]
     with subprocess.Popen(

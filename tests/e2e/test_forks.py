@@ -173,7 +173,7 @@ def closes():
     manager.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     tiered.close()
 
-def has_let_go():
+def has_released():
     left, seen = left_of_parent()
     assert left == [], left
     assert min(seen.values()) >= 2, seen
@@ -198,7 +198,7 @@ def saves_by_itself():
         assert own.restore(state(0)) == 1
 
 CHILDREN = {
-    restores: 0, is_refused: 0, closes: 0, has_let_go: 0, leaves: 0, leaves_at_exit: 0, fails: 1, saves_by_itself: 0,
+    restores: 0, is_refused: 0, closes: 0, has_released: 0, leaves: 0, leaves_at_exit: 0, fails: 1, saves_by_itself: 0,
     is_told_to_end: -signal.SIGTERM,
 }
 

@@ -60,7 +60,7 @@ def _train(rank, folder, stop_at):
 
 
 def test_a_signal_on_one_rank_stops_all(tmp_path):
-    """All save the same step and stop; other numbers of ranks go on from there, and no step is lost."""
+    """All save the same step and stop; other numbers of ranks resume from there, and no step is lost."""
     folder = tmp_path / "run"
     first = run_ranks(3, _train, folder, 17)
     assert [result[:3] for result in first] == [(0, 17, 17)] * 3

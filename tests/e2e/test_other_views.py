@@ -47,9 +47,9 @@ def test_a_collection_through_another_view(tmp_path):
     done = run_python_with(f'mount -t tmpfs none "$1" && (cd "$1" && {OVERLAY})', JOB, tmp_path)
     told, values, files = json.loads(done.stdout)
     assert told == {
-        "merged": ["a save is under way there"],
+        "merged": ["a save is in progress there"],
         "upper": [
-            "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
+            "a save or a copy may be in progress there: pass an age with --older-than that no save or copy exceeds"
         ],
     }
     assert (values, files) == ([2.0] * 4, 2)

@@ -73,7 +73,7 @@ def _saves(rank, folder, step):
 
 
 def test_what_another_job_has_saved_since_counts(tmp_path, keepers):
-    """A state in memory that does not go on from the newest checkpoint is not used, and the log says so."""
+    """A state in memory that does not resume from the newest checkpoint is not used, and the log says so."""
     run_ranks(2, _saves_and_dies, tmp_path / "run", 3, killed=(0, 1))
     run_ranks(2, _saves, tmp_path / "run", 9)
     results = run_ranks(2, _resumes, tmp_path / "run")
@@ -102,7 +102,7 @@ def _saves_and_waits(rank, folder):
 
 
 def test_memory_that_has_changed_is_not_loaded(tmp_path, keepers):
-    """The digests of the copy are not those that were taken: the run goes on from storage."""
+    """The digests of the copy are not those that were taken: the run resumes from storage."""
     run_ranks(2, _saves_and_dies, tmp_path / "run", 2, killed=(0, 1))
     wait_until_digested(keepers)
     changed = 0

@@ -219,7 +219,7 @@ def test_items_that_were_saved_in_the_other_way(tmp_path, has_root, saved):
 
 
 def test_what_torch_checkpointing_saved_is_loaded(tmp_path):
-    """So that a job goes on from its checkpoints, and saves its own from then on."""
+    """So that a job resumes from its checkpoints, and saves its own from then on."""
     config = CheckpointManager.Config(items=ITEMS, save=CheckpointManager.Config.with_sync_save().save)
     config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # not every disk takes its direct writes
     theirs = config.build()

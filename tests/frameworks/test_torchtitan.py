@@ -143,7 +143,7 @@ def test_a_killed_job_resumes(tmp_path, manager, mode):
 
 
 def _purge(rank, folder):
-    """The checkpoints that are there while a save is under way, when it has committed, and after one that failed."""
+    """The checkpoints that are there while a save is in progress, when it has committed, and after one that failed."""
     job = _Job(folder, async_mode="async", keep_latest_k=2)
     job.manager.save(1)
     job.manager.save(2)

@@ -30,7 +30,7 @@ _OPTIONS = {"save_every": 1000, "survive": 600, "survive_every": 1, "copies": 2}
 
 
 def main(words: str) -> None:
-    """One rank: goes on from what it finds, and makes steps, to the last one or until it is killed.
+    """One rank: resumes from what it finds, and makes steps, to the last one or until it is killed.
 
     ``words`` are options of the manager in JSON, and: ``last``, the last step; or ``more``, so many; ``waits``: a step
     ends when its state is copied; ``in_step``: no rank is a step ahead; ``timeout``: of the group, in seconds;

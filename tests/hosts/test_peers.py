@@ -1,4 +1,4 @@
-"""A host is lost with its memory: the job goes on from the copies that keepers of other hosts have."""
+"""A host is lost with its memory: the job resumes from the copies that keepers of other hosts have."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ kill -CONT "$@"
 
 
 def main(words: str) -> None:
-    """One rank: goes on from what it finds, and makes steps, to the last one or until it is killed.
+    """One rank: resumes from what it finds, and makes steps, to the last one or until it is killed.
 
     ``words`` are options of the manager in JSON, and: ``folder``; ``name`` of what is told; ``more``: so many steps;
     ``phase`` in which to stand still, ``after`` so many steps; ``timeout`` of the group, and ``patience`` of saves, in

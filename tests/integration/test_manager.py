@@ -75,7 +75,7 @@ def record_of(folder: Path, name: str) -> SaveRecord:
 
 
 def test_a_job_and_the_next_one(tmp_path: Path) -> None:
-    """Steps are saved when they are due, old ones go, and the next job goes on from the newest."""
+    """Steps are saved when they are due, old ones go, and the next job resumes from the newest."""
     rules: dict[str, Any] = {"save_every": 2, "keep_latest": 2, "keep_every": 6, "keep_best": "loss"}
     with manager_of(tmp_path, **rules) as manager:
         assert manager.restore(state_of(0)) is None
@@ -186,7 +186,7 @@ def test_what_the_index_says(tmp_path: Path) -> None:
 
 
 def test_a_job_records_how_long_it_has_run_and_how_often_it_failed(tmp_path: Path) -> None:
-    """A run that was told to stop has not failed; what is recorded goes on from the checkpoint that was restored."""
+    """A run that was told to stop has not failed; what is recorded resumes from the checkpoint that was restored."""
     with manager_of(tmp_path, save_interval="auto") as manager:
         manager.save(1, state_of(1), wait=True)
     with manager_of(tmp_path, save_interval=(0, 0.001), stop_signals=[signal.SIGUSR1]) as manager:
@@ -234,7 +234,7 @@ def test_the_same_step_after_going_back(tmp_path: Path) -> None:
 
 
 def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Beyond the newest checkpoint it goes on from that; below, it began anew, and is told so."""
+    """Beyond the newest checkpoint it resumes from that; below, it began anew, and is told so."""
     saved(tmp_path, 10)
     with manager_of(tmp_path) as manager:
         manager.save(11, state_of(11), wait=True)
@@ -247,7 +247,7 @@ def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_job_that_goes_back_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It says so, and what it saves then is a branch: the next job goes on from there, and nothing new is deleted."""
+    """It says so, and what it saves then is a branch: the next job resumes from there, and nothing new is deleted."""
     with manager_of(tmp_path, keep_latest=2, save_every=5) as manager:
         for step in (5, 10, 15):
             manager.save(step, state_of(step), wait=True)
@@ -830,7 +830,7 @@ def test_a_save_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    """One that is under way, was saved or was restored is not saved again."""
+    """One that is in progress, was saved or was restored is not saved again."""
     with manager_of(tmp_path) as manager:
         first = manager.save(1, state_of(1))
         assert manager.save(1, state_of(9), force=True) is first
@@ -910,7 +910,7 @@ def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pyte
 
 
 def test_clocks_that_are_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`latest` moves with each save, and the next job goes on from the last branch, also of two that began alike."""
+    """`latest` moves with each save, and the next job resumes from the last branch, also of two that began alike."""
     now, hours = time.time_ns, 0
     monkeypatch.setattr(time, "time_ns", lambda: now() - hours * 3600 * 10**9)
     saved(tmp_path, 5)

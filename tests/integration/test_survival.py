@@ -168,7 +168,7 @@ def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, m
 
 
 def test_a_job_that_has_gone_back_and_dies(tmp_path: Path, sockets: Path) -> None:
-    """The next run goes on from memory, on the branch that this began; and so does the one after that."""
+    """The next run resumes from memory, on the branch that this began; and so does the one after that."""
     with manager_of(tmp_path / "run", save_every=5) as manager:
         for step in range(1, 11):
             manager.save(step, state_of(step), wait=True)

@@ -83,7 +83,7 @@ def cause_of(error: BaseException) -> Exception:
 
 
 def collect_all(root: Path, keep: int = _KEEP_ALL) -> tuple[Collected, ...]:
-    """``gc --older-than 0``: for when nothing is under way. Without ``keep`` all checkpoints stay."""
+    """``gc --older-than 0``: for when nothing is in progress. Without ``keep`` all checkpoints stay."""
     return collect(root, keep_latest=keep, older_than=0.0)
 
 

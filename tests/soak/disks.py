@@ -140,7 +140,7 @@ class _Job:
             self._tally.count("saves committed")
 
     def _look(self, where: str) -> None:
-        """Nothing is under way any more: each place holds what it may, and nothing is left over."""
+        """Nothing is in progress any more: each place holds what it may, and nothing is left over."""
         for place, steps in self._may_hold.items():
             try:
                 found = load(self._road.remote / place, _NUMBERS, no_dist=True)

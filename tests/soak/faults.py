@@ -268,7 +268,7 @@ def _succeeded(future: Any) -> bool:
 
 @contextmanager
 def _fault(save: Save, index: int, done: Callable[[], bool]) -> Iterator[None]:
-    """What befalls this rank while a save is under way."""
+    """What befalls this rank while a save is in progress."""
     if save.fault == ".metadata refused" and index == 0:
         with _file_size_limit(os.getpid()):
             yield

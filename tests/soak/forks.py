@@ -161,7 +161,7 @@ def _manager(folder: Path, kind: str) -> CheckpointManager:
 
 
 def job(folder: Path, kind: str, seed: int, saves: int) -> None:
-    """Goes on from the newest checkpoint, saves, forks children meanwhile, and says what comes of it."""
+    """resumes from the newest checkpoint, saves, forks children meanwhile, and says what comes of it."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
     with quietly(), _manager(folder, kind) as manager:

@@ -47,7 +47,7 @@ class History:
                 self._removed[event.path] = event
 
     def judge(self, where: str) -> None:
-        """Looks at what has happened since the last time, when nothing is under way any more."""
+        """Looks at what has happened since the last time, when nothing is in progress any more."""
         ended, self._ended = self._ended, defaultdict(list)
         judges = {"save": self._judge_save, "copy": self._judge_copy, "remove": self._judge_removal}
         for events in ended.values():
@@ -121,7 +121,7 @@ class History:
 
     def _judge_removal(self, where: str, removal: Event, keep: int = KEEP) -> None:
         if removal.outcome != "done":
-            self._tally.count("collections: refused, as something was under way there, or a link leads there")
+            self._tally.count("collections: refused, as something was in progress there, or a link leads there")
             if "cannot remove" in removal.outcome:
                 self._tally.blame("wrong", f"{where}: collection of {removal.path}: {removal.outcome}")
             return

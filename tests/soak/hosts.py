@@ -1,4 +1,4 @@
-"""Losses of whole hosts at random moments: the job goes on from copies in other hosts' memory."""
+"""Losses of whole hosts at random moments: the job resumes from copies in other hosts' memory."""
 
 from __future__ import annotations
 
@@ -157,9 +157,9 @@ PART = Part(
     f"A job runs on {_HOSTS} hosts, which are namespaces of this machine, each with its own network, processes, memory "
     f"and disk. Each step is kept in memory and copied between the hosts (`copies=2`), and each {_SAVE_EVERY}th is "
     "saved. One host is lost whole at a random moment, and the job is started again with an empty one in its place. It "
-    "has to go on from the last step that all ranks had copied, with the same values: where it waits for each copy, at "
-    "most one step is lost. Where a host is lost before the first copy of a run, an older step may be all there is. In "
-    f"each {_DAMAGED}th round a byte of the only copy of the lost state is flipped, which has to be found.",
+    "has to resume from the last step that all ranks had copied, with the same values: where it waits for each copy, "
+    "at most one step is lost. Where a host is lost before the first copy of a run, an older step may be all there is. "
+    f"In each {_DAMAGED}th round a byte of the only copy of the lost state is flipped, which has to be found.",
     500,
     run,
 )

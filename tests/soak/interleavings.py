@@ -112,7 +112,7 @@ def _prepare(places: Places, history: History) -> None:
     many = state(0, NUMBERS) | {f"layer.{number}": torch.zeros(1000) for number in range(_MANY)}
     with mock.patch.object(LocalStorage, "max_file_bytes", 1):  # a file for each tensor
         dcp.save(many, storage_writer=TensorizerStorageWriter(places.master), no_dist=True)
-    # A record of the save, as if the source were the directory of a save under way: its copy proves nothing.
+    # A record of the save, as if the source were the directory of a save in progress: its copy proves nothing.
     names = [path.name for path in places.master.iterdir() if is_data_file_name(path.name)]
     put_records(open_storage(places.master), map(save_id_in, names))
     (places.master / "config.json").write_text("{}")
@@ -200,7 +200,7 @@ class _Team:
 
 
 def _look(places: Places, history: History, tally: Tally, where: str) -> None:
-    """Loads every checkpoint that there has ever been, while nothing is under way."""
+    """Loads every checkpoint that there has ever been, while nothing is in progress."""
     for path in history.paths():
         now = time.monotonic()
         expected = history.expected(path, now, now)

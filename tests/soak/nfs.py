@@ -199,7 +199,7 @@ def _forked(rank: int, client: int, number: int, last: int) -> int:
 
 
 def _rank(rank: int, number: int, last: int) -> None:
-    """Goes on from what it finds, and saves each step."""
+    """resumes from what it finds, and saves each step."""
     store = Path(f"/tmp/address-{number}")
     if rank == 0:
         (address,) = [w for w in command("ip", "-4", "-o", "addr", "show", "dev", "eth0").split() if w.endswith("/24")]

@@ -312,7 +312,7 @@ def _clean_up(root: Path, ledger: _Ledger, tally: Tally, number: int) -> None:
         tally.blame("left", f"round {number}: {path}")
     for path in (root / "run").glob("step-*"):
         if not any(path.iterdir()):
-            tally.count("empty directories that saves under way left")
+            tally.count("empty directories that saves in progress left")
             path.rmdir()
     ledger.may_hold = {name: steps for name, steps in ledger.may_hold.items() if (root / name).exists()}
     ledger.committed = {step for step in ledger.committed if ledger.may_hold.get(f"run/step-{step}") == {step}}
@@ -326,7 +326,7 @@ PART = Part(
     f"runs `gc --keep {_KEEP}`, and converts. A third one exports models over the ones before. "
     "A tensor of each state stays the same, and most saves reuse its file. Afterwards every checkpoint is loaded and "
     "compared bit for bit. What was "
-    "reported as done must be there; what was under way may have been done or not. The mount options vary: some give "
+    "reported as done must be there; what was in progress may have been done or not. The mount options vary: some give "
     "up what ext4 does to help programs that do not call fsync.",
     rounds=100,
     run=run,

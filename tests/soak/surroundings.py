@@ -1,6 +1,6 @@
 """What a process has that a save needs, and that changes between saves: keys, umask, group, working directory.
 
-A job sets them before each save, and again while that is under way; but for the key of a server, whose proxy takes
+A job sets them before each save, and again while that is in progress; but for the key of a server, whose proxy takes
 the one of now alone.
 """
 
@@ -33,7 +33,7 @@ _LIMITS = SaveLimits(max_consecutive_failures=None, timeout=HANG / 2)
 _UMASKS = (0o022, 0o002, 0o077, 0o027)
 _GROUPS = (0, 0, 0, 0, 0, 1, 2)  # a new one costs a new writer process
 _ROADS = ("disk", "disk", "local disk", "server", "server", "local disk before the server")
-_LONGEST = 0.05  # seconds until all is changed again, while a save is under way
+_LONGEST = 0.05  # seconds until all is changed again, while a save is in progress
 _PLACES = 8  # that are saved to, one after the other, again and again
 
 
@@ -162,7 +162,7 @@ PART = Part(
     title="Surroundings that change",
     unit="saves",
     what="Before each save a job gets another key for its server, another umask and working directory, and now and "
-    "then another group. While the save is under way umask, directory and unused keys change again. A proxy refuses "
+    "then another group. While the save is in progress umask, directory and unused keys change again. A proxy refuses "
     "all keys but the newest one. Each save must be committed, must be where its working directory was, and its files "
     "must have the rights and the group of its beginning.",
     rounds=300,

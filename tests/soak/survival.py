@@ -41,7 +41,7 @@ def _values(step: int) -> torch.Tensor:
 
 
 def job(rank: int, world: int, folder: str, store: str, last: int) -> None:
-    """Goes on from what it finds, saves each step, and says what it does; until it is killed, or the last step."""
+    """resumes from what it finds, saves each step, and says what it does; until it is killed, or the last step."""
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=HANG))

@@ -155,7 +155,7 @@ def _history(*events):
 
 
 def test_what_a_load_may_find():
-    """A save under way or done, but none that another one has replaced; nothing, only before the first."""
+    """A save in progress or done, but none that another one has replaced; nothing, only before the first."""
     saves = [("save", "a", 1, 1.0, 2.0), ("save", "a", 2, 3.0, 5.0)]
     _, history = _history(*saves)
     moments = {0.5: {None}, 1.5: {None, 1}, 2.5: {1}, 4.0: {1, 2}, 6.0: {2}}

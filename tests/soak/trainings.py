@@ -1,6 +1,6 @@
 """Training with FSDP2 on several hosts, to which something happens in each phase of a save, on many kinds of storage.
 
-A campaign is a job on one storage, under one condition. In each of its rounds the job is started, goes on from what it
+A campaign is a job on one storage, under one condition. In each of its rounds the job is started, resumes from what it
 finds, stands still in a phase, and something happens to a host. The last run of a campaign goes to its end.
 """
 
@@ -448,11 +448,11 @@ def _lacks(kind: str) -> str:
 
 
 _JOB = (
-    "Jobs train a model with FSDP2 on hosts that are namespaces of this machine. In each round a job goes on from "
-    "what it finds, stands still in a phase of a save, and something happens to a host there. It has to go on from the "
-    "newest step that all ranks had copied to other hosts, or from the newest checkpoint that all hosts see, whichever "
-    "is newer, with the same values on all ranks. The last run of each job goes to its end, and nothing may be left "
-    "over on any host. "
+    "Jobs train a model with FSDP2 on hosts that are namespaces of this machine. In each round a job resumes from "
+    "what it finds, stands still in a phase of a save, and something happens to a host there. It has to resume from "
+    "the newest step that all ranks had copied to other hosts, or from the newest checkpoint that all hosts see, "
+    "whichever is newer, with the same values on all ranks. The last run of each job goes to its end, and nothing may be "
+    "left over on any host. "
 )
 
 PARTS = {

@@ -33,3 +33,25 @@ def test_no_two_classes_have_one_name() -> None:
     nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == {"TensorizerCheckpointManager", "Config"}
+
+
+OTHER_WORDS = re.compile(
+    r"\b(let(s|ting)?[ _]go|the most seconds|go(es|ing)?[ _]on[ _]from|under[ _]way|(is|are) (not )?waited for|"
+    r"somebody|nobody|excludes? each other|makes? no sense|and is (int|str|none)|mend(s|ed|ing)?)\b",
+    re.IGNORECASE,
+)
+
+
+def test_one_word_for_one_thing() -> None:
+    """Code and pages keep to the words of ``docs/architecture.md``, also where a phrase runs over the end of a line."""
+    root = PACKAGE.parent
+    files = [
+        *PACKAGE.rglob("*.py"),
+        *(root / "docs").rglob("*.md"),
+        *root.glob("*.md"),
+        *(root / "examples").rglob("*.py"),
+    ]
+    texts = {path: re.sub(r"\s+(#\s+)?", " ", path.read_text(encoding="utf-8")) for path in files}
+    uses = {path: [found[0] for found in OTHER_WORDS.finditer(text)] for path, text in texts.items()}
+    page = root / "docs" / "architecture.md"  # which names the words that are not used
+    assert {str(path.relative_to(root)): words for path, words in uses.items() if words and path != page} == {}

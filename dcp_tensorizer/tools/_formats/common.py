@@ -69,7 +69,7 @@ _OF_ONE_FORMAT = {
 
 
 def check_options(options: Options, to: str, path: str) -> None:
-    """Raises `ConversionError`, naming the option, for options that make no sense or would have no effect."""
+    """Raises `ConversionError`, naming the option, for options that are invalid or would have no effect."""
     _check_values(options)
     defaults = Options()
     for name, (of, flag) in _OF_ONE_FORMAT.items():

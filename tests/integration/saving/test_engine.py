@@ -244,7 +244,7 @@ def test_a_user_that_is_gone_has_left() -> None:
     assert engine.leave(stays)
 
 
-def test_whoever_is_interrupted_and_saves_again_leaves_the_save_under_way_alone(tmp_path: Path) -> None:
+def test_whoever_is_interrupted_and_saves_again_leaves_the_save_in_progress_alone(tmp_path: Path) -> None:
     """Ctrl-C, while `async_save` waits for the save before; then another save: each has what it was given."""
     size = 1_000_000
     with TensorizerStorageWriter() as writer:

@@ -155,7 +155,7 @@ def test_a_planner_that_hides_its_plan(
 def test_a_keeper_that_is_killed(
     tmp_path: Path, sockets: Path, writer: TensorizerStorageWriter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The save under way goes on without it, and the next one starts another; its socket is removed."""
+    """The save in progress goes on without it, and the next one starts another; its socket is removed."""
     save(writer, tmp_path / "a", 1)
     end_keepers(sockets)
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
@@ -344,7 +344,7 @@ def test_what_was_loaded_is_given_back_when_the_job_has_saved(tmp_path: Path, so
 
 
 def test_a_clock_that_was_set_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that goes on from what was loaded is newer than that."""
+    """A save that resumes from what was loaded is newer than that."""
     with TensorizerStorageWriter(survive=WAIT) as writer:
         cut_off(writer, tmp_path / "a", 1)
     assert loaded(tmp_path / "a") == 1
@@ -386,9 +386,12 @@ def _no_directory() -> str:
     ("options", "message"),
     [
         ({"survive": -1}, "survive=-1"),
-        ({"survive": 5, "staging": "shared"}, "survive and staging='shared' exclude each other"),
-        ({"survive": 5, "local": "/tmp/a", "path": "/tmp/b"}, "survive and local exclude each other in a writer"),
-        ({"survive": 5, "cache_staged_state_dict": False}, "survive and cache_staged_state_dict=False exclude"),
+        ({"survive": 5, "staging": "shared"}, "survive and staging='shared' cannot be combined"),
+        ({"survive": 5, "local": "/tmp/a", "path": "/tmp/b"}, "survive and local cannot be combined in a writer"),
+        (
+            {"survive": 5, "cache_staged_state_dict": False},
+            "survive and cache_staged_state_dict=False cannot be combined",
+        ),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

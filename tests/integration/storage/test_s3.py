@@ -318,7 +318,7 @@ def test_uploads_are_listed(storage: S3Storage, s3: S3Server, prefix: str) -> No
     child = storage.child("step-1")
     begun = [where.create(name, len(CONTENT), sync=True) for where in (storage, child) for name in names]
     for sink in begun:
-        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))  # which waits until the upload is under way
+        sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))  # which waits until the upload is in progress
     uploads = storage.uploads()
     assert sorted(file.name for file in uploads) == sorted([*names, *(f"step-1/{name}" for name in names)])
     assert all(file.modified is not None and abs(file.modified - time.time()) < 60 for file in uploads)

@@ -39,7 +39,7 @@ def test_what_a_run_has_left_is_flushed_by_the_next_one_there(tmp_path: Path) ->
 
 
 def test_what_another_run_has_not_seen_is_given_up(tmp_path: Path) -> None:
-    """The folder is claimed by a run with another local folder, which goes on from something else."""
+    """The folder is claimed by a run with another local folder, which resumes from something else."""
     run = Run(tmp_path)
     run.save_unflushed(1)
     run.queue.admit(NAME, "a" * 32)

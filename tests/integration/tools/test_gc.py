@@ -157,7 +157,7 @@ def test_without_conditions_only_leftovers_go(tmp_path: Path) -> None:
     assert find(tmp_path)[0].state == "committed"
 
 
-def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
+def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
     """Whoever has claimed a directory keeps what is in it: a first save, and one that overwrites."""
     old, new = make(tmp_path / "step-1", 100), make(tmp_path / "step-2", 50)
     fresh = tmp_path / "step-3"
@@ -166,7 +166,7 @@ def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
     leave(fresh)
     leave(old)
     removals = run(tmp_path, keep=1, older_than=0)
-    assert {removal.kept for removal in removals} == {"a save is under way there"}
+    assert {removal.kept for removal in removals} == {"a save is in progress there"}
     assert names(tmp_path) == {"step-1", "step-2", "step-3"}
     assert LEFTOVER in names(old) & names(fresh)
     for lock in locks:
@@ -215,7 +215,7 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkey
 
 
 def test_off_local_disks_leftovers_go_only_by_age() -> None:
-    """Nobody can see there whether a save is under way."""
+    """Nobody can see there whether a save is in progress."""
     memory = fsspec.filesystem("memory")
     url = "memory://collected"
     make_checkpoint(f"{url}/step-1", {"x": torch.ones(3)})
@@ -312,16 +312,16 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, mon
 
 
 def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
-    """They are in no listing, and are paid for; those that may be of a save under way stay."""
+    """They are in no listing, and are paid for; those that may be of a save in progress stay."""
     url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
     storage = open_storage(f"{url}/step-1", s3.options())
     sink = storage.create(data_file_name(3, 0, "a" * 32), 100 << 20, sync=True)
-    sink.put_part(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is under way
+    sink.put_part(0, on_a_page(bytes(sink.part_bytes)))  # which waits until the upload is in progress
     (listed,) = listed_in(url, s3.options())
     assert [file.name for file in listed.leftovers] == [data_file_name(3, 0, "a" * 32)]
     (removal,) = plan_collection(storage, None, 3600.0)
-    assert "a save or a copy may be under way" in str(remove(removal).kept)
+    assert "a save or a copy may be in progress" in str(remove(removal).kept)
     (removal,) = plan_collection(storage, None, 0.0)
     assert remove(removal).kept is None
     assert storage.uploads() == []
@@ -346,7 +346,7 @@ def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
     assert ([file.name for file in listed.leftovers], info.nbytes, listed.unknown) == ([LEFTOVER], 0, "")
     assert info.saved is not None and abs(info.saved.timestamp() - time.time()) < 60
     (removal,) = run(f"{url}{top}", older_than=3600.0, options=s3.options())
-    assert "a save or a copy may be under way" in str(removal.kept)
+    assert "a save or a copy may be in progress" in str(removal.kept)
     (removal,) = run(f"{url}{top}", older_than=0.0, options=s3.options())
     assert (removal.files, removal.kept) == ((LEFTOVER,), None)
     assert [file.name for file in other.uploads()] == ["of-somebody-else"]
@@ -375,8 +375,8 @@ def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
         make_checkpoint(f"{url}/step-{step}", {"w": torch.ones(3)}, options=s3.options())
     storage = open_storage(f"{url}/step-3", s3.options())
     storage.put(data_file_name(0, 0, "a" * 32), b"x", sync=True)
-    under_way = open_storage(f"{url}/step-1", s3.options()).create(LEFTOVER, 100 << 20, sync=True)
-    under_way.put_part(0, on_a_page(bytes(under_way.part_bytes)))
+    in_progress = open_storage(f"{url}/step-1", s3.options()).create(LEFTOVER, 100 << 20, sync=True)
+    in_progress.put_part(0, on_a_page(bytes(in_progress.part_bytes)))
     with s3_proxy(s3.endpoint) as proxy:
         proxy.rule = always("ListMultipartUploads", Fault(status=403, code="AccessDenied"))
         removals = run(url, 1, 0.0, s3.options(proxy.endpoint))
@@ -392,7 +392,7 @@ def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
         assert removal.failed == ("cannot be recognised" in kept and "cannot list the uploads" in kept)
     found = find(url, s3.options())
     assert [(listed.step, listed.state) for listed in found] == [(2, "committed"), (1, "committed")]
-    under_way.abort()
+    in_progress.abort()
 
 
 # --- what is not provably of a dead save ------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> N
     leave(tmp_path / "step-1", age=10_000, recorded=False)
     for older_than in (None, 3600.0):
         assert {removal.kept for removal in run(tmp_path, keep=1, older_than=older_than)} <= {
-            "a save or a copy may be under way there: pass an age with --older-than that no save or copy exceeds"
+            "a save or a copy may be in progress there: pass an age with --older-than that no save or copy exceeds"
         }
         assert LEFTOVER in names(tmp_path / "step-1")
     run(tmp_path, older_than=0)
@@ -628,7 +628,7 @@ def test_recorded_steps_need_no_guess(tmp_path: Path) -> None:
 
 
 def job(path: Path, losses: dict[int, float], **rules: Any) -> None:
-    """A manager saves some steps, with their losses, and goes on from the newest."""
+    """A manager saves some steps, with their losses, and resumes from the newest."""
     with CheckpointManager(path, stop_signals=(), **rules) as manager:
         manager.restore({"w": torch.zeros(4)})
         for step, loss in losses.items():
@@ -780,7 +780,7 @@ def test_what_a_killed_job_leaves_beside_its_checkpoints(tmp_path: Path) -> None
         path.write_text("s")
         os.utime(path, (NOW - 100, NOW - 100))
     (removal,) = collect(tmp_path, older_than=1000.0, dry_run=True)
-    assert "may be under way" in str(removal.kept)
+    assert "may be in progress" in str(removal.kept)
     (removal,) = run(tmp_path, older_than=0.0)
     assert (removal.kept, {*removal.files}) == (None, {path.name for path in strays})
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(p.name for p in others), "latest", "step-1"])

@@ -1,4 +1,4 @@
-"""DCP's metadata comes back from `.metadata` as it was, and what is damaged or makes no sense is refused."""
+"""DCP's metadata comes back from `.metadata` as it was, and what is damaged or is invalid is refused."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_every_flipped_byte_is_found() -> None:
             decode(data[:length], "x")
 
 
-# --- contents that make no sense -------------------------------------------------------------------------------------
+# --- contents that are invalid -------------------------------------------------------------------------------------
 
 GOOD = metadata_with(
     {"w": entry((2,), ((0,), (2,))), "o": BytesStorageMetadata()},

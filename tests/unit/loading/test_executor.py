@@ -159,7 +159,7 @@ class Watched(RangeReader):
 def test_a_load_has_as_many_threads_as_suit_the_storage_or_as_the_user_says(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, asked: int | None, suits: tuple[int, int], expected: int
 ) -> None:
-    """As many reads are under way at once, and no more; the user's number stands for the first and for the most."""
+    """As many reads are in progress at once, and no more; the user's number stands for the first and for the most."""
     storage.reads = replace(storage.reads, min_threads=suits[0], max_threads=suits[1])
     stored = filled(torch.uint8, (1000,))
     items = [write_file(storage, name, {"t": stored})["t"] for name in "abcdef"]

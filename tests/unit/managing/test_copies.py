@@ -78,7 +78,7 @@ def test_a_copy_that_fails_on_another_rank() -> None:
 
 
 def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    """No more is copied, on any rank; and what is there is forgotten when the job goes on from something else."""
+    """No more is copied, on any rank; and what is there is forgotten when the job resumes from something else."""
     copies, keeper = ready()
     step(copies, keeper, "a")
     keeper.status = CopyStatus("a", problem="there is no memory", is_full=True)

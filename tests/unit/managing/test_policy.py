@@ -46,7 +46,7 @@ class Others(Agreement):
     ],
 )
 def test_one_rank(changes: dict[str, bool], action: Action) -> None:
-    """A step is saved if a save is due, forced or the last one, and it is neither there nor under way."""
+    """A step is saved if a save is due, forced or the last one, and it is neither there nor in progress."""
     vote = replace(NONE, **changes)
     decision = decide(Agreement(None), vote)
     assert decision == (action, vote.stop or vote.force or vote.is_due, vote)
@@ -92,7 +92,7 @@ def test_ranks_at_different_steps() -> None:
 
 
 def test_what_any_rank_says_of_copies_counts() -> None:
-    """That one is under way, has failed, or is not made any more; and that another run has the partner."""
+    """That one is in progress, has failed, or is not made any more; and that another run has the partner."""
     running, failed = (replace(NONE, memory=MemoryVote(**{name: True})) for name in ("copy_runs", "copy_failed"))
     assert decide(Others(1, failed), running).vote.memory == MemoryVote(copy_runs=True, copy_failed=True)
     ended = replace(NONE, memory=MemoryVote(copies_end=True, is_superseded=True))

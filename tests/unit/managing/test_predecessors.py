@@ -54,7 +54,7 @@ def test_what_goes_on_from_the_newest_checkpoint(kept: KeptHead, tip: Step | Non
 @pytest.mark.parametrize(
     ("kept", "tip", "words"),
     [
-        (head(5, "four", 4), None, "the checkpoint that it goes on from is gone"),
+        (head(5, "four", 4), None, "the checkpoint that it resumes from is gone"),
         (head(5, "four", 4), saved(4, "other", job="another"), "another job has saved step 4 since"),
         (head(5, "four", 4), saved(9, "nine", job="another"), "another job has saved step 9 since"),
         (head(5, "four", 4), saved(3, "three"), "or removed checkpoints"),
@@ -132,7 +132,7 @@ def test_what_has_come_of_all_ranks_loads() -> None:
 
 
 def test_checkpoints_that_were_lost_with_a_node() -> None:
-    """They count as never saved: what goes on from the newest one that is there is used, and nothing else."""
+    """They count as never saved: what resumes from the newest one that is there is used, and nothing else."""
     kept = head(9, "eight", 8)._replace(line=("eight", "six", "four"))
     assert "or removed checkpoints" in outdated(kept, saved(4, "four"), FOLDER, {"four"})
     assert outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight", "six"}) == ""

@@ -37,7 +37,7 @@ def test_old_versions_go_unless_a_newer_one_needs_them(
 
 
 def test_a_publisher_removes_by_the_same_rule(tmp_path: Path, versions: Path) -> None:
-    """And numbers go on from the newest, not from how many there are."""
+    """And numbers resume from the newest, not from how many there are."""
     version = publish(tmp_path / "model-1", versions, keep_latest=1, max_deltas=2)
     assert (version.version, version.is_delta, version.removed) == (7, False, (6, 5, 4, 3, 2, 1))
     assert publish(tmp_path / "model-2", versions).version == 8

@@ -109,7 +109,7 @@ def test_a_key_that_is_not_there() -> None:
     assert not isinstance(unwrap(caught.value), MetadataError)
 
 
-def test_memory_that_nobody_reads_any_more_is_let_go() -> None:
+def test_memory_that_nobody_reads_any_more_is_released() -> None:
     """Also while somebody keeps the reader."""
     checkpoint = KeptCheckpoint("memory", [kept({"a": torch.ones(3)})])
     reader = KeptReader(checkpoint, {})

@@ -136,7 +136,7 @@ def test_a_state_is_copied_and_read_from_afar(
     assert b"".join(pieces) == data[100 : 100 + BLOCK + 4097]
     with pytest.raises(OSError, match="it has fewer bytes"):
         remote.read_into(pieces, 2 * BLOCK)
-    remote.let_go()
+    remote.release()
     with pytest.raises(ReadError, match="it is not kept"):
         RemotePart(address, "a", 1).record()
 
@@ -227,7 +227,7 @@ def test_a_partner_that_another_run_has_claimed() -> None:
 
 
 def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
-    """A copy that was under way when the partner was claimed is not taken, and the older run can remove none."""
+    """A copy that was in progress when the partner was claimed is not taken, and the older run can remove none."""
     keeper = Keeper("run", 7, 60.0)
     address = opened(keeper)
     data = os.pread(buffer.fd, NBYTES, 0)
@@ -367,7 +367,7 @@ def test_digests_have_a_low_priority_unless_replicas_wait_for_them(
         remote = RemotePart(keeper.open_to_peers("127.0.0.1", SECRET), "a", 0)
         keeper.keep(part("a"), buffer)
         remote.record(60.0)  # the digests are taken
-        remote.let_go()
+        remote.release()
         tasks = Path(f"/proc/{keeper.pid}/task").iterdir()
         assert {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks} == {own} | ({10} if lower else set())
     finally:

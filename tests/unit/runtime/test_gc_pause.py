@@ -103,7 +103,7 @@ def test_a_threshold_of_zero_is_no_collector_either() -> None:
 
 
 def test_a_trainer_that_switches_it_off_meanwhile_finds_it_off() -> None:
-    """On another thread, while a save is under way; what has been made stays young then."""
+    """On another thread, while a save is in progress; what has been made stays young then."""
     with collector_paused():
         in_thread(gc.disable).join(WAIT)
         cycle = weakref.ref(_Cycle())

@@ -180,7 +180,7 @@ def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
     assert kept in before
 
 
-def test_beside_a_save_under_way_nothing_is_removed(storage, tmp_path):
+def test_beside_a_save_in_progress_nothing_is_removed(storage, tmp_path):
     """What looks left over may be that save's; once it is over, it is removed."""
     other = begin(storage, 1.0)
     put_records(storage, ["b" * 32])

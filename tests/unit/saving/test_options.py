@@ -61,10 +61,18 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
         ({"path": "/a", "local": "/b", "limits": 5}, TypeError, "limits must be SaveLimits, and is int"),
         ({"on_report": 5}, TypeError, "on_report must be"),
         ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, and is bytes"),
-        ({"encryption": EncryptionParams(KEY), "staging": "shared"}, ValueError, "'shared' and encryption exclude"),
-        ({"encryption": EncryptionParams(KEY), "sha256": True}, ValueError, "sha256 and encryption exclude"),
+        (
+            {"encryption": EncryptionParams(KEY), "staging": "shared"},
+            ValueError,
+            "'shared' and encryption cannot be combined",
+        ),
+        ({"encryption": EncryptionParams(KEY), "sha256": True}, ValueError, "sha256 and encryption cannot be combined"),
         ({"encryption": EncryptionParams(KEY), "reuse_unchanged": True}, ValueError, "reuse_unchanged and encryption"),
-        ({"path": "/a", "local": "/b", "reuse_unchanged": True}, ValueError, "reuse_unchanged and local exclude"),
+        (
+            {"path": "/a", "local": "/b", "reuse_unchanged": True},
+            ValueError,
+            "reuse_unchanged and local cannot be combined",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:

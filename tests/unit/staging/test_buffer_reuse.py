@@ -17,7 +17,7 @@ from ...waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
 from .staging import inode
 
 
-def test_a_save_under_way_is_waited_for(stager: Stager) -> None:
+def test_a_save_in_progress_is_waited_for(stager: Stager) -> None:
     """The next turn begins when the thread that took the staged state dict has ended, not before."""
     first = stager.stage({"a": torch.ones(2)})
     taken, release, turn = threading.Event(), threading.Event(), threading.Event()

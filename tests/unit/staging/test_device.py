@@ -192,7 +192,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def test_a_mark_is_after_all_that_was_spread(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if an interrupt comes between the streams: some copies are under way then. Loads use only the first one."""
+    """Also if an interrupt comes between the streams, while copies are in progress. Loads use only the first one."""
     stream: Any = Cuda().new_stream(0)
     first, *others = stream._lanes
     assert stream.mark()._event.stream is first

@@ -35,7 +35,7 @@ def test_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
 
 
 def test_copies_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there are no more threads to be had, this one copies everything: a save that is under way is finished."""
+    """When there are no more threads to be had, this one copies everything: a save that is in progress is finished."""
     sources = [filled(torch.float32, (1000, 1500), seed) for seed in range(3)]
     started = []
 

@@ -184,7 +184,7 @@ def test_pickling_takes_the_staged_state_dict(stager: Stager) -> None:
 
 
 def test_a_state_that_is_given_up_early_is_released_when_its_copies_are_made(overlapping: Stager) -> None:
-    """A save that fails while copies are still under way does not have training change what they read."""
+    """A save that fails while copies are still in progress does not have training change what they read."""
     gate = Gate()
     result = overlapping.stage({"a": HeldTensor(torch.ones(10), gate.pass_through)})
     staging = StagingFuture(result)

@@ -41,7 +41,7 @@ def test_the_first_lock_is_exclusive(tmp_path: Path) -> None:
 
 
 def test_a_second_lock_is_not(tmp_path: Path) -> None:
-    """While another save is under way, nobody knows which files are left over."""
+    """While another save is in progress, nobody knows which files are left over."""
     first = LocalStorage(tmp_path).lock_directory()
     first.share(1.0)
     second = LocalStorage(tmp_path).lock_directory()

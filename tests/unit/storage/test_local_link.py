@@ -127,7 +127,7 @@ def test_a_link_that_cannot_be_looked_at_is_taken_back(source: Path, tmp_path: P
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_file_that_was_replaced_while_it_was_linked_is_let_go(source: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_while_it_was_linked_is_released(source: Path, tmp_path: Path) -> None:
     """The name may be of the other file: it is removed."""
     known = identity(source)
 

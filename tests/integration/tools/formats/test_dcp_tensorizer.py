@@ -13,7 +13,7 @@ from ....checkpoints import make_checkpoint, tensors_of
 from ....support import same
 
 
-def test_a_conversion_under_way_is_not_collected(tmp_path: Path) -> None:
+def test_a_conversion_in_progress_is_not_collected(tmp_path: Path) -> None:
     """Its directory is locked, as a save's is, until it has its name."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3), "y": torch.ones(3)})
     kept = []
@@ -23,6 +23,6 @@ def test_a_conversion_under_way_is_not_collected(tmp_path: Path) -> None:
             kept.extend(removed.kept for removed in collect(tmp_path))
 
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer", on_progress=collect_all)
-    assert kept == ["a save is under way there"]
+    assert kept == ["a save is in progress there"]
     assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
     assert list_checkpoints(tmp_path / "b")[0].state == "committed"
