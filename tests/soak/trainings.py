@@ -451,8 +451,8 @@ _JOB = (
     "Jobs train a model with FSDP2 on hosts that are namespaces of this machine. In each round a job resumes from "
     "what it finds, stands still in a phase of a save, and something happens to a host there. It has to resume from "
     "the newest step that all ranks had copied to other hosts, or from the newest checkpoint that all hosts see, "
-    "whichever is newer, with the same values on all ranks. The last run of each job goes to its end, and nothing may be "
-    "left over on any host. "
+    "whichever is newer, with the same values on all ranks. The last run of each job goes to its end, and nothing may "
+    "be left over on any host. "
 )
 
 PARTS = {
