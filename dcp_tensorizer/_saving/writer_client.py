@@ -124,12 +124,12 @@ class WriterClient:
         try:
             for attempt in (1, 2):
                 try:
-                    self.ensure_process(context)  # first, because without it nothing is copied to another buffer
-                    if not buffers:
-                        with collector_paused():
-                            sources, extra = self._locate(items, staged, staged_save.shared)
-                        buffers = [staged] if extra is None else [staged, extra]
-                    if all(buffer.can_be_sent for buffer in buffers):
+                    if all(buffer.can_be_sent for buffer in buffers or [staged]):
+                        self.ensure_process(context)  # before anything is copied to another buffer
+                        if not buffers:
+                            with collector_paused():
+                                sources, extra = self._locate(items, staged, staged_save.shared)
+                            buffers = [staged] if extra is None else [staged, extra]
                         request = files.request(sources, digest)
                         done = self.ensure_process(context).ask(request, buffers, timeout, context, progress)
                         return replace(files.finish(done, digest), attempts=attempt)

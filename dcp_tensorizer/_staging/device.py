@@ -380,12 +380,15 @@ CUDA = Cuda()
 
 def expandable_segments() -> str | None:
     """The setting that turns torch's expandable segments on, in the environment or at run time; None without one."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    settings = {name: os.environ.get(name, "") for name in names} | {"set at run time": allocator_settings()}
-    for name, value in settings.items():
-        if any(part.replace(" ", "").lower() == "expandable_segments:true" for part in value.split(",")):
-            return f"{name}={value}" if name in names else f"{value}, {name}"
-    return None
+
+    def turn_on(value: str) -> bool:
+        return any(part.replace(" ", "").lower() == "expandable_segments:true" for part in value.split(","))
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        if turn_on(value := os.environ.get(name, "")):
+            return f"{name}={value}"
+    # Last, because torch keeps what the variables say when it is first asked.
+    return f"{value}, set at run time" if turn_on(value := allocator_settings()) else None
 
 
 def settle_other_devices(tensors: Iterable[torch.Tensor]) -> None:
