@@ -54,7 +54,7 @@ def saving(installs: bool) -> None:
 
     keeping = engine_of_process(devices=False).keeping
     end = Deadline(60.0)
-    while (status := keeping.keeper(600).copy_status()).is_running or status.id not in keeping.saves:
+    while (status := keeping.keeper(600, 60.0).copy_status()).is_running or status.id not in keeping.saves:
         assert end.left is None or end.left > 0
         time.sleep(0.01)
     (SHARED / f"copied-{dist.get_rank()}").write_text(json.dumps(status.problem))
