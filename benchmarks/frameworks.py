@@ -64,7 +64,7 @@ class Fabric:
         import lightning.fabric
         from lightning.fabric.strategies import ModelParallelStrategy
 
-        from dcp_tensorizer.lightning import TensorizerFabricStrategy
+        from dcp_tensorizer.integrations.lightning import TensorizerFabricStrategy
 
         kind = TensorizerFabricStrategy if ours else ModelParallelStrategy
         strategy = kind(_parallelize, data_parallel_size=WORLD, tensor_parallel_size=1)
@@ -90,7 +90,7 @@ class Torchtitan:
         from torchtitan.components.checkpointer import CheckpointManager
         from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-        from dcp_tensorizer.torchtitan import TensorizerCheckpointManager
+        from dcp_tensorizer.integrations.torchtitan import TensorizerCheckpointManager
 
         dist.init_process_group("gloo")
         self.model = fully_shard(make_model(layers))
@@ -129,7 +129,7 @@ class TorchCheckpointing:
         from torch_checkpointing.default_resharder import DefaultResharder
 
         from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
-        from dcp_tensorizer.torch_checkpointing import TensorizerCheckpointManager
+        from dcp_tensorizer.integrations.torch_checkpointing import TensorizerCheckpointManager
 
         dist.init_process_group("gloo")
         self.model = fully_shard(make_model(layers))

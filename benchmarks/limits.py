@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tensorizer import TensorSerializer
 
-from dcp_tensorizer._format.encryption import Cipher
 from dcp_tensorizer._runtime.direct_memory import direct_memory
+from dcp_tensorizer._tensor_file.encryption import Cipher
 
 _STEP = 8 << 20
 _BLOCK = 512 << 10

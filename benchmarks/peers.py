@@ -29,13 +29,13 @@ import torch.distributed as dist
 import xxhash
 
 from dcp_tensorizer import CheckpointManager
-from dcp_tensorizer._format.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
-from dcp_tensorizer._restart.checkpoint import _STREAMS
-from dcp_tensorizer._restart.replicas import Throttle
-from dcp_tensorizer._restart.wire import MAX_BYTES
+from dcp_tensorizer._memory.checkpoint import _STREAMS
+from dcp_tensorizer._memory.replicas import Throttle
+from dcp_tensorizer._memory.wire import MAX_BYTES
 from dcp_tensorizer._runtime.threads import cores
+from dcp_tensorizer._tensor_file.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 from dcp_tensorizer._writer_process.options import DEFAULT_RATE
-from dcp_tensorizer.torchft import TensorizerTransport
+from dcp_tensorizer.integrations.torchft import TensorizerTransport
 from tests.hosts.lab import SHARED, Lab
 from tests.hosts.requirements import missing
 
@@ -494,8 +494,9 @@ def _of_healing(gib: float, of: Callable[[str, str], Spread | None]) -> tuple[st
     ]
     staged = cell(of("healing", "staged"), "{:.3f}".format)
     return (
-        f"A replica of torchft that joins, with {gib:g} GiB, by `dcp_tensorizer.torchft`, and the training of the one "
-        f"that sends. `send_checkpoint` took {staged} s. The time until the replica has the state begins after that, "
+        f"A replica of torchft that joins, with {gib:g} GiB, by `dcp_tensorizer.integrations.torchft`, and the "
+        f"training of the one that sends. `send_checkpoint` took {staged} s. The time until the replica has the state "
+        "begins after that, "
         "and has the sender's digests in it. Raw sockets are served by a process beside the training, too:",
         table(("", "seconds", "steps a second of the sender"), rows),
     )

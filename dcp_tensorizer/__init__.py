@@ -22,16 +22,16 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from ._install import install, installed, uninstall
+    from ._job.metrics import GoodputReport
     from ._loading.report import LoadReport
-    from ._managing.goodput import GoodputReport
     from ._publish.apply import Applied, apply_delta
     from ._publish.publisher import Publish, PublishedVersion, publish
     from ._saving.report import SaveReport
     from ._writer_process.options import SaveLimits
     from .any_format import open_reader
-    from .export import Export, Parts, SafetensorsStorageWriter
+    from .integrations.install import install, installed, uninstall
     from .manager import CheckpointManager
+    from .models import Export, Parts, SafetensorsStorageWriter
     from .planner import LoadPlanner, SavePlanner
     from .reader import TensorizerStorageReader
     from .writer import TensorizerStorageWriter
@@ -78,32 +78,32 @@ __all__ = [
 _ON_USE = {
     "Applied": "_publish.apply",
     "CheckpointManager": "manager",
-    "Export": "export",
-    "GoodputReport": "_managing.goodput",
+    "Export": "models",
+    "GoodputReport": "_job.metrics",
     "LoadPlanner": "planner",
     "LoadReport": "_loading.report",
-    "Parts": "export",
+    "Parts": "models",
     "Publish": "_publish.publisher",
     "PublishedVersion": "_publish.publisher",
-    "SafetensorsStorageWriter": "export",
+    "SafetensorsStorageWriter": "models",
     "SaveLimits": "_writer_process.options",
     "SavePlanner": "planner",
     "SaveReport": "_saving.report",
     "TensorizerStorageReader": "reader",
     "TensorizerStorageWriter": "writer",
     "apply_delta": "_publish.apply",
-    "install": "_install",
-    "installed": "_install",
+    "install": "integrations.install",
+    "installed": "integrations.install",
     "open_reader": "any_format",
     "publish": "_publish.publisher",
-    "uninstall": "_install",
+    "uninstall": "integrations.install",
 }
 _MODULES = (
     "any_format",
     "convert",
     "data_parallel",
-    "export",
     "manager",
+    "models",
     "planner",
     "progress",
     "reader",

@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ._format.renaming import Renaming, Rules
-from ._format.safetensors import SHARDING, saved_offsets
+from ._formats.rename import Renaming, Rules
+from ._formats.safetensors import SHARDING, saved_offsets
 from ._loading.deliver import LoadOptions
 from ._loading.model_reader import ModelReader
 from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_committed, unreadable
+from ._memory.checkpoint import KeptCheckpoint
+from ._memory.find import committed_id, find_orphan
 from ._publish.model import WeightFile, read_weight_files
-from ._restart.checkpoint import KeptCheckpoint
-from ._restart.find import committed_id, find_orphan
 from ._runtime.ranks import rank_of_job, world_size_of_job
 from ._runtime.validation import check_flags, check_path
 from ._storage.base import TIMEOUT, Storage

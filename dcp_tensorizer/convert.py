@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._index.chunks import Region
+from ._index.layouts import Region
 from ._runtime.forks import free_in_child
 from ._runtime.validation import did_you_mean
 from .errors import ConversionError, ReadError, WriteError
@@ -30,7 +30,7 @@ from .tools._formats.registry import TARGETS, new_paths, open_checkpoint
 from .tools._view import CheckpointView, StoredTensor, StoredValue, key_of
 
 if TYPE_CHECKING:
-    from ._format.encryption import DecryptionParams
+    from ._tensor_file.encryption import DecryptionParams
 
 __all__ = ["FORMATS", "Converted", "Options", "convert"]
 

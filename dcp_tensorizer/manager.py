@@ -18,11 +18,10 @@ from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._managing.agreement import Agreement, Heartbeats, make_groups
-from ._managing.goodput import GoodputClock, GoodputReport
-from ._managing.job import Job
-from ._managing.lineage import logger
-from ._managing.options import (
+from ._job.job import Job
+from ._job.lineage import logger
+from ._job.metrics import GoodputClock, GoodputReport
+from ._job.options import (
     JobOptions,
     check_export,
     check_growth,
@@ -34,10 +33,11 @@ from ._managing.options import (
     options_of_reader,
     split_limits,
 )
-from ._managing.policy import Action, SaveInterval, SavePolicy, StopSignals
-from ._managing.restore import Selection, StatePart
-from ._managing.retention import Retention
-from ._managing.step_folder import StepNames
+from ._job.policy import Action, SaveInterval, SavePolicy, StopSignals
+from ._job.ranks import Agreement, Heartbeats, make_groups
+from ._job.restore import Selection, StatePart
+from ._job.retention import Retention
+from ._job.steps import StepNames
 from ._runtime.forks import Home
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_flags, check_path, check_timeout
@@ -45,7 +45,7 @@ from ._storage.open import absolute_path
 from ._tiers.tiered_storage import nearest
 from ._writer_process.options import DEFAULT_RATE, check_copies
 from .errors import CheckpointError, WriteError
-from .export import Export
+from .models import Export
 from .writer import TensorizerStorageWriter, WriterOptions
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
-from ._format.tensor_bytes import is_ordinary
 from ._index.schema import ItemKey
 from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_rows, item_of, rows_of
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
@@ -33,6 +32,7 @@ from ._planning.plan import Answer, CompactPlan, Histories, History, Items, Refe
 from ._planning.read_items import has_older_keys, read_items_of
 from ._runtime.gc_pause import collector_paused
 from ._runtime.torch_compat import ShardedTensor, plain_local, plain_tensor_at
+from ._tensor_file.dtypes import is_ordinary
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ._format.encryption import Cipher, check_decryption, unlock
-from ._index.reader import Index
+from ._index.read import Index
 from ._loading.deliver import LoadOptions, LoadSource, load_items
 from ._loading.exchange import identity_of, members_of, reads_alone
 from ._loading.report import LoadClock, LoadReport, publish
@@ -44,11 +43,12 @@ from ._runtime.validation import check_callable, check_count, check_path, check_
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, check_location, is_location
 from ._storage.redact import redact, shown
+from ._tensor_file.encryption import Cipher, check_decryption, unlock
 from ._tiers.tiered_storage import nearest
 from .errors import CheckpointError, MetadataError, NotCommitted
 
 if TYPE_CHECKING:
-    from ._format.encryption import DecryptionParams
+    from ._tensor_file.encryption import DecryptionParams
 
 __all__ = ["ReaderOptions", "TensorizerStorageReader"]
 

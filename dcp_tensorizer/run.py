@@ -9,7 +9,7 @@
 Processes that the script spawns by ``multiprocessing`` do the same.
 """
 
-from ._install import run
+from .integrations.install import run
 
 if __name__ in ("__main__", "__mp_main__"):
     run(globals())

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._format.encryption import encryption_cipher
 from ._planning.wholes import checked_messages, wholes_of
 from ._runtime.forks import in_child
 from ._runtime.gc_pause import age_objects
@@ -41,6 +40,7 @@ from ._staging.device import expandable_segments
 from ._staging.staged_save import StagedSave, StagingFuture
 from ._storage.open import absolute_path, is_location, path_to_write
 from ._storage.redact import redact, shown
+from ._tensor_file.encryption import encryption_cipher
 from ._tiers.target import target_of
 from ._writer_process.options import DEFAULT_RATE, MAX_UNFLUSHED, SaveLimits, SaveOptions, Staging, check_copies
 from .errors import WriteError
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from ._format.encryption import EncryptionParams
     from ._runtime.process_context import ProcessContext
+    from ._tensor_file.encryption import EncryptionParams
     from .errors import StagingError
 
 _NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads

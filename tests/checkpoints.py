@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.names import StoredItem, data_file_rank
-from dcp_tensorizer._format.tensor_bytes import host_bytes
-from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._index.schema import ItemKey, item_key
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.write_plan import Item, plan_files, stored_names, write_results
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.dtypes import host_bytes
+from dcp_tensorizer._tensor_file.encryption import Cipher
+from dcp_tensorizer._tensor_file.names import StoredItem, data_file_rank
 from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import TensorSource

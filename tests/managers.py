@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcp_tensorizer import CheckpointManager
-from dcp_tensorizer._managing.job import Job
+from dcp_tensorizer._job.job import Job
 
 __all__ = ["job_of", "wait_kept"]
 

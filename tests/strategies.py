@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.layouts import Region
 
 
 @st.composite

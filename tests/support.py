@@ -18,15 +18,15 @@ import psutil
 import torch
 import xxhash
 
-from dcp_tensorizer._format.encoder import encode
-from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.names import StoredItem, block_size
-from dcp_tensorizer._format.tensor_bytes import host_bytes
-from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._restart.client import KeeperConnection
-from dcp_tensorizer._restart.runtime_directory import connect
+from dcp_tensorizer._memory.client import KeeperConnection
+from dcp_tensorizer._memory.runtime_directory import connect
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local_io import Residency
+from dcp_tensorizer._tensor_file.dtypes import host_bytes
+from dcp_tensorizer._tensor_file.encode import encode
+from dcp_tensorizer._tensor_file.encryption import Cipher
+from dcp_tensorizer._tensor_file.layout import lay_out
+from dcp_tensorizer._tensor_file.names import StoredItem, block_size
 from dcp_tensorizer._writer_process.protocol import TensorSource
 
 from . import warm

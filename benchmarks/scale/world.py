@@ -36,11 +36,11 @@ from torch.distributed.tensor import Shard, empty
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._format.names import StoredItem, block_size
 from dcp_tensorizer._index.schema import item_key
 from dcp_tensorizer._planning.columns import columns_of
 from dcp_tensorizer._planning.plan import CompactPlan, History, Items
 from dcp_tensorizer._saving.write_plan import Item, plan_files, write_results
+from dcp_tensorizer._tensor_file.names import StoredItem, block_size
 from dcp_tensorizer._writer_process.protocol import FileRequest, FileResult, WriteDone
 
 from .model import Model, Piece, pieces

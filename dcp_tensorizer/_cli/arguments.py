@@ -15,7 +15,7 @@ from ..errors import ConversionError, DecryptionError
 if TYPE_CHECKING:
     import torch
 
-    from .._format.encryption import DecryptionParams
+    from .._tensor_file.encryption import DecryptionParams
 
 
 _KEY_BYTES = 32
@@ -90,7 +90,7 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
         return None
     if key_file is not None and passphrase_file is not None:
         raise typer.BadParameter("give --key-file or --passphrase-file, and not both", param_hint="--key-file")
-    from .._format.encryption import decryption_key
+    from .._tensor_file.encryption import decryption_key
 
     try:
         key = None if key_file is None else key_file.read_bytes()

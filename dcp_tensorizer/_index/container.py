@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 import xxhash
 
-from .._format.names import Seal, is_data_file_name
+from .._tensor_file.names import Seal, is_data_file_name
 from .._version import INDEX_VERSION
 from ..errors import MetadataError, UnsupportedFormat
 from .schema import DataFile, Head, Section, SectionKind, decode_head, encode_rows

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .._format.runs import Integers
-from .._format.tensor_bytes import dtype_name
 from .._runtime.recent import Recent
+from .._tensor_file.dtypes import dtype_name
+from .._tensor_file.regions import Integers
 from ..errors import WriteError
-from .chunks import ChunkLayout, Region, check_numbers, expand, runs_of
+from .layouts import ChunkLayout, Region, check_numbers, expand, runs_of
 from .locations import RankPlaces, hashes_of
 from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_places, encode_rows, from_key, to_key
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import xxhash
 
-from .._format.names import MAC_BYTES, NONCE_BYTES, StoredItem, metadata_file_name
-from .._format.tensor_bytes import named_dtype
 from .._runtime.threads import in_threads
+from .._tensor_file.dtypes import named_dtype
+from .._tensor_file.names import MAC_BYTES, NONCE_BYTES, StoredItem, metadata_file_name
 from ..errors import MetadataError, WriteError
 from .container import IndexFile, decoded
 from .schema import KINDS, Inline, ItemKey, Places, Section, decode_inline, decode_places, encode_rows, from_key, to_key

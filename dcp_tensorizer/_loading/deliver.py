@@ -16,11 +16,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from .._format.encryption import Cipher
-from .._format.names import StoredItem
-from .._format.tensor_bytes import detached, is_wrapper, named_dtype
-from .._index.chunks import Region
-from .._index.reader import Index, Piece
+from .._index.layouts import Region
+from .._index.read import Index, Piece
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
@@ -28,11 +25,14 @@ from .._runtime.torch_compat import plain_tensor_at, real_tensors
 from .._runtime.validation import check_flags
 from .._staging.device import CUDA
 from .._storage.base import Storage
-from .._unpickle.objects import advice, unsafe_globals
+from .._tensor_file.dtypes import detached, is_wrapper, named_dtype
+from .._tensor_file.encryption import Cipher
+from .._tensor_file.names import StoredItem
+from .._trust.objects import advice, unsafe_globals
 from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .exchange import Exchange
-from .executor import fetch, limits_of
-from .pinned_pool import PinnedPools
+from .gpu import PinnedPools
+from .run import fetch, limits_of
 from .targets import Casts, Located, ReadTarget, is_object, targets_of, warn_of_casts
 from .validate import check_own_parts
 

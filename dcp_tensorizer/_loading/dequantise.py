@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from .._format.names import StoredItem
-from .._format.tensor_bytes import named_dtype
-from .._index.chunks import Region
+from .._index.layouts import Region
 from .._storage.base import Storage
+from .._tensor_file.dtypes import named_dtype
+from .._tensor_file.names import StoredItem
 from ..errors import ReadError
 from .targets import ReadTarget
 

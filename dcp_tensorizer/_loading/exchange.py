@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from .._format.names import StoredItem
-from .._format.tensor_bytes import host_bytes
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import group_devices
 from .._staging.device import CUDA
 from .._staging.shared_memory import aligned
+from .._tensor_file.dtypes import host_bytes
+from .._tensor_file.names import StoredItem
 from ..errors import CheckpointError, ReadError, describe
-from .executor import scatter
 from .read_planner import ReadLimits, Segment, by_tensor, wanted_bytes
+from .run import scatter
 from .targets import ReadTarget, overlapping
 from .validate import ReadFrom
 

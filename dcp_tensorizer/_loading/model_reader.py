@@ -15,21 +15,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from .._format.names import StoredItem
-from .._format.renaming import Renaming, Rules
-from .._format.safetensors import SHARDING, in_torch
-from .._format.tensor_bytes import dtype_name
-from .._index.chunks import Region
-from .._index.placement import Box, Placed, place
-from .._index.reader import Piece
+from .._formats.placement import Box, Placed, place
+from .._formats.rename import Renaming, Rules
+from .._formats.safetensors import SHARDING, in_torch
+from .._index.layouts import Region
+from .._index.read import Piece
 from .._publish.model import StoredBytes, WeightFile, check_unreplaced
 from .._runtime.ranks import world_size_of_job
 from .._storage.base import Storage
+from .._tensor_file.dtypes import dtype_name
+from .._tensor_file.names import StoredItem
 from ..errors import MetadataError, ReadError, listed
 from .deliver import LoadOptions, read_tensors
 from .dequantise import DequantisingPlanner, Quantised, quantised
-from .executor import fetch
 from .foreign_reader import ForeignReader
+from .run import fetch
 from .targets import Casts, targets_of, warn_of_casts
 from .validate import check_length
 

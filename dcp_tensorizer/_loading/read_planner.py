@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .._format.names import StoredItem
-from .._index.chunks import Region
+from .._index.layouts import Region
 from .._runtime.gc_pause import collector_paused
+from .._tensor_file.names import StoredItem
 from .targets import ReadTarget
 
 MAX_SCRATCH_BYTES = 8 << 20

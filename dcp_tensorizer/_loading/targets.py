@@ -17,11 +17,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from .._format.names import StoredItem
-from .._format.tensor_bytes import named_dtype
-from .._index.chunks import Region
-from .._index.reader import Index, Piece
+from .._index.layouts import Region
+from .._index.read import Index, Piece
 from .._runtime.torch_compat import is_fake, is_plain
+from .._tensor_file.dtypes import named_dtype
+from .._tensor_file.names import StoredItem
 from ..errors import ReadError, listed
 from .validate import check_length
 

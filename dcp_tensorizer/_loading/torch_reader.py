@@ -16,12 +16,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from .._format.names import metadata_file_name
-from .._index.torch_metadata import read_pickled
+from .._formats.torch_metadata import read_pickled
 from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._storage.base import Storage
-from .._unpickle.torch_archive import check_saved
+from .._tensor_file.names import metadata_file_name
+from .._trust.torch_archive import check_saved
 from ..errors import CheckpointError, MetadataError, ReadError, UntrustedObject, describe
 from .deliver import check_trust, copy_to_target, deliver_object
 from .foreign_reader import ForeignReader

@@ -12,16 +12,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from .._format.names import StoredItem, is_data_file_name, metadata_file_name
-from .._format.tensor_bytes import named_dtype
-from .._format.tensorizer_file import MAGIC
-from .._index.chunks import Region, covers
 from .._index.container import find_index, is_index, looks_like_pickle
-from .._index.reader import Index
+from .._index.layouts import Region, covers
+from .._index.read import Index
 from .._index.schema import Head, item_key
 from .._runtime.threads import in_threads
 from .._runtime.torch_compat import local_elements
 from .._storage.base import Storage
+from .._tensor_file.dtypes import named_dtype
+from .._tensor_file.layout import MAGIC
+from .._tensor_file.names import StoredItem, is_data_file_name, metadata_file_name
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, listed
 
 logger = logging.getLogger("dcp_tensorizer")

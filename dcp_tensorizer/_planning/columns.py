@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from .._format.runs import Integers
 from .._runtime.torch_compat import PART_NAMES, layout_of, plain_local, write_items
+from .._tensor_file.regions import Integers
 
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
 """The kinds that `Table.kinds` numbers."""

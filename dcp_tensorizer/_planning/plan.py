@@ -19,9 +19,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from .._format.runs import Integers
 from .._runtime.recent import Recent
 from .._runtime.torch_compat import group_of_save
+from .._tensor_file.regions import Integers
 from ..errors import WriteError
 from .columns import (
     Columns,

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from .._format.delta import PIECE, DeltaDecoder, digest_of, zstd
-from .._format.safetensors_header import INDEX, SINGLE, decode_json
+from .._formats.safetensors_header import INDEX, SINGLE, decode_json
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._storage.base import FileIdentity, Storage
@@ -28,6 +27,7 @@ from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
 from .chain import Chain, Delta, copied, read_delta
+from .delta import PIECE, DeltaDecoder, digest_of, zstd
 from .model import (
     StoredBytes,
     WeightFile,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from .._format.delta import PIECE, DeltaDecoder, largest_delta, pieces_of
 from .._storage.base import Storage
 from ..errors import ChecksumMismatch, MetadataError
+from .delta import PIECE, DeltaDecoder, largest_delta, pieces_of
 from .model import READ_BYTES, StoredBytes, TensorReader, WeightFile, read_weight_file, reading_tensors
 from .versions import FileRecord, Manifest, Published
 

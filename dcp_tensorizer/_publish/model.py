@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .._format.delta import PIECE
-from .._format.encoder import FileParts
-from .._format.names import is_ours
-from .._format.safetensors_header import (
+from .._formats.safetensors_header import (
     ADAPTER,
     INDEX,
     LENGTH,
@@ -28,7 +25,10 @@ from .._format.safetensors_header import (
 )
 from .._runtime.threads import in_threads
 from .._storage.base import FileIdentity, RangeReader, Storage
+from .._tensor_file.encode import FileParts
+from .._tensor_file.names import is_ours
 from ..errors import MetadataError, NotCommitted, ReadError
+from .delta import PIECE
 
 READ_BYTES = 8 * PIECE
 """Bytes that are read at once: an object store takes as long for less."""

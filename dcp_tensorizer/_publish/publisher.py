@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from .._format.delta import PIECE, DeltaEncoder, zstd
-from .._format.safetensors_header import INDEX, MAX_HEADER
+from .._formats.safetensors_header import INDEX, MAX_HEADER
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
@@ -25,6 +24,7 @@ from .._storage.claim import Claim, Ownership
 from .._storage.open import open_storage, path_to_write
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, listed
 from .chain import Chain, read_delta
+from .delta import PIECE, DeltaEncoder, zstd
 from .model import (
     READ_BYTES,
     Model,

@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from .._format.safetensors_header import INDEX, decode_json
+from .._formats.safetensors_header import INDEX, decode_json
 from .._runtime.validation import check_count
 from .._storage.base import Storage
 from .._storage.claim import Claim, Ownership

@@ -9,8 +9,16 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .._format.encryption import Cipher, find_other_key
-from .._format.names import (
+from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
+from .._index.container import data_files, find_index
+from .._index.locations import RankPlaces
+from .._index.schema import SaveRecord
+from .._index.write import encode
+from .._runtime.recent import Recent
+from .._runtime.threads import in_threads
+from .._storage.base import DirectoryLock, Refused, Storage
+from .._tensor_file.encryption import Cipher, find_other_key
+from .._tensor_file.names import (
     data_file_rank,
     is_data_file_name,
     is_metadata_file_name,
@@ -22,14 +30,6 @@ from .._format.names import (
     record_file_name,
     save_id_in,
 )
-from .._format.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
-from .._index.container import data_files, find_index
-from .._index.locations import RankPlaces
-from .._index.schema import SaveRecord
-from .._index.writer import encode
-from .._runtime.recent import Recent
-from .._runtime.threads import in_threads
-from .._storage.base import DirectoryLock, Refused, Storage
 from ..errors import CheckpointError, WriteError, listed_ranks
 from .uploads import marks_of_uploads, recorded_uploads
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .._format.tensor_bytes import host_bytes
 from .._runtime.forks import free_in_child
+from .._tensor_file.dtypes import host_bytes
 
 _CONVERTED = 4  # tensors to keep: threads go through them in the order of the files
 

@@ -22,16 +22,15 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from .._format.tensor_bytes import host_bytes
-from .._restart.checkpoint import description_of, kept_place
-from .._restart.client import KeeperDied, KeeperProcess
-from .._restart.find import committed_id, loaded
-from .._restart.peers import Peer, Room, this_host
-from .._restart.peers import lack_of_room as lack_of_room_for_replicas
-from .._restart.protocol import Extent, Keep, KeptHead
-from .._restart.replicas import RESERVE
-from .._restart.runtime_directory import SAVES, identity, job_name, location_of
-from .._restart.wire import Address
+from .._memory.checkpoint import description_of, kept_place
+from .._memory.client import KeeperDied, KeeperProcess
+from .._memory.find import committed_id, loaded
+from .._memory.peers import Peer, Room, this_host
+from .._memory.peers import lack_of_room as lack_of_room_for_replicas
+from .._memory.protocol import Extent, Keep, KeptHead
+from .._memory.replicas import RESERVE
+from .._memory.runtime_directory import SAVES, identity, job_name, location_of
+from .._memory.wire import Address
 from .._runtime.forks import free_in_child
 from .._runtime.gc_pause import collector_paused
 from .._runtime.memory_limit import available_memory
@@ -40,6 +39,7 @@ from .._staging.buffer_pool import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedSave
 from .._storage.base import Storage
+from .._tensor_file.dtypes import host_bytes
 from .._writer_process.options import CopyOptions, SaveOptions
 from ..errors import CheckpointError, WriteError, describe
 from .partners import arrange, introduce

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .._restart.client import KeeperProcess
-from .._restart.peers import Peer, address_of, address_towards, is_local, partners, this_host
-from .._restart.wire import SECRET_BYTES, Address
+from .._memory.client import KeeperProcess
+from .._memory.peers import Peer, address_of, address_towards, is_local, partners, this_host
+from .._memory.wire import SECRET_BYTES, Address
 from .._runtime.torch_compat import store_host
 from .._writer_process.options import CopyOptions
 from ..errors import CheckpointError

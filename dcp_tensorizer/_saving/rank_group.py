@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._format.runs import Integers
 from .._runtime.torch_compat import group_devices
+from .._tensor_file.regions import Integers
 from ..errors import WriteError
 
 _T = TypeVar("_T")

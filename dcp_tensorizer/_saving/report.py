@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .._format.names import StoredItem
-from .._format.tensor_bytes import named_dtype
 from .._index.schema import ItemKey
 from .._runtime.progress import TransferProgress
 from .._runtime.spans import Span, clock_offset
 from .._runtime.validation import check_callable
+from .._tensor_file.dtypes import named_dtype
+from .._tensor_file.names import StoredItem
 
 if TYPE_CHECKING:
     from .._writer_process.protocol import WriteDone

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from .._format.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._runtime.forks import free_in_child
 from .._storage.base import Storage
+from .._tensor_file.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._writer_process.jobs import FileJob
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource, WriteDone, WriteRequest

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.names import StoredItem, metadata_file_name, save_id_in
 from .._index.locations import RankPlaces
 from .._index.schema import ItemKey, SaveRecord
 from .._runtime.spans import Span
@@ -26,6 +25,7 @@ from .._runtime.threads import Hung, QuickTurns, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
+from .._tensor_file.names import StoredItem, metadata_file_name, save_id_in
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .._format.names import data_file_rank, metadata_file_name
 from .._index.locations import RankPlaces
 from .._runtime.forks import Finalizer
 from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
+from .._tensor_file.names import data_file_rank, metadata_file_name
 from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
 from .._writer_process.client import WriterProcessHung

@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import msgspec
 
-from .._format.names import is_record_file_name, record_file_name, save_id_in
 from .._runtime.threads import in_threads
 from .._storage.base import SharedFile, Storage, temporary_file_name
+from .._tensor_file.names import is_record_file_name, record_file_name, save_id_in
 from ..errors import CheckpointError
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode

@@ -15,11 +15,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.checksums import digests_of
-from .._format.encryption import Cipher
-from .._format.names import INDEX_CAPACITY, INLINE_BYTES, MAX_INLINE_BYTES, StoredItem, data_file_name, index_entry_size
-from .._format.tensor_bytes import check_supported, detached, dtype_name, host_bytes, is_ordinary, is_wrapper
-from .._format.tensorizer_file import reads_empty
 from .._index.locations import InlineItem, RankPlaces, checked_hash
 from .._index.schema import ItemKey, item_key
 from .._runtime.gc_pause import collector_paused
@@ -27,7 +22,19 @@ from .._runtime.ranks import world_size_of_job
 from .._runtime.torch_compat import awaited
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import UNLIMITED
-from .._unpickle.objects import unsafe_globals
+from .._tensor_file.digests import digests_of
+from .._tensor_file.dtypes import check_supported, detached, dtype_name, host_bytes, is_ordinary, is_wrapper
+from .._tensor_file.encryption import Cipher
+from .._tensor_file.layout import reads_empty
+from .._tensor_file.names import (
+    INDEX_CAPACITY,
+    INLINE_BYTES,
+    MAX_INLINE_BYTES,
+    StoredItem,
+    data_file_name,
+    index_entry_size,
+)
+from .._trust.objects import unsafe_globals
 from .._writer_process.protocol import FileRequest, TensorSource, WriteDone
 from ..errors import CheckpointError, UntrustedObject, WriteError, describe
 

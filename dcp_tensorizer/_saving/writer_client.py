@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .._format.tensor_bytes import host_bytes
 from .._runtime.child import END_SECONDS
 from .._runtime.forks import free_in_child
 from .._runtime.gc_pause import collector_paused
@@ -20,6 +19,7 @@ from .._staging.shared_mappings import SharedTensors
 from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
 from .._staging.tensor_copy import Copies
+from .._tensor_file.dtypes import host_bytes
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.jobs import take_digests
@@ -29,10 +29,10 @@ from .reuse import FilesOfSave
 from .write_plan import Item
 
 if TYPE_CHECKING:
+    from .._models.pieces import SharedFiles
     from .._publish.publisher import PublishedVersion
     from .._storage.claim import Claim
     from .._tiers.target import FlushTarget
-    from .model_pieces import SharedFiles
 
 logger = logging.getLogger("dcp_tensorizer")
 

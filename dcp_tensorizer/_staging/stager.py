@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from .._format.tensor_bytes import is_plain_class
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.threads import Deadline, is_running
+from .._tensor_file.dtypes import is_plain_class
 from ..errors import StagingError
 from .buffer_pool import StagedSaves
 from .device import CUDA, Device, settle_other_devices

@@ -18,7 +18,6 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from .._format.tensor_bytes import check_supported, has_memory, is_ordinary, is_plain_class, is_wrapper
 from .._runtime.torch_compat import (
     PART_NAMES,
     DTensor,
@@ -34,6 +33,7 @@ from .._runtime.torch_compat import (
     rebuild_sharded_tensor,
     written_shards,
 )
+from .._tensor_file.dtypes import check_supported, has_memory, is_ordinary, is_plain_class, is_wrapper
 from ..errors import StagingError, describe
 
 _OTHER_TENSORS = (

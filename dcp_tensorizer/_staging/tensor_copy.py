@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._format.tensor_bytes import UNCOPYABLE, copyable
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import copy_all, is_plain
+from .._tensor_file.dtypes import UNCOPYABLE, copyable
 from .device import Device, Event, SideStream, SideStreams
 from .shared_memory import aligned
 

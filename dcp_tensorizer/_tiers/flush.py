@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from .._format.names import data_file_rank, metadata_file_name
 from .._index.container import data_files, find_index, read_head
 from .._index.schema import Head
 from .._runtime.direct_memory import direct_memory
@@ -22,6 +21,7 @@ from .._runtime.threads import Patience, in_threads
 from .._storage.base import Refused, Sink, Storage, temporary_file_name
 from .._storage.claim import read_claim
 from .._storage.local import LocalStorage
+from .._tensor_file.names import data_file_rank, metadata_file_name
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, listed_ranks
 from .queue import LOST, OPEN, REMOTE, SENT, TOLD, UNFLUSHED, WRITING, Commit, FlushEntry, FlushRecord, Queue, Writing
 from .target import FlushTarget, below

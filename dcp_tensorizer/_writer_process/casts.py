@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .._format.tensor_bytes import named_dtype
+from .._tensor_file.dtypes import named_dtype
 from .protocol import TensorSource
 from .shared_job import Fill
 

@@ -15,10 +15,10 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from .._format.tensor_bytes import dtype_name, named_dtype
 from .._runtime.torch_compat import negated_view, release_ipc_counter
 from .._staging.device import CUDA, Device, SideStream
 from .._staging.tensor_copy import Copies, Pair
+from .._tensor_file.dtypes import dtype_name, named_dtype
 from ..errors import StagingError, WriteError
 from .protocol import DeviceTensor, SnapshotRequest
 

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import xxhash
 
-from .._format.encoder import FileParts, PartMemory, encode_ahead
-from .._format.tensorizer_file import lay_out
 from .._runtime.forks import free_in_child
 from .._runtime.spans import Span
 from .._runtime.threads import Workers, in_threads
 from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
 from .._storage.remote import patience_of
+from .._tensor_file.encode import FileParts, PartMemory, encode_ahead
+from .._tensor_file.layout import lay_out
 from ..errors import CheckpointError, WriteError, describe
 from .options import SaveOptions
 from .protocol import FileRequest, FileResult, TensorSource, WriteDone

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from .._format.encoder import BUFFER_BYTES
 from .._runtime.threads import cores
 from .._runtime.validation import (
     check_choice,
@@ -19,9 +18,10 @@ from .._runtime.validation import (
     check_type,
 )
 from .._storage.base import TIMEOUT
+from .._tensor_file.encode import BUFFER_BYTES
 
 if TYPE_CHECKING:
-    from .._format.encryption import Cipher
+    from .._tensor_file.encryption import Cipher
     from .._tiers.target import FlushTarget
 
 Staging = Literal["buffer", "shared", "device"]
@@ -67,7 +67,7 @@ def check_copies(
     if copies == 2:
         if not seconds:
             raise ValueError("copies=2 needs survive=: it says how long states are kept")
-        from .._format.encryption import require_libsodium  # which the writer process imports only with a key
+        from .._tensor_file.encryption import require_libsodium  # which the writer process imports only with a key
 
         require_libsodium()
     return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]

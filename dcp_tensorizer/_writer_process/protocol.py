@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._format.names import StoredItem
 from .._runtime.process_context import ProcessContext
 from .._runtime.spans import Span
 from .._staging.shared_mappings import MappedFile
 from .._storage.base import FileIdentity
+from .._tensor_file.names import StoredItem
 from .._tiers.target import FlushTarget
 from .options import SaveOptions
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._format.runs import Integers
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers
 from .._storage.base import SharedFile, SharedSink, Storage
+from .._tensor_file.regions import Integers
 from ..errors import WriteError, describe
 from .options import SaveOptions
 from .protocol import FileResult, WriteDone

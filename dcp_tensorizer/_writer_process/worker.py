@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .._format.encoder import PartMemory
 from .._runtime.channel import Channel, Done, Progress, Ready
 from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._staging.shared_mappings import MappedFile, attach, map_shared
 from .._storage.open import open_storage
+from .._tensor_file.encode import PartMemory
 from .._tiers.target import FlushTarget
 from .jobs import FileJob, take_digests
 from .protocol import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .._format.names import data_file_name
+from .._tensor_file.names import data_file_name
 from ..errors import NotCommitted, ReadError
 from ..storage import Refused, Storage, open_storage
 

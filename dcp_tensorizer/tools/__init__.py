@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .._memory.find import KeptInfo, list_kept
     from .._publish.apply import VersionsVerified, verify_versions
     from .._publish.versions import VersionInfo, collect_versions, list_versions
-    from .._restart.find import KeptInfo, list_kept
     from ._diff import Change, Difference, diff
     from ._find import CheckpointInfo, list_checkpoints
     from ._gc import Collected, collect
@@ -64,7 +64,7 @@ _ON_USE = {
     "DataFileInfo": "._inspect",
     "Difference": "._diff",
     "Inspection": "._inspect",
-    "KeptInfo": ".._restart.find",
+    "KeptInfo": ".._memory.find",
     "ObjectInfo": "._inspect",
     "Reported": "._report.build",
     "TensorInfo": "._inspect",
@@ -78,7 +78,7 @@ _ON_USE = {
     "diff": "._diff",
     "inspect": "._inspect",
     "list_checkpoints": "._find",
-    "list_kept": ".._restart.find",
+    "list_kept": ".._memory.find",
     "list_versions": ".._publish.versions",
     "report": "._report.build",
     "trace": "._trace",

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .._format.tensor_bytes import dtype_name, host_bytes
-from .._index.chunks import Region
-from .._unpickle.objects import is_small, load_object
+from .._index.layouts import Region
+from .._tensor_file.dtypes import dtype_name, host_bytes
+from .._trust.objects import is_small, load_object
 from ._formats.registry import open_all
 from ._inspect import shown_value
 from ._view import CheckpointView, Chunk, StoredObject, StoredTensor, blocks_of
 
 if TYPE_CHECKING:
-    from .._format.encryption import DecryptionParams
+    from .._tensor_file.encryption import DecryptionParams
 
 _Pair = tuple[StoredTensor, StoredTensor]
 

@@ -16,7 +16,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .._format.names import (
+from .._index.container import is_index, looks_like_pickle
+from .._index.schema import SaveRecord
+from .._job.retention import Retention
+from .._job.steps import Step, current_branch, last_saved, members
+from .._saving.commit import dead_files, leftovers
+from .._saving.uploads import recorded_uploads
+from .._storage.base import FileInfo, Storage
+from .._storage.local import LocalStorage
+from .._storage.open import open_storage
+from .._tensor_file.names import (
     data_file_rank,
     is_data_file_name,
     is_metadata_file_name,
@@ -24,15 +33,6 @@ from .._format.names import (
     metadata_file_name,
     save_id_in,
 )
-from .._index.container import is_index, looks_like_pickle
-from .._index.schema import SaveRecord
-from .._managing.retention import Retention
-from .._managing.step_folder import Step, current_branch, last_saved, members
-from .._saving.commit import dead_files, leftovers
-from .._saving.uploads import recorded_uploads
-from .._storage.base import FileInfo, Storage
-from .._storage.local import LocalStorage
-from .._storage.open import open_storage
 from .._tiers import queue
 from ..errors import CheckpointError, NotCommitted, UnsupportedFormat
 from ._view import data_files, read_parts, record_of, saved_at, view_checkpoint

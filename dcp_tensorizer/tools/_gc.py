@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .._format.names import is_data_file_name, is_ours, is_temporary_file_of_job
 from .._saving.commit import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from .._storage.open import open_storage
+from .._tensor_file.names import is_data_file_name, is_ours, is_temporary_file_of_job
 from ..errors import describe
 from ._find import Folder, Listed, Unit, arrange, of_manager, steps_of, walk
 

@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .._format.names import StoredItem, data_file_rank, is_data_file_name
-from .._format.tensor_bytes import dtype_name
 from .._index.schema import SaveRecord
-from .._managing.lineage import sound
-from .._managing.step_folder import StepNames, read_steps
+from .._job.lineage import sound
+from .._job.steps import StepNames, read_steps
 from .._storage.base import Storage
 from .._storage.open import open_storage
-from .._unpickle.objects import is_small, load_object
+from .._tensor_file.dtypes import dtype_name
+from .._tensor_file.names import StoredItem, data_file_rank, is_data_file_name
+from .._trust.objects import is_small, load_object
 from ..errors import (
     CheckpointError,
     ConversionError,
@@ -43,7 +43,7 @@ from ._view import (
 )
 
 if TYPE_CHECKING:
-    from .._format.encryption import DecryptionParams
+    from .._tensor_file.encryption import DecryptionParams
 
 _MAX_SHOWN = 80  # characters of a value
 _MAX_READ = 1 << 20  # bytes: larger objects are not read to be shown

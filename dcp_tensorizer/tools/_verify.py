@@ -20,23 +20,23 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .._format.checksums import Digester, TensorHashes
-from .._format.encryption import Cipher
-from .._format.names import Derivation, StoredItem
-from .._format.tensorizer_file import END, Entry, lay_out
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.threads import cores
 from .._storage.base import RangeReader, Storage
 from .._storage.open import open_storage
 from .._storage.remote import RemoteStorage
+from .._tensor_file.digests import Digester, TensorHashes
+from .._tensor_file.encryption import Cipher
+from .._tensor_file.layout import END, Entry, lay_out
+from .._tensor_file.names import Derivation, StoredItem
 from .._writer_process.protocol import TensorSource
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, ReadError, UnsupportedFormat
 from ._find import checkpoints_in, read_parts_at
 from ._formats.registry import open_foreign
 from ._view import CheckpointView, StoredTensor, blocks_of, data_files, read_parts
 
-_PIECE = 512 << 10  # see `_format.encoder`: hashing data that is in the core's own cache
+_PIECE = 512 << 10  # see `_tensor_file.encode`: hashing data that is in the core's own cache
 _READ = 8 << 20
 _MAX_READERS = 16  # each with a buffer of that size
 _PAGE = 4096

@@ -18,20 +18,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from .._format.encryption import Cipher, check_decryption, unlock
-from .._format.names import StoredItem, data_file_rank, is_data_file_name, is_metadata_file_name, metadata_file_name
-from .._format.tensor_bytes import dtype_name, host_bytes, named_dtype
-from .._index.chunks import Region, regions_of_range
-from .._loading.executor import copy_elements, fetch
+from .._index.layouts import Region, regions_of_range
+from .._loading.run import copy_elements, fetch
 from .._loading.targets import ReadTarget, part_of
 from .._loading.validate import check_chunks, check_length, nothing_committed, read_metadata, stored_item
 from .._runtime.forks import free_in_child
 from .._storage.base import Storage
+from .._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
+from .._tensor_file.encryption import Cipher, check_decryption, unlock
+from .._tensor_file.names import (
+    StoredItem,
+    data_file_rank,
+    is_data_file_name,
+    is_metadata_file_name,
+    metadata_file_name,
+)
 from ..errors import ConversionError, DecryptionError, MetadataError
 
 if TYPE_CHECKING:
-    from .._format.encryption import DecryptionParams
     from .._index.schema import SaveRecord
+    from .._tensor_file.encryption import DecryptionParams
 
 
 BLOCK = 32 << 20

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import TIMEOUT
 from dcp_tensorizer._storage.fsspec import StreamStorage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import put_file
 
 from ..proxy import Fault, Request, Rule, S3Proxy, s3_proxy

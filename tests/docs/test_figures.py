@@ -23,7 +23,7 @@ NOT_MEASURED = {
     "docs/architecture.md": ["0.5 ms"],
     "docs/guides/command-line.md": ["3%"],
     "docs/guides/encryption.md": ["0.5 s"],
-    "docs/guides/manager.md": ["2%", "12%"],  # of a simulation, asserted by tests/unit/managing/test_interval.py
+    "docs/guides/manager.md": ["2%", "12%"],  # of a simulation, asserted by tests/unit/job/test_interval.py
     "docs/guides/many-ranks.md": ["0.8 s"],
     "docs/guides/object-stores.md": ["5%", "5%"],
     "docs/guides/sizing.md": ["1.7 s", "4.4 s"],

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import DecryptionError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
-from dcp_tensorizer._format import encryption as encryption_module
+from dcp_tensorizer._tensor_file import encryption as encryption_module
 
 from ..support import workers
 from .ranks import attempt, eventually, in_turn, run_ranks

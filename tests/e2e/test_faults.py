@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriterProcessDied
-from dcp_tensorizer._format.names import data_file_rank
+from dcp_tensorizer._tensor_file.names import data_file_rank
 
 from ..support import workers
 from .ranks import attempt, eventually, kill_self, run_ranks

@@ -15,17 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dcp_tensorizer import (
-    ChecksumMismatch,
-    ReadError,
-    StagingError,
-    StateMismatch,
-    UntrustedObject,
-    WriteError,
-    torchft,
-)
-from dcp_tensorizer._restart.replicas import TakeRecord
-from dcp_tensorizer.torchft import TensorizerTransport, _address_in, _state_id
+from dcp_tensorizer import ChecksumMismatch, ReadError, StagingError, StateMismatch, UntrustedObject, WriteError
+from dcp_tensorizer._memory.replicas import TakeRecord
+from dcp_tensorizer.integrations import torchft
+from dcp_tensorizer.integrations.torchft import TensorizerTransport, _address_in, _state_id
 
 from ..support import ALL_DTYPES, filled
 from .ranks import eventually, run_ranks

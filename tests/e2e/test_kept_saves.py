@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
-from dcp_tensorizer._restart.find import list_kept
+from dcp_tensorizer._memory.find import list_kept
 from dcp_tensorizer._saving.save import Save
 
 from ..support import keepers_below, wait_until_digested

@@ -26,7 +26,7 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._saving import model_pieces
+from dcp_tensorizer._models import pieces as model_pieces
 from dcp_tensorizer._saving.item_bytes import ItemBytes
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.s3 import S3Storage

@@ -3,6 +3,6 @@
 import torch_checkpointing
 from torch_checkpointing import checkpoint_manager
 
-from dcp_tensorizer.torch_checkpointing import TensorizerCheckpointManager
+from dcp_tensorizer.integrations.torch_checkpointing import TensorizerCheckpointManager
 
 checkpoint_manager.CheckpointManager = torch_checkpointing.CheckpointManager = TensorizerCheckpointManager

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric by the strategies of `dcp_tensorizer.lightning`."""
+"""Lightning's Trainer and Fabric by the strategies of `dcp_tensorizer.integrations.lightning`."""
 
 import shutil
 import threading
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import WriteError, install
 from dcp_tensorizer._staging.staged_save import StagedSave
-from dcp_tensorizer.lightning import TensorizerFabricStrategy, TensorizerStrategy, _local
+from dcp_tensorizer.integrations.lightning import TensorizerFabricStrategy, TensorizerStrategy, _local
 
 from ..checkpoints import tensors_of
 from ..support import workers
@@ -363,7 +363,10 @@ def test_each_rank_saves_its_shards(strategy, first):
 @pytest.mark.parametrize("strategy", [TensorizerStrategy, TensorizerFabricStrategy])
 def test_methods_take_what_those_of_the_base_class_take(strategy):
     """Each argument, by its place and by its name."""
-    assert takes_what_its_base_takes(strategy, "dcp_tensorizer.lightning") >= {"__init__", "save_checkpoint"}
+    assert takes_what_its_base_takes(strategy, "dcp_tensorizer.integrations.lightning") >= {
+        "__init__",
+        "save_checkpoint",
+    }
 
 
 def test_a_link_to_what_is_not_committed_is_refused(tmp_path):

@@ -18,8 +18,8 @@ from torch_checkpointing.resharding import Resharder
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from dcp_tensorizer import ChecksumMismatch
+from dcp_tensorizer.integrations.torch_checkpointing import TensorizerCheckpointManager
 from dcp_tensorizer.tools import verify
-from dcp_tensorizer.torch_checkpointing import TensorizerCheckpointManager
 
 from ..e2e.ranks import eventually, run_ranks
 from ..support import ROOT, workers

@@ -12,7 +12,7 @@ from torchft.checkpointing import CheckpointTransport
 from torchft.checkpointing.transport_test import make_state_dict, run_multi_recovery_test
 from torchft.coordination import LighthouseServer
 
-from dcp_tensorizer.torchft import TensorizerTransport
+from dcp_tensorizer.integrations.torchft import TensorizerTransport
 
 from ..e2e.ranks import eventually, run_ranks
 from .jobs import digests

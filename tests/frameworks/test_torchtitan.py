@@ -19,8 +19,8 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.llama3 import model_registry
 
 from dcp_tensorizer.convert import convert
+from dcp_tensorizer.integrations.torchtitan import TensorizerCheckpointManager
 from dcp_tensorizer.tools._formats.common import Options
-from dcp_tensorizer.torchtitan import TensorizerCheckpointManager
 
 from ..e2e.ranks import eventually
 from ..support import workers
@@ -228,5 +228,5 @@ def test_the_initial_checkpoint_may_be_of_any_format(tmp_path):
 
 def test_methods_take_what_those_of_torchtitan_take():
     """Each argument, by its place and by its name."""
-    names = takes_what_its_base_takes(TensorizerCheckpointManager, "dcp_tensorizer.torchtitan")
+    names = takes_what_its_base_takes(TensorizerCheckpointManager, "dcp_tensorizer.integrations.torchtitan")
     assert names >= {"__init__", "dcp_save", "dcp_load"}

@@ -133,7 +133,7 @@ def damage(host: Host, name: str, offset: int = 1_000_000) -> int:
 def keepers(host: Host) -> list[int]:
     """The process ids of the keepers on a host."""
     every = psutil.process_iter(["pid", "cmdline"])
-    found = [p.pid for p in every if any("_restart.keeper" in word for word in p.info["cmdline"] or [])]
+    found = [p.pid for p in every if any("_memory.keeper" in word for word in p.info["cmdline"] or [])]
     return [pid for pid in found if _namespace(pid) == _namespace(host.init)]
 
 

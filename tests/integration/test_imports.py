@@ -20,9 +20,9 @@ import importlib, json, sys
 sys.modules |= dict.fromkeys(("lightning", "torchtitan", "torch_checkpointing", "opentelemetry"))
 from dcp_tensorizer.trace import OpenTelemetrySpans
 errors = []
-for make in (lambda: importlib.import_module("dcp_tensorizer.lightning"),
-             lambda: importlib.import_module("dcp_tensorizer.torchtitan"),
-             lambda: importlib.import_module("dcp_tensorizer.torch_checkpointing"), OpenTelemetrySpans):
+for make in (lambda: importlib.import_module("dcp_tensorizer.integrations.lightning"),
+             lambda: importlib.import_module("dcp_tensorizer.integrations.torchtitan"),
+             lambda: importlib.import_module("dcp_tensorizer.integrations.torch_checkpointing"), OpenTelemetrySpans):
     try:
         make()
     except ModuleNotFoundError as error:
@@ -31,9 +31,9 @@ for make in (lambda: importlib.import_module("dcp_tensorizer.lightning"),
 print(json.dumps(errors))
 """
     assert json.loads(run_python(script, fresh=True).stdout) == [
-        ["lightning", "dcp_tensorizer.lightning", "pip install 'lightning'"],
-        ["torchtitan", "dcp_tensorizer.torchtitan", "pip install 'torchtitan'"],
-        ["torch_checkpointing", "dcp_tensorizer.torch_checkpointing", "pip install 'torch_checkpointing'"],
+        ["lightning", "dcp_tensorizer.integrations.lightning", "pip install 'lightning'"],
+        ["torchtitan", "dcp_tensorizer.integrations.torchtitan", "pip install 'torchtitan'"],
+        ["torch_checkpointing", "dcp_tensorizer.integrations.torch_checkpointing", "pip install 'torch_checkpointing'"],
         ["opentelemetry", "OpenTelemetrySpans", "pip install 'dcp_tensorizer[otel]'"],
     ]
 

@@ -32,12 +32,12 @@ from dcp_tensorizer import (
     WriterProcessDied,
     unwrap,
 )
-from dcp_tensorizer._format.names import is_record_file_name, save_id_in
-from dcp_tensorizer._format.safetensors import NAMES, PAIRS
+from dcp_tensorizer._formats.safetensors import NAMES, PAIRS
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.s3 import S3Storage
+from dcp_tensorizer._tensor_file.names import is_record_file_name, save_id_in
 from dcp_tensorizer._writer_process.client import WriterProcess
 from dcp_tensorizer.tools import collect
 

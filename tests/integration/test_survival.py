@@ -25,19 +25,19 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._format.checksums import Digester
-from dcp_tensorizer._format.names import block_size
+from dcp_tensorizer._job import restart
 from dcp_tensorizer._loading.validate import read_head
-from dcp_tensorizer._managing import restart
-from dcp_tensorizer._restart import client, runtime_directory
-from dcp_tensorizer._restart.client import KeeperConnection, KeeperProcess, connect_to_keepers
-from dcp_tensorizer._restart.protocol import Extent, Keep, KeptContent, KeptHead
+from dcp_tensorizer._memory import client, runtime_directory
+from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
+from dcp_tensorizer._memory.protocol import Extent, Keep, KeptContent, KeptHead
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._tensor_file.digests import Digester
+from dcp_tensorizer._tensor_file.names import block_size
 from dcp_tensorizer._writer_process.protocol import WriteDone
 
 from ..managers import wait_kept

@@ -28,9 +28,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter
-from dcp_tensorizer._format.names import is_record_file_name
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.names import is_record_file_name
 from dcp_tensorizer.tools._gc import Removal, plan_collection, remove
 
 from ..support import quietly

@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageReader
-from dcp_tensorizer._format.names import is_metadata_file_name
-from dcp_tensorizer._format.safetensors_header import INDEX, SINGLE, files_named
-from dcp_tensorizer._managing.step_folder import LATEST
+from dcp_tensorizer._formats.safetensors_header import INDEX, SINGLE, files_named
+from dcp_tensorizer._job.steps import LATEST
 from dcp_tensorizer._storage.claim import claim_file_name
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.names import is_metadata_file_name
 from dcp_tensorizer.errors import CheckpointError, NotCommitted
 from dcp_tensorizer.tools import Collected, collect
 from dcp_tensorizer.tools._view import data_files, read_parts

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dcp_tensorizer import CheckpointManager, WriteError
-from dcp_tensorizer._restart import keeper
+from dcp_tensorizer._memory import keeper
 
 from ..support import quietly
 from .checks import left_over, same, state

@@ -33,11 +33,11 @@ from isal.isal_zlib import crc32
 from safetensors.torch import save_file
 
 from dcp_tensorizer import CheckpointError
-from dcp_tensorizer._format.tensor_bytes import host_bytes
-from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._index import container
 from dcp_tensorizer._index.container import IndexFile, Part, pack, read_head
 from dcp_tensorizer._index.schema import Section
+from dcp_tensorizer._tensor_file.dtypes import host_bytes
+from dcp_tensorizer._tensor_file.layout import lay_out
 from dcp_tensorizer._writer_process.protocol import TensorSource
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint

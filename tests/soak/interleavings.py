@@ -21,10 +21,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
-from dcp_tensorizer._format.names import is_data_file_name, save_id_in
 from dcp_tensorizer._saving.commit import put_records
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.names import is_data_file_name, save_id_in
 
 from ..support import quietly
 from .actors import COMPOSITE, KEEP, LOADER_RANKS, NUMBERS, Event, Places, act

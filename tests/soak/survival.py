@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager
-from dcp_tensorizer._restart import keeper
+from dcp_tensorizer._memory import keeper
 from dcp_tensorizer._writer_process import worker
 
 from .tally import HANG, Part, Tally

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..._format.tensor_bytes import host_bytes
 from ..._saving.commit import commit, put_records
 from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT, Storage
+from ..._tensor_file.dtypes import host_bytes
 from ..._writer_process.jobs import FileJob
 from ..._writer_process.options import SaveOptions
 from ..._writer_process.protocol import TensorSource

@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._format.encryption import check_decryption
-from ..._format.names import metadata_file_name
-from ..._format.renaming import Renaming
+from ..._formats.rename import Renaming
 from ..._index.container import is_index, looks_like_pickle
 from ..._loading.validate import check_files, has_data, nothing_committed
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
 from ..._storage.redact import redact
+from ..._tensor_file.encryption import check_decryption
+from ..._tensor_file.names import metadata_file_name
 from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
 from .._atomic_output import beside
 from .._find import where_below
@@ -28,7 +28,7 @@ from .names import FORMATS
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from ..._format.encryption import DecryptionParams
+    from ..._tensor_file.encryption import DecryptionParams
 
 
 _Check = Callable[[CheckpointView, Options], None]

@@ -1,7 +1,7 @@
 """safetensors files, read and written by ranges, so that no tensor must be in memory as a whole.
 
 The safetensors library reads only local files, and writes only tensors that are in memory. The layout of files is in
-`_format.safetensors`.
+`_formats.safetensors`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..._format.safetensors import (
+from ..._formats.safetensors import (
     SafetensorsLayout,
     fault_of,
     file_names,
@@ -24,12 +24,12 @@ from ..._format.safetensors import (
     saved_offsets,
     shards,
 )
-from ..._format.safetensors_header import INDEX, SINGLE, Header, TensorRecord, read_header, read_index
-from ..._format.tensor_bytes import host_bytes
-from ..._index.chunks import Region
+from ..._formats.safetensors_header import INDEX, SINGLE, Header, TensorRecord, read_header, read_index
+from ..._index.layouts import Region
 from ..._loading.validate import check_chunks
 from ..._publish.model import written_file
 from ..._storage.base import Storage
+from ..._tensor_file.dtypes import host_bytes
 from ...errors import ConversionError, NotCommitted
 from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region

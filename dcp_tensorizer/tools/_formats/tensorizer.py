@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from isal.isal_zlib import crc32
 
-from ..._format.encoder import encode
-from ..._format.names import INDEX_CAPACITY, index_entry_size
-from ..._format.tensor_bytes import dtype_name, host_bytes, named_dtype
-from ..._format.tensorizer_file import lay_out
-from ..._index.chunks import Region
+from ..._index.layouts import Region
 from ..._runtime.forks import free_in_child
 from ..._saving.write_plan import stored_names
 from ..._storage.base import Storage
+from ..._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
+from ..._tensor_file.encode import encode
+from ..._tensor_file.layout import lay_out
+from ..._tensor_file.names import INDEX_CAPACITY, index_entry_size
 from ..._writer_process.protocol import TensorSource
 from ...errors import ChecksumMismatch, ConversionError
 from .._atomic_output import new_directory, new_file

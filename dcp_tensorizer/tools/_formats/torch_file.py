@@ -21,13 +21,13 @@ from typing import IO, Any
 
 import torch
 
-from ..._format.tensor_bytes import host_bytes
-from ..._index.chunks import Region
+from ..._index.layouts import Region
 from ..._publish.model import written_file
 from ..._runtime.torch_compat import NEVER_FAKE, FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ..._storage.base import Storage
-from ..._unpickle.objects import load_object, unsafe_globals
-from ..._unpickle.torch_archive import check_saved
+from ..._tensor_file.dtypes import host_bytes
+from ..._trust.objects import load_object, unsafe_globals
+from ..._trust.torch_archive import check_saved
 from ...errors import ConversionError, UntrustedObject, WriteError
 from .._atomic_output import new_file
 from .._view import (

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ..._format.tensor_bytes import dtype_name
+from ..._tensor_file.dtypes import dtype_name
 from .._atomic_output import beside
 from .._find import step_of
 from .._formats.registry import open_all
@@ -23,7 +23,7 @@ from .measure import measure
 from .statistics import Statistics
 
 if TYPE_CHECKING:
-    from ..._format.encryption import DecryptionParams
+    from ..._tensor_file.encryption import DecryptionParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..._index.chunks import Region
+from ..._index.layouts import Region
 from ..._runtime.threads import cores
 from .._diff import proved_same
 from .._view import CheckpointView, StoredTensor, blocks_of

@@ -30,11 +30,11 @@ from tensorizer import EncryptionParams
 
 from dcp_tensorizer import CheckpointManager, TensorizerStorageWriter
 from dcp_tensorizer._cli import app
-from dcp_tensorizer._format import encryption
-from dcp_tensorizer._format.encryption import encryption_cipher
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._tensor_file import encryption
+from dcp_tensorizer._tensor_file.encryption import encryption_cipher
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._version import environment
 from dcp_tensorizer.tools import Collected, _find, _gc
 from dcp_tensorizer.tools._gc import Removal

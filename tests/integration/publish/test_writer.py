@@ -24,8 +24,8 @@ from dcp_tensorizer import (
     publish,
     unwrap,
 )
+from dcp_tensorizer._models.versions import SavedModel, VersionsOfWriter
 from dcp_tensorizer._runtime.threads import Deadline
-from dcp_tensorizer._saving.versions import SavedModel, VersionsOfWriter
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_tensorizer import SavePlanner, StagingError, TensorizerStorageWriter, WriteError, open_reader, tools
-from dcp_tensorizer._restart import client, find, runtime_directory
-from dcp_tensorizer._restart.client import KeeperProcess
+from dcp_tensorizer._memory import client, find, runtime_directory
+from dcp_tensorizer._memory.client import KeeperProcess
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._saving import keeping
 from dcp_tensorizer._saving.engine import engine_of_process
@@ -270,7 +270,7 @@ _SCRIPT = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.save import Save
-from dcp_tensorizer._restart import runtime_directory
+from dcp_tensorizer._memory import runtime_directory
 def dies(save, items):
     raise WriteError("it died here")
 if sys.argv[2] == "fails":

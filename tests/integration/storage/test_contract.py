@@ -4,8 +4,8 @@ import uuid
 
 import pytest
 
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.fsspec import StreamStorage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.errors import ReadError, WriteError
 from dcp_tensorizer.storage import open_storage
 from dcp_tensorizer.testing import StorageTests, on_a_page

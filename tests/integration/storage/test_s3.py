@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.fsspec import StreamStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.s3 import S3Storage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
 
 from ...proxy import Fault, Request, S3Proxy, always, once

@@ -17,11 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import ReadError, TensorizerStorageWriter, WriteError
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import Refused, SharedFile
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.remote import Retries, patience_of
 from dcp_tensorizer._storage.s3 import S3Storage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
 from dcp_tensorizer.tools import verify
 

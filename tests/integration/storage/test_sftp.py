@@ -15,10 +15,10 @@ import pytest
 from paramiko.sftp import CMD_CLOSE, CMD_FSTAT, CMD_OPEN, CMD_READ
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.sftp import SftpStorage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
 
 from ...servers import PASSWORD, USER, SftpServer

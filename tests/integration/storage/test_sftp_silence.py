@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dcp_tensorizer import ReadError, WriteError
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.sftp import SftpStorage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
 
 from ...servers import SftpServer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._tiers.flush import Flusher
 from dcp_tensorizer.errors import ReadError
 from dcp_tensorizer.tools import Collected, collect, list_checkpoints

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer._managing.agreement import Agreement
-from dcp_tensorizer._managing.unflushed import Left, finish_unflushed
+from dcp_tensorizer._job.ranks import Agreement
+from dcp_tensorizer._job.unflushed import Left, finish_unflushed
 from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._tiers.queue import Commit, FlushRecord, Queue

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcp_tensorizer import CheckpointManager
-from dcp_tensorizer._format.names import data_file_name, metadata_file_name, save_id_in
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._saving.commit import begin, put_records
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.names import data_file_name, metadata_file_name, save_id_in
 from dcp_tensorizer.errors import NotCommitted
 from dcp_tensorizer.testing import on_a_page
 from dcp_tensorizer.tools import CheckpointInfo, Collected, collect, list_checkpoints

@@ -12,10 +12,10 @@ from tensorizer import DecryptionParams, EncryptionParams
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, tools
-from dcp_tensorizer._format.encryption import encryption_cipher
-from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._unpickle.objects import load_object
+from dcp_tensorizer._tensor_file.encryption import encryption_cipher
+from dcp_tensorizer._trust.objects import load_object
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint

@@ -14,10 +14,10 @@ import pytest
 import torch
 from tensorizer import TensorDeserializer
 
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.child import interpreter
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process.client import Unsendable, WriterProcess
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import (

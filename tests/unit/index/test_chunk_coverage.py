@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index import chunks as module
-from dcp_tensorizer._index.chunks import Region, covers, overlapping_pair, regions_of_range
+from dcp_tensorizer._index import layouts as module
+from dcp_tensorizer._index.layouts import Region, covers, overlapping_pair, regions_of_range
 
 COUNT = 1024
 PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index.chunks import ChunkLayout, Region, check_numbers, expand, runs_of
+from dcp_tensorizer._index.layouts import ChunkLayout, Region, check_numbers, expand, runs_of
 from dcp_tensorizer._index.schema import Layout
 
 

@@ -13,7 +13,6 @@ import pytest
 import xxhash
 
 from dcp_tensorizer import MetadataError
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._index.container import (
     FIRST_BYTES,
     INDEX_VERSION,
@@ -28,6 +27,7 @@ from dcp_tensorizer._index.container import (
     read_seal,
 )
 from dcp_tensorizer._index.schema import DataFile, Head, KeyRecord, SaveRecord, Section
+from dcp_tensorizer._tensor_file.names import data_file_name
 
 FILE = data_file_name(3, 0, "a" * 32)
 START = 80

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._index import entries
 from dcp_tensorizer._index.entries import StateRules, entries_section
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._index.schema import decode_entries
 from dcp_tensorizer._runtime.recent import Recent
+from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer.errors import WriteError
 
 RANKS, KEYS = 16, 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._format.names import MAC_BYTES, NONCE_BYTES, StoredItem, data_file_name
 from dcp_tensorizer._index import locations
 from dcp_tensorizer._index.locations import InlineItem, PlaceTable, RankPlaces, hash_of, inline_rows
 from dcp_tensorizer._index.schema import decode_places
+from dcp_tensorizer._tensor_file.names import MAC_BYTES, NONCE_BYTES, StoredItem, data_file_name
 
 FILES = {data_file_name(4, n, "a" * 32): 1 << 40 for n in range(2)}
 FIRST, SECOND = FILES

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from dcp_tensorizer._format.encoder import encode
-from dcp_tensorizer._format.names import StoredItem
-from dcp_tensorizer._format.tensor_bytes import host_bytes
-from dcp_tensorizer._format.tensorizer_file import lay_out
-from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._tensor_file.dtypes import host_bytes
+from dcp_tensorizer._tensor_file.encode import encode
+from dcp_tensorizer._tensor_file.layout import lay_out
+from dcp_tensorizer._tensor_file.names import StoredItem
 
 from ...support import sources
 

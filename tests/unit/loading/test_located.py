@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError
-from dcp_tensorizer._index.chunks import Region
-from dcp_tensorizer._index.reader import Index
+from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._index.read import Index
 from dcp_tensorizer._loading.targets import Located
 
-from ..index.test_reader import chunk_item, file_of, index_of, opened
+from ..index.test_read import chunk_item, file_of, index_of, opened
 
 
 @pytest.fixture

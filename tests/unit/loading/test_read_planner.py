@@ -15,9 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._format import names as layout_module
-from dcp_tensorizer._format.names import StoredItem, block_size
-from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._loading.read_planner import (
     MAX_SCRATCH_BYTES,
     MAX_SEGMENTS,
@@ -28,6 +26,8 @@ from dcp_tensorizer._loading.read_planner import (
 )
 from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import ReadTuning
+from dcp_tensorizer._tensor_file import names as layout_module
+from dcp_tensorizer._tensor_file.names import StoredItem, block_size
 
 from ...strategies import regions
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_tensorizer._loading.executor import Usage, run_all, thread_usage
+from dcp_tensorizer._loading.run import Usage, run_all, thread_usage
 
 from ...support import forget
 from ...waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_tensorizer import MetadataError, NotCommitted, ReadError
-from dcp_tensorizer._index.chunks import ChunkLayout, Region
+from dcp_tensorizer._index.layouts import ChunkLayout, Region
 from dcp_tensorizer._loading.validate import (
     check_chunks,
     check_coverage,

@@ -26,7 +26,7 @@ from dcp_tensorizer import (
     apply_delta,
     publish,
 )
-from dcp_tensorizer._format.delta import DeltaDecoder, zstd
+from dcp_tensorizer._publish.delta import DeltaDecoder, zstd
 from dcp_tensorizer._publish.model import header_of
 from dcp_tensorizer.tools import list_versions
 

@@ -16,7 +16,7 @@ import xxhash
 from safetensors import safe_open
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, WriteError, apply_delta, publish
-from dcp_tensorizer._format.delta import zstd
+from dcp_tensorizer._publish.delta import zstd
 from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
 from dcp_tensorizer._storage.base import Refused

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorizer import TensorDeserializer
 
-from dcp_tensorizer._format.encoder import encode
-from dcp_tensorizer._format.names import INDEX_CAPACITY, index_entry_size, is_data_file_name
-from dcp_tensorizer._format.tensor_bytes import host_bytes
-from dcp_tensorizer._format.tensorizer_file import lay_out
 from dcp_tensorizer._saving.write_plan import plan_files, stored_names
+from dcp_tensorizer._tensor_file.dtypes import host_bytes
+from dcp_tensorizer._tensor_file.encode import encode
+from dcp_tensorizer._tensor_file.layout import lay_out
+from dcp_tensorizer._tensor_file.names import INDEX_CAPACITY, index_entry_size, is_data_file_name
 from dcp_tensorizer._writer_process.protocol import TensorSource
 
 from ...support import BufferSink, filled, same

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._index.schema import ItemKey
 from dcp_tensorizer._saving.report import Freshness, warn_if_stale
+from dcp_tensorizer._tensor_file.names import StoredItem
 
 
 def item(digests: bytes, dtype: str = "float32", kind: str = "tensor", seal: bytes = b"") -> StoredItem:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._saving.commit import agree_on_key
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.encryption import Cipher
+from dcp_tensorizer._tensor_file.names import data_file_name
 
 CIPHER = Cipher(bytes(range(32)))
 OTHER = Cipher(bytes(32))

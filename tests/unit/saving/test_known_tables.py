@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._saving.engine import KnownTables, Offer, SaveTables
 from dcp_tensorizer._saving.keeping import KeptState
+from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer.errors import WriteError
 
 PLAN = SavePlan([], planner_data={"w": ("w",)})

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import TensorizerStorageWriter
-from dcp_tensorizer._restart.peers import Peer, Room
-from dcp_tensorizer._restart.replicas import RESERVE
-from dcp_tensorizer._restart.wire import Address
+from dcp_tensorizer._memory.peers import Peer, Room
+from dcp_tensorizer._memory.replicas import RESERVE
+from dcp_tensorizer._memory.wire import Address
 from dcp_tensorizer._saving import partners as partners_module
 from dcp_tensorizer._saving.keeping import Keeping, KeepingRank, KeptState
 from dcp_tensorizer._saving.partners import CopyOptions, arrange, introduce

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from dcp_tensorizer._format.names import StoredItem, data_file_name
 from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._tensor_file.names import StoredItem, data_file_name
 from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, FileResult, TensorSource, WriteDone
 

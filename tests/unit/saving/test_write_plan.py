@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import SavePlanner, StagingError, WriteError
-from dcp_tensorizer._format.names import MAX_INLINE_BYTES, StoredItem
 from dcp_tensorizer._index.locations import PlaceTable, RankPlaces, hash_of
 from dcp_tensorizer._index.schema import decode_places, item_key
 from dcp_tensorizer._saving.write_plan import Item, in_files, resolve, warn_of_refused, write_results
+from dcp_tensorizer._tensor_file.names import MAX_INLINE_BYTES, StoredItem
 from dcp_tensorizer._writer_process.protocol import FileResult, TensorSource, WriteDone
 
 from ...support import same

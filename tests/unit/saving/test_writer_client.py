@@ -11,7 +11,6 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError, WriterProcessDied
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._saving.write_plan import Item
@@ -22,6 +21,7 @@ from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
 

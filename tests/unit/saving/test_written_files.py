@@ -8,9 +8,9 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._saving.commit import WrittenFiles, failed_before_commit, is_uncommitted
 from dcp_tensorizer._storage.local import LocalStorage
+from dcp_tensorizer._tensor_file.names import data_file_name
 
 
 def test_a_mark_comes_to_the_other_ranks() -> None:

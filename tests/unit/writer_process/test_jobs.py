@@ -19,15 +19,15 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._format import encoder
-from dcp_tensorizer._format.encoder import PartMemory
-from dcp_tensorizer._format.names import data_file_name
-from dcp_tensorizer._format.tensor_bytes import host_bytes
 from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.local_io import LocalSink
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file import encode as encoder
+from dcp_tensorizer._tensor_file.dtypes import host_bytes
+from dcp_tensorizer._tensor_file.encode import PartMemory
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process import jobs
 from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions

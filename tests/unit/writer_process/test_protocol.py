@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 
-from dcp_tensorizer._format.encryption import Cipher
-from dcp_tensorizer._format.names import StoredItem
 from dcp_tensorizer._runtime.channel import Done, Failed, Progress, Ready
 from dcp_tensorizer._runtime.process_context import ProcessContext
 from dcp_tensorizer._staging.shared_mappings import MappedFile
+from dcp_tensorizer._tensor_file.encryption import Cipher
+from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import (
     Call,

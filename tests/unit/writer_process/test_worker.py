@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._format import encoder
-from dcp_tensorizer._format.names import data_file_name
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.direct_memory import direct_memory
+from dcp_tensorizer._tensor_file import encode as encoder
+from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, WriteRequest
 from dcp_tensorizer._writer_process.worker import MIN_SPARE_CORES, NICENESS_BUSY, SpareCores, Worker

@@ -24,7 +24,7 @@ from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ....checkpoints import make_checkpoint
-from ....unit.unpickle.test_inert import doubled
+from ....unit.trust.test_inert import doubled
 
 
 def archive(pickled: bytes, **records: bytes) -> bytes:

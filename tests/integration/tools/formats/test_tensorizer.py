@@ -13,7 +13,7 @@ from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
 
 from dcp_tensorizer import ChecksumMismatch, ConversionError
-from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats import safetensors, torch_file
 from dcp_tensorizer.tools._formats.common import Options

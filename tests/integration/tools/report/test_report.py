@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import tools
-from dcp_tensorizer._index.chunks import Region
+from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import NotCommitted, ReadError
 from dcp_tensorizer.tools._report import measure

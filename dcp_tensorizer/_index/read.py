@@ -1,0 +1,328 @@
+"""Reads the index that ``.metadata`` holds: to DCP's ``Metadata``, and to the places that a load needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from msgspec.msgpack import Ext
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from .._runtime.gc_pause import collector_paused
+from .._tensor_file.names import StoredItem
+from .._trust.objects import load_object
+from ..errors import CheckpointError, MetadataError
+from .container import IndexFile, data_files, decoded, nonsense, read_head
+from .entries import TensorValue, Value, values_of
+from .layouts import ChunkLayout, Region
+from .locations import IndexPlaces, hash_of, known_dtype
+from .schema import ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
+
+# Releases of torch may have more or fewer of these fields: all but the dtype are deprecated.
+_FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
+
+
+def decode(data: bytes, path: str) -> Metadata:
+    """Decodes all of what `encode` made. Raises `MetadataError`, naming ``path``, if it is damaged or of another
+    version.
+    """
+    return Index(IndexFile(path, read_head(data, path), data)).stored_metadata()
+
+
+_Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
+"""A key, the offset of the chunk that a load was shown, and a region of that chunk; both None for an object."""
+
+
+def _wanted_of(item: ReadItem) -> _Wanted:
+    index = item.storage_index
+    offset = None if index.offset is None else tuple(index.offset)
+    if item.type == LoadItemType.BYTE_IO:
+        return index.fqn, offset, None
+    return index.fqn, offset, Region(tuple(item.storage_offsets), tuple(item.lengths))
+
+
+class Piece(NamedTuple):
+    """The part of one stored chunk that is to be read."""
+
+    item: StoredItem
+    shape: tuple[int, ...]  # of the chunk
+    region: Region  # in the chunk
+    part: Region  # in the region that was asked for
+
+
+class Index:
+    """A checkpoint's index. Places are read when they are needed. Raises `MetadataError` if it is damaged."""
+
+    def __init__(self, file: IndexFile) -> None:
+        self.path = file.path
+        self.head = file.head
+        self.files = data_files(file.head)
+        self._file = file
+        self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share a few
+        with self._sensible(), collector_paused():
+            self._places = IndexPlaces(file)
+            section = self._section("entries")
+            assert section is not None
+            self._values = values_of(decoded(decode_entries, file.section(section), file.path), self._places.count)
+
+    @property
+    def encryption(self) -> Mapping[str, Any] | None:
+        """The description of the key (see `encryption.unlock`); None if nothing is encrypted."""
+        record = self.head.encryption
+        if record is None:
+            return None
+        return {"derivation": record.derivation, "check": record.check, "seal": self._file.seal}
+
+    @property
+    def in_memory(self) -> dict[str, bytes]:
+        """The name and content of the file in which small values are located, and which exists only in the index."""
+        return {self._places.inline_file: self._places.inline_content}
+
+    def metadata(self) -> Metadata:
+        """DCP's metadata for a load, in which a tensor is one chunk if its stored chunks make up the whole.
+
+        DCP's planners look at each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank
+        needs. Tensors that are described alike share one description.
+        """
+        return self._metadata(whole=True)
+
+    def stored_metadata(self) -> Metadata:
+        """DCP's metadata with all chunks as they are stored.
+
+        Its ``storage_data`` is a dict: ``files``, the bytes in each data file by name; ``items``, a `StoredItem` for
+        each `item_key`; ``rank``; ``encryption``, where there is any; ``release``, ``torch`` and ``saved_at``; and
+        ``record``, a manager's (`SaveRecord`) or None.
+        """
+        metadata = self._metadata(whole=False)
+        with self._sensible(), collector_paused():
+            metadata.storage_data |= {"files": self.files, "items": self._items()}
+        if (record := self.encryption) is not None:
+            metadata.storage_data["encryption"] = record
+        return metadata
+
+    def incomplete_layouts(self) -> dict[Any, ChunkLayout]:
+        """The layouts of tensors whose stored chunks do not make up the whole, and so are shown by `metadata`."""
+        values = self._values.items()
+        return {key: value.layout for key, value in values if type(value) is TensorValue and not value.is_whole}
+
+    def _owners(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> Iterable[int]:
+        """The sections that have some of what is wanted."""
+        value = self._values.get(key)
+        if value is None:  # there is no entry: any rank may have stored it
+            return range(self._places.count)
+        if isinstance(value, int):
+            return (value,)
+        if value.only_owner is not None:
+            return (value.only_owner,)
+        chunks = [] if region is None else value.chunks_in(offset or (), region)
+        return [int(value.owners[number]) for number in chunks]
+
+    def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
+        """The stored chunks that have elements of each item of a load plan, which was made of `metadata`.
+
+        First it reads the places of all ranks that stored some of them. Raises `MetadataError`, naming the key, if some
+        are missing, and `ReadError` if places cannot be read.
+        """
+        with self._sensible():
+            hashes: list[int] = []
+            # Of most items nothing more is to be found than their places.
+            whole: dict[int, list[tuple[int, Any, Region]]] = defaultdict(list)
+            others: dict[int, _Wanted] = {}
+            inline, values = self._places.inline_hashes, self._values
+            for number, item in enumerate(items):
+                key, offset = item.storage_index.fqn, item.storage_index.offset
+                value = values.get(key)
+                item_hash = hash_of(key, None if offset is None else tuple(offset))
+                hashes.append(item_hash)
+                if (
+                    type(value) is not TensorValue
+                    or value.only_owner is None
+                    or item.lengths != value.layout.shape
+                    or item_hash in inline
+                    or 0 in item.lengths
+                ):
+                    others[number] = _wanted_of(item)
+                else:
+                    whole[value.only_owner].append((number, key, value.layout.regions[0]))
+            needed = (self._owners(*wanted) for number, wanted in others.items() if hashes[number] not in inline)
+            self._places.load({*whole, *itertools.chain.from_iterable(needed)})
+            pieces: list[list[Piece]] = [[]] * len(items)
+            for owner, of_owner in whole.items():
+                numbers, keys, regions = zip(*of_owner, strict=True)
+                stored = self._places.stored(keys, [hashes[number] for number in numbers], owner)
+                for number, key, region, place in zip(numbers, keys, regions, stored, strict=True):
+                    if place is None:
+                        raise self._nowhere(key, items[number].storage_index.offset)
+                    pieces[number] = [Piece(place, region.size, region, region)]
+            for number, wanted in others.items():
+                pieces[number] = self._pieces(*wanted, hashes[number])
+            return pieces
+
+    def _pieces(self, key: Any, offset: tuple[int, ...] | None, region: Region | None, item_hash: int) -> list[Piece]:
+        value = self._values.get(key)
+        if region is None or not isinstance(value, TensorValue):
+            return [self._object(key, offset, value, item_hash)]
+        if 0 in region.size:
+            return []
+        wanted = region.moved(offset or ())
+        pieces = []
+        for number in value.chunks_in(offset or (), region):
+            chunk = value.layout.regions[number]
+            common = wanted.intersect(chunk)
+            assert common is not None
+            item = self._places.find(key, hash_of(key, chunk.start), int(value.owners[number]))
+            if item is None:
+                raise self._nowhere(key, chunk.start)
+            pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
+        found, elements = sum(math.prod(piece.part.size) for piece in pieces), math.prod(region.size)
+        if not pieces:
+            raise self._nowhere(key, offset)
+        if found != elements:
+            raise MetadataError(
+                f"{self.path}: {found:,} of {elements:,} elements of {key!r} are stored in the region to be loaded: a "
+                f"rank's part is missing or stored twice"
+            )
+        return pieces
+
+    def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None, item_hash: int) -> Piece:
+        owners: Iterable[int] = [value] if isinstance(value, int) else range(self._places.count)
+        places = (self._places.find(key, item_hash, owner) for owner in owners)
+        item = next((found for found in places if found is not None), None)
+        if item is None:
+            raise self._nowhere(key, offset)
+        whole = Region((0,), (item.length,))
+        return Piece(item, whole.size, whole, whole)
+
+    def _nowhere(self, key: Any, offset: Sequence[int] | None) -> MetadataError:
+        place = None if offset is None else tuple(offset)
+        return MetadataError(f"{self.path} has no data for {key!r} at offset {place}")
+
+    def _items(self) -> dict[ItemKey, StoredItem]:
+        """The location of everything that is stored."""
+        items: dict[ItemKey, StoredItem] = {}
+        self._places.load(range(self._places.count))
+        for key, value in self._values.items():
+            owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
+            for offset, owner in owned:
+                item = self._places.stored([key], [hash_of(key, offset)], owner)[0]
+                if item is not None:
+                    items[key, offset] = item
+                elif owner >= 0:
+                    raise ValueError(f"the place of {key!r} does not match its key")
+        return self._places.named() | items
+
+    def _metadata(self, *, whole: bool) -> Metadata:
+        head = self.head
+        with self._sensible(), collector_paused():
+            if whole:
+                shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
+                described = {key: shared[value] for key, value in self._values.items()}
+            else:
+                described = {key: self._described(value, whole=False) for key, value in self._values.items()}
+            planner_data = self._planner_data()
+            meta = StorageMeta(
+                checkpoint_id=_maybe(head.checkpoint_id),
+                save_id=_maybe(head.save_id),
+                load_id=_maybe(head.load_id),
+                modules=[from_text(module) for module in head.modules],
+            )
+            return Metadata(
+                described,
+                planner_data=planner_data,
+                storage_data={
+                    "rank": head.rank,
+                    "release": head.release,
+                    "torch": head.torch,
+                    "saved_at": head.saved_at,
+                    "record": head.record,
+                },
+                storage_meta=meta if head.has_storage_meta else None,
+                version=_maybe(head.metadata_version),
+            )
+
+    def _described(self, value: Value, *, whole: bool) -> TensorStorageMetadata | BytesStorageMetadata:
+        if isinstance(value, int):
+            return BytesStorageMetadata()
+        size = torch.Size(value.layout.shape)
+        properties = TensorProperties(**self._properties(value.properties))
+        if value.layout.is_one or (whole and value.is_whole):
+            return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(_origin(len(size)), size)])
+        return TensorStorageMetadata(properties, size, value.layout.chunks())
+
+    def _properties(self, row: Properties) -> dict[str, Any]:
+        if row not in self._known_properties:
+            self._known_properties[row] = self._new_properties(row)
+        return self._known_properties[row]
+
+    def _new_properties(self, row: Properties) -> dict[str, Any]:
+        values = {
+            "dtype": known_dtype(row.dtype, self.path),
+            "layout": _named(row.layout, torch.layout),
+            "requires_grad": row.requires_grad,
+            "memory_format": _named(row.memory_format, torch.memory_format),
+            "pin_memory": row.pin_memory,
+            "strides": row.strides,
+        }
+        return {name: value for name, value in values.items() if name in _FIELDS}
+
+    def _planner_data(self) -> Any:
+        if (section := self._section("paths")) is not None:
+            return decoded(decode_paths, self._file.section(section), self.path)
+        if (section := self._section("planner")) is None:
+            return None
+        try:
+            return load_object(bytes(self._file.section(section)))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise nonsense(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
+
+    def _section(self, kind: SectionKind) -> Section | None:
+        return next((section for section in self.head.sections if section.kind == kind), None)
+
+    def _sensible(self) -> _Sensible:
+        return _Sensible(self.path)
+
+
+class _Sensible:
+    """Raises any error inside the block as a `MetadataError`: the index is invalid."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (ValueError, LookupError, TypeError, OverflowError)):
+            raise nonsense(self._path, f"{type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _origin(dimensions: int) -> torch.Size:
+    """The offset of a tensor's first element."""
+    return torch.Size([0] * dimensions)
+
+
+def _maybe(text: str | Ext | None) -> str | None:
+    return None if text is None else from_text(text)
+
+
+def _named(name: str, kind: type) -> Any:
+    value = vars(torch).get(name)
+    if not isinstance(value, kind):
+        raise ValueError(f"torch has no {kind.__name__} {name!r}")
+    return value

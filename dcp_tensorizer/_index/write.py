@@ -1,0 +1,111 @@
+"""Writes the index that ``.metadata`` holds from DCP's ``Metadata``."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from msgspec.msgpack import Ext
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from .._runtime.gc_pause import collector_paused
+from .._runtime.recent import Recent
+from .._tensor_file.encryption import Cipher
+from .._tensor_file.names import MAX_INLINE_BYTES
+from .._trust.objects import load_object
+from .._version import __version__
+from ..errors import WriteError, describe
+from .container import Part, pack
+from .entries import StateRules, entries_section
+from .locations import InlineItem, RankPlaces, inline_rows
+from .schema import DataFile, Head, KeyRecord, SaveRecord, encode_rows, to_text
+
+
+@collector_paused()
+def encode(
+    metadata: Metadata,
+    parts: Sequence[RankPlaces],
+    *,
+    rank: int | None = None,
+    cipher: Cipher | None = None,
+    recent: Recent[bytes] | None = None,
+    record: SaveRecord | None = None,
+) -> bytes:
+    """The contents of ``.metadata``; raises `WriteError`, naming the key, if no reader could read it.
+
+    If DCP's ``metadata`` has ``rules``, its entries are not used. ``parts`` are the ranks' reports; if several ranks
+    wrote a chunk, the last one's is used. ``rank`` is set if each rank saves for itself. ``recent`` has the sections
+    of earlier saves, so that unchanged ones are not made again.
+    """
+    rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)
+    section = entries_section(rules, parts, recent)
+    sections = [Part("entries", None, section), *_planner_part(metadata.planner_data)]
+    if inline := _inline(parts):
+        sections.append(Part("inline", None, encode_rows(inline_rows(inline))))
+    sections += [
+        Part("places", part.rank, part.places, tuple(DataFile(*file) for file in part.files)) for part in parts
+    ]
+    meta = metadata.storage_meta or StorageMeta()
+    head = Head(
+        release=__version__,
+        torch=str(torch.__version__),
+        saved_at=time.time_ns(),
+        rank=rank,
+        has_storage_meta=metadata.storage_meta is not None,
+        save_id=_optional_text(meta.save_id),
+        load_id=_optional_text(meta.load_id),
+        checkpoint_id=_optional_text(meta.checkpoint_id),
+        modules=[to_text(str(module)) for module in meta.modules],
+        metadata_version=_optional_text(metadata.version),
+        encryption=None if cipher is None else KeyRecord(**cipher.record()),
+        sections=[],
+        record=record,
+    )
+    return pack(head, sections, None if cipher is None else cipher.sign)
+
+
+def _inline(parts: Sequence[RankPlaces]) -> list[InlineItem]:
+    """The small items of all ranks, as many as fit into the index."""
+    items = [item for part in parts for item in part.inline]
+    ends = itertools.accumulate(len(item.content) for item in items)
+    return [item for item, end in zip(items, ends, strict=True) if end <= MAX_INLINE_BYTES]
+
+
+def _optional_text(value: Any) -> str | Ext | None:
+    return None if value is None else to_text(str(value))
+
+
+def _planner_part(data: Any) -> list[Part]:
+    """Packs a planner's data: the path of each key, if it is torch's own; otherwise the bytes of ``torch.save``.
+
+    Raises `WriteError` if no reader would load it.
+    """
+    if data is None:
+        return []
+    if _are_paths(data):
+        try:
+            return [Part("paths", None, encode_rows(data))]
+        except (UnicodeEncodeError, OverflowError):
+            pass  # MessagePack does not have some strings and numbers
+    stream = io.BytesIO()
+    try:
+        torch.save(data, stream)
+    except Exception as error:
+        raise WriteError(f"the planner's data cannot be stored: {type(error).__name__}: {error}") from error
+    try:
+        load_object(stream.getvalue())
+    except Exception as error:
+        raise WriteError(f"the planner's data holds an object that no reader would load: {describe(error)}") from error
+    return [Part("planner", None, stream.getvalue())]
+
+
+def _are_paths(data: Any) -> bool:
+    """Returns whether data is what torch's own planners put into the metadata: paths of strings and numbers, by key."""
+    return type(data) is dict and all(
+        type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
+        for key, path in data.items()
+    )

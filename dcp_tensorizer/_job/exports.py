@@ -1,0 +1,175 @@
+"""Exports of a job: models for inference, written from the state that a save has staged."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from .._models.save import ModelSaver
+from .._models.versions import NotPublished
+from .._runtime.threads import Deadline
+from .._runtime.torch_compat import flatten_state_dict
+from .._saving.ties import ties_of
+from .._staging.staged_save import StagedStateDict
+from .._storage.claim import Ownership
+from ..errors import WriteError, describe, listed, unwrap
+from ..models import Export, SafetensorsStorageWriter
+from ..planner import SavePlanner
+from ..writer import TensorizerStorageWriter
+from .ranks import Heartbeats
+from .restart import OnStaged
+from .steps import Step
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+class Exports:
+    """The exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
+
+    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: with ``survive``, staged
+    states stay in memory in any case. ``writer`` writes the models.
+    """
+
+    def __init__(
+        self,
+        export: Export,
+        writer: TensorizerStorageWriter,
+        heartbeats: Heartbeats,
+        owner: Ownership,
+        *,
+        keeps_states: bool,
+    ) -> None:
+        self._export = export
+        self._heartbeats = heartbeats
+        self._keeps_states = keeps_states
+        options = writer.saver.options
+        self.writer = SafetensorsStorageWriter(
+            **export.arguments(),
+            staging=options.staging,
+            sync_files=options.sync_files,
+            thread_count=options.thread_count,
+            storage_options=export.storage_options,
+            limits=options.limits,
+        )
+        self.writer.saver.owner = owner
+        self._planner = SavePlanner()
+        self._staged: StagedStateDict | None = None
+        self._exported = 0
+        self._continued_from = 0
+
+    def continue_from(self, step: int) -> None:
+        """Notes that the job resumes from a step: no export is due for the steps up to it."""
+        self._continued_from = self._exported = step
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether a saved step is to be exported, too."""
+        every = self._export.every
+        return every is not None and step // every > self._exported // every
+
+    def release_staged(self) -> None:
+        """Frees the buffer of the last state. Call it before the next state is staged, and at the end."""
+        staged, self._staged = self._staged, None
+        if staged is not None and not self._keeps_states and staged.staged_save.buffer is not None:
+            staged.staged_save.buffer.is_kept = False
+
+    def keeping(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
+        """Returns a function that keeps a staged state for its export, and then calls ``on_staged``.
+
+        ``ties`` are the tied tensors of the state.
+        """
+
+        def keep(staged: StagedStateDict) -> None:
+            staged.staged_save.ties = ties
+            self._staged = staged
+            if on_staged is not None:
+                on_staged(staged)
+
+        return keep
+
+    def run(self, saved: Step) -> Exception | None:
+        """Exports the state that was staged last, on all ranks; returns why it failed, if it did."""
+        staged = self._staged
+        if staged is None:
+            return None
+        self._exported = saved.number
+        path = self._export.path_of(saved.number)
+        saver = self.writer.saver
+        assert isinstance(saver, ModelSaver)
+        saver.source = staged.staged_save
+        try:
+            save(
+                self._chosen(staged),
+                checkpoint_id=path,
+                storage_writer=self.writer,
+                planner=self._planner,
+                process_group=self._heartbeats.group,
+            )
+        except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
+            cause = unwrap(error)
+            is_exported = isinstance(cause, NotPublished)  # an earlier export was not published
+            what = "exported; but of an earlier export" if is_exported else "saved, and not exported"
+            failure = WriteError(f"step {saved.number} was {what}: {describe(cause)}")
+            failure.__cause__ = cause
+            logger.error("%s", failure)
+            return failure
+        finally:
+            saver.source = None
+        return None
+
+    def run_last(self, saved: Step | None) -> Exception | None:
+        """Exports the last save of the job if ``at_end`` asks for it, and the save has not been exported yet."""
+        if (
+            not self._export.at_end
+            or saved is None
+            or saved.number == self._exported
+            or saved.number <= self._continued_from
+        ):
+            return None
+        return self.run(saved)
+
+    @property
+    def publishes(self) -> bool:
+        """Returns whether exports are published."""
+        return self._export.publish is not None
+
+    def wait_published(self, deadline: Deadline) -> Exception | None:
+        """Waits until the last export is published; returns the error if it could not be."""
+        try:
+            self.writer.wait_published(deadline.left)
+        except WriteError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """Frees the buffer of the last state, and closes the writer of exports."""
+        self.release_staged()
+        self.writer.close(0.0)
+
+    def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
+        """The values that are exported, by their keys in the flattened state dict."""
+        flat, _ = flatten_state_dict(dict(staged))  # `dict` does not call `items`, which ties the state to a save
+        omitted = staged.staged_save.omitted
+        chosen = {
+            key: value
+            for key, value in flat.items()
+            if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._export.include)
+        }
+        if not chosen:
+            raise WriteError(
+                f"no key of the state matches {listed(list(self._export.include))}, which Export(include=) has: its "
+                f"keys are {listed(list(flat))}"
+            )
+        return {key: value for key, value in chosen.items() if key not in omitted}
+
+
+def ties_in(collected: Mapping[str, Any]) -> Mapping[str, str]:
+    """The tied tensors of a state: see `ties_of`."""
+    with suppress(Exception):  # staging or the planner reports the error
+        return ties_of(collected)
+    return {}

@@ -1,0 +1,283 @@
+"""Decides on all ranks what to do for a step, by one small reduction in each call of `save`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+from .._runtime.forks import Home, in_child
+from .._runtime.validation import check_count, check_timeout
+from .copies import NOTHING_IN_MEMORY, MemoryVote
+from .metrics import GoodputClock
+from .ranks import Agreement
+
+SaveInterval = float | Literal["auto"] | tuple[float, float]
+
+
+class Action(enum.Enum):
+    """The action for a step."""
+
+    NOTHING = enum.auto()
+    SAVE = enum.auto()
+    JOIN = enum.auto()
+    """The last save is of this step: use its result."""
+    KEEP = enum.auto()
+    """Keep the checkpoint of this step, which exists already."""
+    HOLD = enum.auto()
+    """Keep the step only in memory: no save is due, or the save before it still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Facts that a rank knows. In a decision, each tells whether it is true of any rank.
+
+    Those marked "first" count only on the first rank.
+
+    Attributes:
+        step: The rank's step.
+        stop: The rank has been told to stop.
+        force: The rank wants to save, even if no save is due.
+        is_due: First: a save is due.
+        is_last: First: the last save is of this step, and has not failed.
+        is_there: First: the step exists.
+        failures: First: the number of saves that have failed in a row.
+        must_write: If a save is due, the rank wants the step on storage, not only in memory.
+        is_busy: The save before still runs, and this step could be held only in memory.
+        is_due_in_memory: The step is to be held in memory, even if no save is due.
+        is_lost: First: another run has claimed the folder.
+        memory: Facts about states in memory, and their copies on other hosts.
+    """
+
+    step: int
+    stop: bool = False
+    force: bool = False
+    is_due: bool = False
+    is_last: bool = False
+    is_there: bool = False
+    failures: int = 0
+    must_write: bool = False
+    is_busy: bool = False
+    is_due_in_memory: bool = False
+    is_lost: bool = False
+    memory: MemoryVote = NOTHING_IN_MEMORY
+
+    def numbers(self, *, is_first: bool) -> list[int]:
+        """The numbers whose maximum over all ranks is computed."""
+        own = [getattr(self, name) if is_first or name not in _OF_FIRST else 0 for name in _FLAGS]
+        return [self.step, -self.step, *own, *self.memory]
+
+
+_OF_FIRST = {"is_due", "is_last", "is_there", "failures", "is_lost"}
+_FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in ("step", "memory")]
+
+
+class Decision(NamedTuple):
+    """A decision, the same on each rank."""
+
+    action: Action
+    is_due: bool  # a save is due, or a rank has asked for one
+    vote: Vote  # the joint vote of all ranks
+
+
+def decide(agreement: Agreement, vote: Vote) -> Decision:
+    """Decides on all ranks; raises `ValueError` if they are at different steps, and `WriteError` if a rank is gone."""
+    highest, lowest, *numbers = agreement.largest(*vote.numbers(is_first=agreement.is_first))
+    if highest != -lowest:
+        raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
+    known: dict[str, Any] = dict(zip(_FLAGS, map(bool, numbers), strict=False))
+    memory = MemoryVote(*map(bool, numbers[len(_FLAGS) :]))
+    vote = Vote(highest, **known | {"failures": numbers[_FLAGS.index("failures")]}, memory=memory)
+    is_due = vote.stop or vote.force or vote.is_due
+    if not is_due:
+        action = Action.HOLD if vote.is_due_in_memory and not memory.ends else Action.NOTHING
+    elif vote.is_last:
+        action = Action.JOIN
+    elif vote.is_there:
+        action = Action.KEEP
+    else:
+        can_hold = not (vote.stop or vote.force or vote.must_write or memory.ends)
+        action = Action.HOLD if vote.is_busy and can_hold else Action.SAVE
+    return Decision(action, is_due, vote)
+
+
+# --- when a save is due -----------------------------------------------------------------------------------------------
+
+
+class SavePolicy:
+    """Decides when a step is due to be saved, and when it is due to be held only in memory.
+
+    A save is due when a multiple of ``every`` steps has been reached since the last save, or when ``interval`` is over.
+    Without either, every step is due. A step is due in memory when a multiple of ``every_in_memory`` has been reached
+    since the last step that was saved or held; None: never.
+
+    ``interval`` is in seconds. With ``"auto"``, or its smallest and its largest value, it is computed from the cost of
+    saves and failures. Raises `TypeError` or `ValueError` for bad values.
+    """
+
+    def __init__(
+        self,
+        every: int | None,
+        interval: SaveInterval | None,
+        every_in_memory: int | None = None,
+        *,
+        clock: GoodputClock,
+    ) -> None:
+        check_count("save_every", every, optional=True)
+        check_count("survive_every", every_in_memory, optional=True)
+        self._every = every
+        self._every_in_memory = every_in_memory
+        self._clock = clock
+        self._bounds = None if interval is None else _bounds(interval)
+        self.continue_from(0)
+
+    @property
+    def interval(self) -> float:
+        """The seconds between two saves, as computed now; infinite if only steps count."""
+        if self._bounds is None:
+            return math.inf
+        shortest, longest = self._bounds
+        if shortest == longest:
+            return shortest
+        return min(max(self._clock.report().young_interval(), shortest), longest)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether this step is to be saved."""
+        if self._every is None and self._bounds is None:
+            return True
+        by_steps = self._every is not None and step // self._every > self._saved // self._every
+        return by_steps or self._clock.now() - self._saved_at >= self.interval
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Returns whether this step is to be held in memory, even if it is not to be saved."""
+        every = self._every_in_memory
+        return every is not None and step // every > self._held // every
+
+    def begin(self, step: int, *, is_due: bool) -> None:
+        """Notes that a step is being saved or held. ``is_due``: a save of it was due."""
+        self._held = step
+        if is_due:
+            self._saved, self._saved_at = step, self._clock.now()
+
+    def continue_from(self, step: int) -> None:
+        """Notes that the job resumes from a step. The next save is due relative to that step."""
+        self.begin(step, is_due=True)
+
+
+def _bounds(interval: SaveInterval) -> tuple[float, float]:
+    """The least and the greatest value of an interval; raises `TypeError` or `ValueError` if it is invalid."""
+    if isinstance(interval, str):
+        if interval != "auto":
+            raise TypeError(f"save_interval must be a number of seconds, a pair of them, or 'auto', got {interval!r}")
+        return 0.0, math.inf
+    if not isinstance(interval, tuple | list):
+        check_timeout(interval, name="save_interval")
+        return interval, interval
+    if len(interval) != 2:
+        raise ValueError(f"save_interval={interval!r} must have two values: the least seconds, and the most")
+    shortest, longest = interval
+    check_timeout(shortest, least=0.0, name="save_interval")
+    check_timeout(longest, name="save_interval")
+    if shortest > longest:
+        raise ValueError(f"save_interval={interval!r} must have the least seconds first, and the most second")
+    return shortest, longest
+
+
+# --- signals that ask a job to stop -----------------------------------------------------------------------------------
+
+_handled: set[int] = set()  # the signals that managers of this process handle, or once handled
+_forking = threading.local()
+
+_SAME_SIGNAL_SECONDS = 5.0
+
+
+class StopSignals:
+    """Notes in ``seen`` that a signal has come, and lets the job go on. A second signal has its usual effect.
+
+    Earlier handlers are called as well. Signals within 5 seconds count as one: a scheduler may signal a job and its
+    launcher, which signals the job again. Raises `TypeError` unless ``signals`` are signals, and `ValueError` if one
+    cannot be handled, or if this is not the main thread, which alone can have handlers.
+    """
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        try:
+            self._signals = tuple(signal.Signals(number) for number in signals)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"stop_signals must be signals, as signal.SIGTERM is, and are {signals!r}") from error
+        if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
+            raise ValueError(f"{', '.join(sorted(number.name for number in fixed))} cannot be handled: leave it out")
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            raise ValueError("only the main thread can handle signals: make the manager there, or pass stop_signals=()")
+        self.seen = False
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+        self._over = False
+        self._home = Home()
+        in_child(self, StopSignals.restore)  # a worker of a data loader must end when it is told to
+
+    def install(self) -> None:
+        """Sets the handlers."""
+        try:
+            for number in self._signals:
+                self._before[number] = signal.signal(number, self._handle)
+                _handled.add(number)
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Restores the earlier handlers, unless others have been set since. Idempotent.
+
+        Only the main thread can do so. For a call on another thread, a handler is restored when its signal comes.
+        """
+        self._over = True
+        if threading.current_thread() is threading.main_thread():
+            for number in self._before:
+                self._put_back(number)
+
+    def _put_back(self, number: int) -> bool:
+        """Restores the earlier handler of a signal; returns whether it did."""
+        before = self._before[number]
+        if before is None or signal.getsignal(number) != self._handle:
+            return False
+        signal.signal(number, before)
+        return True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_second = self.seen and time.monotonic() - self._first > _SAME_SIGNAL_SECONDS
+        is_over = self._over or not self._home.is_here  # in a child, before the handlers are restored
+        if (is_second or is_over) and self._put_back(number):
+            signal.raise_signal(number)
+            return
+        if not self.seen:
+            self._first = time.monotonic()
+            self.seen = True
+        before = self._before[number]
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+
+# A signal may come to a child before it has restored the handlers. Then a handler would note it, and Python would drop
+# it. So the thread that forks blocks signals meanwhile.
+
+
+def _block_signals() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled) if _handled else None
+
+
+def _unblock_signals() -> None:
+    mask, _forking.mask = getattr(_forking, "mask", None), None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)

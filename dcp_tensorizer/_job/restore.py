@@ -1,0 +1,537 @@
+"""Loads a checkpoint into a state dict: all of it, or a selection of keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
+from .._planning.read_items import has_older_keys
+from .._runtime.torch_compat import local_parts, whole_size
+from .._runtime.validation import check_flags
+from .._saving.ties import identity_of
+from .._storage.base import Storage
+from ..any_format import open_reader
+from ..data_parallel import other_sizes
+from ..errors import (
+    CheckpointError,
+    DecryptionError,
+    MetadataError,
+    ReadError,
+    StagingError,
+    StateMismatch,
+    UnsupportedFormat,
+    UntrustedObject,
+    WriteError,
+    describe,
+    listed,
+    unwrap,
+)
+from ..planner import LoadPlanner
+from .optimizer_state import OptimizerTarget, dtypes_kept
+from .ranks import Heartbeats
+from .steps import Step
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LOCK_SECONDS = 60.0  # a clean-up holds the lock for milliseconds
+_SHAPES_SHOWN = 20
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """A selection of the keys of a flattened state dict.
+
+    Patterns are those of `fnmatch`. They match a key, or a list that contains the key: a save stores a list as one
+    value. Without ``include`` all keys are selected. Those that ``exclude`` matches are left out.
+
+    Attributes:
+        include: Patterns of the selected keys.
+        exclude: Patterns of keys that are left out.
+        strict: A key that the checkpoint lacks is an error. Otherwise its value stays as it is.
+        allow_shape_mismatch: A tensor that is stored in another shape stays as it is. Otherwise it is an error.
+        grow: Patterns of tensors that may be larger than the stored ones, each with the value of their new elements;
+            None: these stay as they are.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    strict: bool = True
+    allow_shape_mismatch: bool = False
+    grow: tuple[tuple[str, float | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+
+    @property
+    def is_all(self) -> bool:
+        """True if every key is loaded."""
+        return not self.include and not self.exclude
+
+    @property
+    def tolerates(self) -> bool:
+        """True if values that do not fit stay as they are."""
+        return not self.strict or self.allow_shape_mismatch
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Returns whether a key is selected, given its name and the names of the lists that contain it."""
+        return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
+
+    def value_beyond(self, key: str) -> tuple[float | None] | None:
+        """The value of a tensor's new elements, by the first pattern that matches its key, in a tuple of one.
+
+        None if the tensor may not be larger than the stored one.
+        """
+        return next(((value,) for pattern, value in self.grow if fnmatch.fnmatchcase(key, pattern)), None)
+
+    def check(self, keys: Sequence[str], known: Set[str]) -> None:
+        """Raises `MetadataError` for a pattern that matches nothing: it is probably a slip.
+
+        ``keys`` are the state's, for the message. ``known`` are the names of all keys, and of the lists that contain
+        them. Keys that only the checkpoint has count, too, because each stage of a pipeline has its own keys.
+        """
+        for pattern in (*self.include, *self.exclude, *(pattern for pattern, _ in self.grow)):
+            if not _matches(known, [pattern]):
+                raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {listed(keys)}")
+
+
+def load_first(
+    folder: Storage,
+    steps: Sequence[Step],
+    state: dict[str, Any],
+    selection: Selection,
+    heartbeats: Heartbeats,
+    options: Mapping[str, Any],
+) -> int | None:
+    """Loads the first checkpoint that is not damaged; returns its index in ``steps``, or None if there are none.
+
+    If ``heartbeats`` has no group, this process loads by itself. Raises `CheckpointError`, on all ranks, if an
+    undamaged checkpoint cannot be loaded, if the last one is damaged, or if a rank is gone.
+    """
+    for number, step in enumerate(steps):
+        storage = folder.child(step.name)
+        planner = SelectivePlanner(storage.path, selection, state)
+        try:
+            _load(folder, storage, state, planner, heartbeats, options)
+        except (ReadError, MetadataError) as error:
+            if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
+                raise
+            logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
+            if planner.has_begun:  # some of the state may be overwritten, so the next one must overwrite all of it
+                selection = dataclasses.replace(selection, strict=True, allow_shape_mismatch=False)
+        else:
+            return number
+    return None
+
+
+_NO_DAMAGE = (DecryptionError, UntrustedObject, UnsupportedFormat, StateMismatch)
+
+
+def _load(
+    folder: Storage,
+    storage: Storage,
+    state: dict[str, Any],
+    planner: SelectivePlanner,
+    heartbeats: Heartbeats,
+    options: Mapping[str, Any],
+) -> None:
+    """Loads a checkpoint, under a lock against deletion; see `load_first`."""
+    with _shared_lock(storage):
+        reader = open_reader(folder.location, **options)
+        heartbeats.watch_load(reader)
+        try:
+            with dtypes_kept(state.values()):
+                dcp_load(
+                    state,
+                    checkpoint_id=storage.location,
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=heartbeats.group,
+                    no_dist=heartbeats.group is None,
+                )
+        except RuntimeError as error:
+            if (gone := heartbeats.error_of(error, f"{storage.path} was not loaded")) is None:
+                raise
+            raise gone from error
+        except CheckpointException as error:
+            failure = error_of_load(storage.path, error)
+            raise failure from failure.__cause__
+
+
+def error_of_load(path: str, error: BaseException) -> CheckpointError:
+    """Translates the error of a load to one of this package."""
+    cause = unwrap(error)
+    if isinstance(cause, CheckpointError):
+        return cause
+    advice = ". With strict=False it stays as it is" if "Missing key in checkpoint" in str(cause) else ""
+    misfit = StateMismatch(f"{path} cannot be loaded: {describe(cause).rstrip('.')}{advice}")
+    misfit.__cause__ = cause
+    return misfit
+
+
+@contextmanager
+def _shared_lock(storage: Storage) -> Iterator[None]:
+    with ExitStack() as stack:
+        if storage.locks_are_visible:
+            with suppress(WriteError):  # if it cannot be locked, the load shows whether it can be read
+                stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
+        yield
+
+
+class SelectivePlanner(LoadPlanner):
+    """Plans loads of selected keys, and makes the state of optimizers that have none yet.
+
+    ``path`` is the checkpoint's, for messages. Once ``has_begun`` is true, all ranks have agreed on what to read, and
+    the state may change.
+    """
+
+    def __init__(self, path: str, selection: Selection, state: Mapping[str, Any]) -> None:
+        super().__init__(allow_partial_load=not selection.strict)
+        self.has_begun = False
+        self._path = path
+        self._selection = selection
+        self._grown: dict[str, tuple[torch.Size, float | None]] = {}  # the stored size, and the value of new elements
+        self._dtype_before: Callable[[torch.Tensor], torch.dtype | None] = lambda parameter: None
+        self._modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
+        self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Called by DCP with the final plan of this rank."""
+        self.has_begun = True
+        for key, (stored, value) in self._grown.items():
+            if value is not None:
+                fill_beyond(self.state_dict[key], stored, value)
+        return super().finish_plan(new_plan)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called by DCP with the state and the checkpoint's metadata. Removes keys that are not selected from both.
+
+        Raises:
+            StateMismatch: the state and the checkpoint do not match; names the keys.
+        """
+        assert metadata is not None
+        optimizers = [
+            OptimizerTarget(key, optimizer, state_dict.get(key)) for key, optimizer in self._of_optimizers.items()
+        ]
+        self._set_up(state_dict, metadata, is_coordinator)
+        misfits, grown = self._misfits(), self._growing(self._selection.value_beyond)
+        misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
+        left = set(misfits) if self._selection.allow_shape_mismatch else set()
+        if optimizers:
+            paths = recorded_paths(metadata)
+            is_left = self._of_parameters(dict.fromkeys(left, True))
+            stored = ((key, metadata.state_dict_metadata[key]) for key in grown)
+            sizes = {key: entry.size for key, entry in stored if isinstance(entry, TensorStorageMetadata)}
+            size_before = self._of_parameters(sizes)
+            of_grown = {key for optimizer in optimizers for key in optimizer.keys_of(size_before, paths)}
+            if more := self._more():
+                of_left = {key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths)}
+                left |= of_left - of_grown  # a tied parameter may have grown under one of its names only
+                for optimizer in optimizers:
+                    rest = {key: entry for key, entry in more.items() if key not in left}
+                    optimizer.make_state(rest, paths, size_before, self._dtype_before)
+                self._set_up(state_dict, metadata, is_coordinator)
+            grown |= self._growing(lambda key: (0.0,) if key in of_grown else None) | grown
+            misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
+            left -= grown.keys()
+        self._report(misfits, left)
+        self._enlarge(grown)
+        self._drop(left)
+        if more := self._more():
+            self._drop(self._report_lost(more, metadata, optimizers))  # otherwise the reader would report it again
+            asked = tuple(f"{key}." for key in state_dict)
+            if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
+                logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
+
+    def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
+        """The tensors that are larger than the stored ones and may be so, with ``value_of`` their new elements."""
+        assert self.metadata is not None
+        stored, growing = self.metadata.state_dict_metadata, {}
+        for key, tensor in self.state_dict.items():
+            entry = stored.get(key)
+            if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+                continue
+            if is_larger(whole_size(tensor), entry.size) and (value := value_of(key)) is not None:
+                growing[key] = value
+        return growing
+
+    def _enlarge(self, grown: Mapping[str, tuple[float | None]]) -> None:
+        """Gives stored tensors the sizes of the larger ones, so that their chunks become parts of these."""
+        assert self.metadata is not None
+        if not grown:
+            return
+        stored = dict(self.metadata.state_dict_metadata)
+        for key, (value,) in grown.items():
+            entry = stored[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            self._grown[key] = entry.size, value
+            stored[key] = dataclasses.replace(entry, size=whole_size(self.state_dict[key]))
+        self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=stored)
+        shown = [f"{key!r}, of which {tuple(size)} are there" for key, (size, _) in self._grown.items()]
+        logger.info("%s is loaded into larger tensors (grow): %s", self._path, listed(shown))
+
+    def _of_parameters(self, of_keys: Mapping[str, _T]) -> Callable[[torch.Tensor], _T | None]:
+        """Returns a function that finds the value for a parameter, given values by key.
+
+        It finds the key by the parameter's name in a module, or by its memory. Memory alone is not enough: a rank may
+        have no element of a parameter, and all ranks must give the same answer.
+        """
+        numbers = {
+            id(parameter): of_keys[name]
+            for key, module in self._modules.items()
+            for inner, parameter in module.named_parameters(remove_duplicate=False)
+            if (name := f"{key}.{WRAPPERS.sub('', inner)}") in of_keys
+        }
+        tensors = ((self.state_dict.get(key), value) for key, value in of_keys.items())
+        same = {identity_of(tensor.detach()): value for tensor, value in tensors if isinstance(tensor, torch.Tensor)}
+        same.pop(None, None)
+        return lambda parameter: numbers.get(id(parameter)) or same.get(identity_of(parameter.detach()))
+
+    def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
+        """Flattens the state, and selects the keys of the state and of the checkpoint."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        stored = metadata.state_dict_metadata
+        if self._of_optimizers:  # also if the selection leaves the parameters out
+            of_optimizers = tuple(f"{key}." for key in self._of_optimizers)
+            entries = ((key, stored.get(key)) for key in self.state_dict if not key.startswith(of_optimizers))
+            dtypes = {key: e.properties.dtype for key, e in entries if isinstance(e, TensorStorageMetadata)}
+            self._dtype_before = self._of_parameters(dtypes)
+        if self._selection.is_all and not self._selection.grow:
+            return
+        paths = dict(recorded_paths(metadata)) | getattr(self, "mappings", {})
+        names = {key: {key, *_lists_around(paths.get(key, ()))} for key in {*self.state_dict, *stored}}
+        self._selection.check(list(self.state_dict), set().union(*names.values()))
+        self._drop({key for key in names if not self._selection.has(names[key])})
+
+    def _drop(self, keys: Collection[str]) -> None:
+        """Removes keys that are not loaded from the state and from the metadata."""
+        assert self.metadata is not None
+        if keys:
+            self.state_dict = {key: value for key, value in self.state_dict.items() if key not in keys}
+            stored = self.metadata.state_dict_metadata
+            chosen = {key: entry for key, entry in stored.items() if key not in keys}
+            self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=chosen)
+
+    def _more(self) -> dict[str, Any]:
+        """The values that the checkpoint has and the state lacks."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        more = stored.keys() - self.state_dict.keys()
+        return {key: entry for key, entry in stored.items() if key in more} if more else {}
+
+    def _has_older_keys(self) -> bool:
+        """Returns whether a torch before 2.4 has saved the checkpoint. Then torch finds its keys, and missing ones."""
+        assert self.metadata is not None
+        return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
+
+    def _misfits(self) -> dict[str, str]:
+        """The tensors that are stored in another shape, with both shapes."""
+        assert self.metadata is not None
+        stored, misfits = self.metadata.state_dict_metadata, {}
+        for key, value in self.state_dict.items():
+            entry = stored.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+                shape = whole_size(value)
+                if shape != entry.size:
+                    misfits[key] = f"{key!r} is {tuple(entry.size)} there and {tuple(shape)} here"
+        return misfits
+
+    def _report(self, misfits: Mapping[str, str], left: Set[str]) -> None:
+        """Warns of keys that stay as they are, or raises `StateMismatch` if they must not."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        missing = [key for key in self.state_dict if key not in stored]
+        problems = []
+        sizes = other_sizes(missing, stored)
+        for name, (there, here) in sizes.items():
+            reason = (
+                f"{name!r} was saved by {there} data-parallel ranks, and there are {here}: each of its states belongs "
+                f"to one of {there} shares of the data, which cannot be divided"
+            )
+            if self._selection.strict:
+                problems.append(
+                    f"{reason}. Restore with exclude=[{name + '.*'!r}], and begin the next epoch, or train on as many "
+                    f"data-parallel ranks as before"
+                )
+            else:
+                logger.warning("%s: %s. It stays as it is (strict=False)", self._path, reason)
+        missing = [key for key in missing if not other_sizes([key], stored)] if sizes else missing
+        if missing and not self._selection.strict:
+            logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, listed(missing))
+        elif missing and not self._has_older_keys():
+            problems.append(f"it has no {listed(missing)}. With strict=False such keys stay as they are")
+        shapes = "; ".join(list(misfits.values())[:_SHAPES_SHOWN])
+        if len(misfits) > _SHAPES_SHOWN:
+            shapes += f"; and {len(misfits) - _SHAPES_SHOWN} more"
+        if misfits and self._selection.allow_shape_mismatch:
+            state = [key for key in left if key not in misfits]
+            logger.warning(
+                "%s has other shapes, and these keys stay as they are (allow_shape_mismatch=True): %s%s",
+                self._path,
+                shapes,
+                f". So does the optimizer's state of them: {listed(sorted(state))}" if state else "",
+            )
+        elif misfits:
+            problems.append(
+                f"shapes differ: {shapes}. With allow_shape_mismatch=True such keys stay as they are; grow= loads a "
+                f"smaller one into a part of a larger one"
+            )
+        if problems:
+            raise StateMismatch(f"{self._path} cannot be loaded: {'. '.join(problems)}")
+
+    def _report_lost(
+        self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]
+    ) -> list[str]:
+        """Warns of stored values for which the state has no place, and returns their keys.
+
+        Raises `StateMismatch` instead if the selection is strict.
+        """
+        if self._has_older_keys():
+            return []
+        paths = recorded_paths(metadata)
+        advice = ""
+        lost = [key for key in more if any(optimizer.owns(paths.get(key, ())) for optimizer in optimizers)]
+        if lost and all(_is_setting(paths[key], self.state_dict) for key in lost):
+            advice = (
+                "the parameter groups of the optimizer have no such setting. A scheduler adds 'initial_lr', for "
+                "example: make the scheduler before restore()"
+            )
+        elif lost:
+            advice = (
+                "the optimizer has no place for them: it has other parameters or groups than the one that was saved. "
+                "Or they are of another shape than a sharded parameter: then the optimizer has to take a step before"
+            )
+        elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
+            advice = EMPTY_DICT
+        if not lost:
+            return []
+        problem = f"{self._path} has {listed(lost)}, and {advice}"
+        if self._selection.strict:
+            raise StateMismatch(f"{problem}. Leave them out by exclude=, or by strict=False, which warns of them")
+        logger.warning("%s. They are not loaded (strict=False)", problem)
+        return lost
+
+
+def _is_setting(path: Sequence[str | int], state: Mapping[str, Any]) -> bool:
+    """Returns whether a path is that of a setting in a parameter group, and the state has that group."""
+    return path[-3:-2] == ("param_groups",) and any(
+        key.startswith(f"{'.'.join(map(str, path[:-1]))}.") for key in state
+    )
+
+
+def is_larger(size: torch.Size, stored: torch.Size) -> bool:
+    """Returns whether a tensor is larger than the stored one in some dimension, and smaller in none."""
+    return len(size) == len(stored) and size != stored and all(a >= b for a, b in zip(size, stored, strict=True))
+
+
+def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
+    """Sets this rank's elements of a tensor that lie outside of the stored size."""
+    for offsets, part in local_parts(tensor):
+        for dim, (extent, offset) in enumerate(zip(stored, offsets, strict=True)):
+            begin = min(max(0, extent - offset), part.size(dim))
+            part.detach().narrow(dim, begin, part.size(dim) - begin).fill_(value)
+
+
+def _lists_around(path: Sequence[str | int]) -> Iterator[str]:
+    """The names of the lists that contain a value, by its path in the nested state dict."""
+    return (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
+
+
+def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+# --- the part of a state that is saved --------------------------------------------------------------------------------
+
+# Activation checkpointing and FSDP1 put these into the names of parameters, but not into state dicts.
+WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+class StatePart(NamedTuple):
+    """A part of a state: keys that no pattern of ``exclude`` matches, and with ``trainable_only`` no frozen parameters.
+
+    Patterns are those of `fnmatch`. The keys of nested dicts are joined by dots. A list counts as one value.
+    """
+
+    exclude: tuple[str, ...] = ()
+    trainable_only: bool = False
+
+    @property
+    def is_all(self) -> bool:
+        """Returns whether nothing is left out."""
+        return not self.exclude and not self.trainable_only
+
+    def of(self, state: Mapping[str, Any], unmatched: set[str] | None = None) -> dict[str, Any]:
+        """Collects the part of a state, with the state dicts of ``Stateful`` values. The state itself is not changed.
+
+        The patterns of ``exclude`` that match a key are removed from ``unmatched``. Raises `StagingError` if nothing in
+        the state says which parameters are trained.
+        """
+        collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+        if self.is_all:
+            return collected
+        frozen = _frozen(state, collected) if self.trainable_only else set()
+        says_it = (torch.nn.Module, torch.nn.Parameter)
+        if self.trainable_only and not any(isinstance(value, says_it) for value in _values(state)):
+            raise StagingError(
+                "trainable_only=True, and nothing in the state says what is trained: give the module itself in the "
+                'state, as {"model": model}, or name with exclude= what is to be left out'
+            )
+        return self._without(collected, "", frozen, set() if unmatched is None else unmatched)
+
+    def _without(self, state: Mapping[str, Any], prefix: str, frozen: set[str], unmatched: set[str]) -> dict[str, Any]:
+        part: dict[str, Any] = {}
+        for key, value in state.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and value:
+                if inner := self._without(value, f"{name}.", frozen, unmatched):
+                    part[key] = inner
+                continue
+            matches = {pattern for pattern in self.exclude if fnmatch.fnmatchcase(name, pattern)}
+            unmatched -= matches
+            is_frozen = self.trainable_only and isinstance(value, torch.nn.Parameter) and not value.requires_grad
+            if not (matches or is_frozen or name in frozen):
+                part[key] = value
+        return part
+
+
+def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
+    """The keys of the frozen parameters of modules, under each of their names in the collected state."""
+    frozen = set()
+    for key, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            parameters = value.named_parameters(remove_duplicate=False)
+            names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
+            if names and names.isdisjoint(collected[key]):
+                logger.warning(
+                    "trainable_only=True: no frozen parameter of %r is in its state dict by its name (%r): if they are "
+                    "there by other names, leave them out with exclude=",
+                    key,
+                    min(names),
+                )
+            frozen |= {f"{key}.{name}" for name in names}
+    return frozen
+
+
+def _values(state: Mapping[str, Any]) -> Iterator[Any]:
+    """The values in nested dicts."""
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _values(value)
+        else:
+            yield value

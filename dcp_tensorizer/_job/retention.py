@@ -1,0 +1,284 @@
+"""Decides which checkpoints are kept, deletes the others, and moves `latest`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Literal
+
+from .._loading.validate import read_head
+from .._runtime.forks import free_in_child
+from .._runtime.threads import Deadline, in_background
+from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
+from .._saving.commit import remove_files, withdraw
+from .._saving.flushing import Flushing
+from .._storage.base import Storage
+from .._storage.claim import Ownership
+from .._tensor_file.names import is_ours
+from ..errors import CheckpointError, NotCommitted, ReadError, describe, listed
+from .lineage import Place, sound
+from .steps import LATEST, Step, StepNames, members, read_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The rules by which checkpoints are kept. One that keeps a checkpoint is enough; without rules all are kept.
+
+    If no checkpoint has a value of the metric, the best one is unknown, and all are kept.
+
+    Attributes:
+        latest: How many of the newest to keep. The newest is always kept.
+        every: Keep the steps that are multiples of this.
+        metric: Keep the best by this metric.
+        mode: Whether the least or the largest value is best.
+        delete_after: Age in seconds from which a checkpoint is deleted, if others could not see a lock.
+        delete_other_files: Also delete checkpoints with files that no save wrote, and these files.
+    """
+
+    latest: int | None = None
+    every: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    delete_after: float = 0.0
+    delete_other_files: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+
+    @classmethod
+    def of(
+        cls,
+        keep_latest: int | None,
+        keep_every: int | None,
+        keep_best: str | tuple[str, Literal["min", "max"]] | None,
+        delete_after: float = 0.0,
+        delete_other_files: bool = False,
+    ) -> Retention:
+        """Makes the rules from the manager's arguments; raises `TypeError` or `ValueError` for bad ones."""
+        check_count("keep_latest", keep_latest, optional=True)
+        check_count("keep_every", keep_every, optional=True)
+        metric, mode = keep_best if isinstance(keep_best, tuple) and len(keep_best) == 2 else (keep_best, "min")
+        if metric is not None and not isinstance(metric, str):
+            raise TypeError(f"keep_best must be the name of a metric, or (name, 'min' or 'max'), and is {keep_best!r}")
+        check_choice("the mode in keep_best", mode, ("min", "max"))
+        check_timeout(delete_after, least=0, name="delete_after")
+        return cls(keep_latest, keep_every, metric, mode, delete_after, delete_other_files)  # type: ignore[arg-type]
+
+    @property
+    def keeps_all(self) -> bool:
+        """Returns whether there are no rules."""
+        return self.latest is None and self.every is None and self.metric is None
+
+    def best(self, steps: Sequence[Step]) -> Step | None:
+        """The best step by the metric, the newest of equal ones; None if none has a value."""
+        if self.metric is None:
+            return None
+        name, sign = self.metric, -1 if self.mode == "min" else 1
+        measured = [step for step in steps if not math.isnan(step.metrics.get(name, math.nan))]
+        return max(measured, key=lambda step: (sign * step.metrics[name], step.number), default=None)
+
+    def kept(self, steps: Sequence[Step]) -> set[int]:
+        """The numbers of the steps to keep."""
+        numbers = sorted((step.number for step in steps), reverse=True)
+        best = self.best(steps)
+        if self.keeps_all or (self.metric is not None and best is None):
+            return set(numbers)
+        kept = set(numbers[: self.latest or 1])
+        if self.every is not None:
+            kept |= {number for number in numbers if number % self.every == 0}
+        return kept if best is None else kept | {best.number}
+
+
+# --- deletion of checkpoints that no rule keeps, and that no process uses ---------------------------------------------
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_LINKED = "it is a link: remove it, and its target, by hand"
+
+
+def _delete(storage: Storage, step: Step, owner: Ownership, *, other_files: bool) -> str:
+    """Deletes a checkpoint, its metadata first. Returns why it must stay; empty if it is deleted.
+
+    Files that no save wrote are deleted with ``other_files``; otherwise they are a reason to stay. Raises
+    `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or the run no longer owns the folder.
+    """
+    with storage.lock_directory() as lock:
+        if storage.locks_are_visible and not lock.is_exclusive:
+            return "it is being saved or loaded"
+        try:
+            files, folders = storage.listing()
+        except NotCommitted:
+            return ""
+        names = [file.name for file in files]
+        others = [*folders, *(name for name in names if not is_ours(name))]
+        if others and not other_files:
+            return f"it holds what no save wrote: {', '.join(sorted(others)[:3])}"
+        head = read_head(storage)
+        if head is not None and head.save_id != step.save_id:
+            return "another save has replaced it"
+        owner.check()
+        withdraw(storage, names)
+        for name in folders:
+            _remove_tree(storage.child(name))
+        remove_files(storage, names)
+    return ""
+
+
+def _remove_tree(storage: Storage) -> None:
+    files, folders = storage.listing()
+    for name in folders:
+        _remove_tree(storage.child(name))
+    remove_files(storage, [file.name for file in files])
+
+
+# --- after each commit: the file `LATEST` names the newest checkpoint, and old ones are deleted -----------------------
+
+
+class Retaining:
+    """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the first rank.
+
+    With a local folder, ``folder`` is the remote one, and only checkpoints on the remote count. ``rules`` is None on
+    the other ranks, which change nothing.
+    """
+
+    def __init__(
+        self,
+        folder: Storage,
+        names: StepNames,
+        rules: Retention | None,
+        owner: Ownership,
+        flushing: Flushing | None,
+        place: Callable[[], Place | None],
+    ) -> None:
+        self._folder = folder
+        self._names = names
+        self._rules = rules
+        self._owner = owner
+        self._flushing = flushing
+        self._place = place
+        self._lock = free_in_child(threading.Lock())
+        self._running: list[Future[None]] = []
+        self._deleted: set[int] = set()
+        self._has_warned = False
+        self._latest = 0  # the serial of the save that `LATEST` names
+        self._has_failed = False
+
+    def after(self, saved: Step) -> None:
+        """Called with a committed checkpoint, on a thread of its own."""
+        if self._rules is None:
+            return
+        self._look_for_metric(saved)
+        self._deleted.discard(saved.number)
+        arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
+        if arrival is None:
+            self._retain(saved)
+        else:
+            retaining = weakref.ref(self)  # the future keeps its callbacks, which must not keep the job's memory
+
+            def go_on(done: Future[float]) -> None:
+                alive = retaining()
+                if alive is not None and done.exception() is None:
+                    alive._begin(lambda: alive._retain(saved))
+                elif alive is not None:  # another run may have claimed the folder; then the next save reports it
+                    alive._begin(alive._owner.claim)
+
+            arrival.add_done_callback(go_on)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Waits for the work that was begun."""
+        wait_for(self._running, deadline.left)
+
+    def _look_for_metric(self, saved: Step) -> None:
+        """Warns once of a checkpoint without a value of the metric of ``keep_best``."""
+        assert self._rules is not None
+        metric = self._rules.metric
+        if metric is None or self._has_warned or self._rules.best([saved]) is not None:
+            return
+        self._has_warned = True
+        if metric in saved.metrics:
+            problem = f"the metric {metric!r} of step {saved.number} is NaN, and keep_best needs a number"
+        else:
+            given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
+            problem = (
+                f"step {saved.number} was saved without the metric {metric!r}, which keep_best needs{given}: pass "
+                f"metrics={{{metric!r}: ...}} to save"
+            )
+        logger.warning("%s: %s. While no checkpoint has a value of it, none is deleted", self._folder.path, problem)
+
+    def _begin(self, what: Callable[[], None]) -> None:
+        running = [other for other in self._running if not other.done()]
+        self._running = [*running, in_background(what, name="checkpoint-manager")]
+
+    def _retain(self, saved: Step) -> None:
+        assert self._rules is not None
+        with self._lock:
+            place = self._place()
+            if saved.number in self._deleted:
+                return  # a later step has arrived first, and the rules have deleted this one
+            if place is not None and place.branch != saved.branch:
+                return  # the job has left that branch, and the step to which it went back must stay
+            try:
+                self._owner.check()
+            except CheckpointError as error:
+                logger.warning("old checkpoints are not deleted: %s", str(error))
+                return
+            self._move_latest(saved)
+            if self._rules.keeps_all:
+                return
+            for step in self._delete_old(saved, self._rules):
+                self._deleted.add(step.number)
+                if place is not None:
+                    place.numbers.discard(step.number)
+
+    def _delete_old(self, saved: Step, rules: Retention) -> Iterator[Step]:
+        """Deletes the checkpoints of the branch that no rule keeps, except ``saved``; yields those that are deleted.
+
+        The log has failures, and reasons to stay. No save fails because of them.
+        """
+        folder = self._folder
+        try:
+            steps = members(sound(read_steps(folder, self._names)), saved.branch)
+            if saved.number not in {step.number for step in steps}:
+                raise ReadError(f"{folder.path} does not show step {saved.number}, which has just been saved")
+        except CheckpointError as error:
+            logger.warning("old checkpoints are not deleted: %s", error)
+            return
+        kept, linked = rules.kept(steps) | {saved.number}, folder.linked_directories()
+        for step in steps:
+            storage = folder.child(step.name)
+            is_recent = not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after
+            if step.number in kept or is_recent:
+                continue
+            try:
+                reason = _LINKED if step.name in linked else ""
+                reason = reason or _delete(storage, step, self._owner, other_files=rules.delete_other_files)
+            except Exception as error:
+                reason = storage.scrub(describe(error))
+            if reason:
+                logger.warning("%s is not deleted: %s", storage.path, reason)
+            else:
+                logger.info("deleted %s", storage.path)
+                yield step
+
+    def _move_latest(self, saved: Step) -> None:
+        """Moves `LATEST` to a checkpoint, unless it names one that was saved later. Logs the first failure.
+
+        The file is plain text, for people and scripts. Restores read it, too: a listing of the folder may come from a
+        cache, and so may not show the newest checkpoint yet.
+        """
+        if saved.serial <= self._latest:
+            return  # a later checkpoint has arrived first
+        self._latest = saved.serial
+        try:
+            self._folder.put(LATEST, f"{saved.name}\n".encode(), sync=False)
+        except CheckpointError as error:  # for example, a directory has that name
+            if not self._has_failed:
+                logger.warning("no file says which checkpoint is the newest: %s", str(error))
+            self._has_failed = True

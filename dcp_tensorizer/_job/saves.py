@@ -1,0 +1,413 @@
+"""Runs the saves of a job, one at a time, and the work after each commit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+
+from .._index.schema import SaveRecord
+from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
+from .._saving.commit import WrittenFiles, is_uncommitted
+from .._saving.engine import FailuresInARow
+from .._saving.save import SaveDescription
+from .._staging.staged_save import StagedStateDict
+from .._staging.state_tree import fingerprint
+from .._storage.base import Storage
+from ..errors import CheckpointError, StagingError, WriteError, describe, listed, unwrap
+from ..planner import SavePlanner
+from ..writer import DescribedStager, TensorizerStorageWriter
+from .exports import Exports, ties_in
+from .metrics import GoodputClock
+from .options import JobOptions
+from .ranks import Agreement, Heartbeats
+from .restart import OnStaged
+from .restore import StatePart
+from .steps import Step
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_CLEAN_UP_SECONDS = 20.0
+
+
+class NewStep(NamedTuple):
+    """A step to be saved, or held in memory."""
+
+    storage: Storage  # the checkpoint's directory
+    name: str  # the name of that directory
+    record: SaveRecord  # the record for the index
+
+
+@dataclass(slots=True)
+class _StepSave:
+    """The save of a step."""
+
+    new: NewStep
+    began: float
+    future: Future[str] = field(default_factory=Future)  # done when the save is committed; the path
+    over: Future[None] = field(default_factory=Future)  # done when the work after the commit is done
+    saved: Step | None = None  # the checkpoint, once it is committed
+    files: WrittenFiles = field(default_factory=WrittenFiles)  # the files that this rank has written
+
+    def __post_init__(self) -> None:
+        # The future cannot be cancelled, because the other ranks save in any case.
+        self.future.set_running_or_notify_cancel()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.future.done() and self.future.exception() is not None
+
+
+class _Held(NamedTuple):
+    """A step that is only in memory."""
+
+    new: NewStep
+    staged: StagedStateDict | None  # None if the state could not be collected
+    refusal: StagingError | None  # why the state could not be collected
+    is_due: bool  # a save of the step was due
+
+
+class Saves:
+    """The saves of one rank.
+
+    Args:
+        writer: Writes them.
+        agreement: Makes the decisions of all ranks.
+        heartbeats: Tells slow ranks from dead ones, on a group that only saves use.
+        options: The options of the job.
+        clock: Measures the times of saves.
+        after: Called with each committed checkpoint, on a thread of its own.
+        exports: Exports models; None if there are no exports.
+
+    Attributes:
+        planner: Plans all saves.
+        failures: Counts the failures in a row.
+        error: The error of the last save, if no call has raised it yet.
+    """
+
+    def __init__(
+        self,
+        writer: TensorizerStorageWriter,
+        agreement: Agreement,
+        heartbeats: Heartbeats,
+        options: JobOptions,
+        clock: GoodputClock,
+        *,
+        after: Callable[[Step], None],
+        exports: Exports | None,
+    ) -> None:
+        self.failures = FailuresInARow()
+        self.error: BaseException | None = None
+        self._writer = writer
+        self.planner = SavePlanner()
+        self._agreement = agreement
+        # A state that is kept in memory needs its replicas: it may be all that is left of the job.
+        self._replicas = None if options.survive else Replicas(self.planner, agreement)
+        self._heartbeats = heartbeats
+        self._clock = clock
+        self._max_failures = options.max_failures
+        writer.saver.freshness.must_change = options.must_change
+        self._after = after
+        self._exports = exports
+        self._is_warm = False
+        self._unmatched: set[str] = set()  # the patterns of which a warning has told
+        self._last: _StepSave | None = None
+        self._held: _Held | None = None
+        self._following = threading.local()
+
+    def warm_up(self, state: Mapping[str, Any], part: StatePart) -> None:
+        """Allocates the staging buffer before the first save. Optimizers must have their state by then."""
+        if not self._is_warm:
+            self._is_warm = True
+            with suppress(StagingError):  # the save will report the error
+                self._writer.prewarm(part.of(state))
+
+    def start(
+        self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged | None = None
+    ) -> Future[str]:
+        """Stages a part of the state, starts its save, and returns before the save is over.
+
+        If a ``state_dict`` raises an error, the save begins all the same, and fails on all ranks: otherwise the others
+        would wait for this one. Then the error is raised. ``on_staged`` as in `SaveDescription`.
+        """
+        since = self._clock.now()
+        collected, error = self._collected(state, part)
+        future = self._start(new, collected, since, _refusal(error), on_staged)
+        if error is not None:
+            raise error
+        return future
+
+    def _start(
+        self,
+        new: NewStep,
+        collected: dict[str, Any],
+        since: float,
+        refusal: StagingError | None,
+        on_staged: OnStaged | None = None,
+        ties: Mapping[str, str] | None = None,
+    ) -> Future[str]:
+        """Saves the collected state. With a ``refusal`` the save fails, on all ranks."""
+        before, self._is_warm, self._held = self._last, True, None
+        omitted = frozenset[str]()
+        if self._replicas is not None:
+            follows = before is not None and before.saved is not None
+            omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
+        save = _StepSave(new, since)
+        on_staged = self._exporting(collected, on_staged, ties)
+        description = SaveDescription(new.record, refusal, omitted, on_staged, save.files)
+        response = async_save(
+            collected,
+            checkpoint_id=new.storage.location,
+            storage_writer=self._writer,
+            async_stager=DescribedStager(self._writer, description),
+            planner=self.planner,
+            process_group=self._heartbeats.group,
+        )
+        done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        self._last = save
+        in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
+        return save.future
+
+    def _exporting(
+        self, collected: Mapping[str, Any], on_staged: OnStaged | None, ties: Mapping[str, str] | None
+    ) -> OnStaged | None:
+        """Waits for the last export, and lets the next staged state be kept for its export."""
+        if self._exports is None:
+            return on_staged
+        self._wait_exported()
+        return self._exports.keeping(ties_in(collected) if ties is None else ties, on_staged)
+
+    def _wait_exported(self) -> None:
+        """Waits for the export of the last save, because the next state is about to be staged."""
+        if self._exports is not None:
+            self.wait()
+            self._exports.release_staged()
+
+    def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
+        """Waits until the last export is published. One rank publishes; with ``on_all_ranks`` all learn of an error.
+
+        Then every rank must call it.
+        """
+        exports = self._exports
+        if exports is None or not exports.publishes or self._is_in_callback:
+            return
+        if not on_all_ranks:
+            self.error = exports.wait_published(deadline) or self.error
+            return
+        try:
+            with self._heartbeats.watch("published"):
+                own = exports.wait_published(deadline)
+            errors = self._agreement.gathered(own)
+        except WriteError as error:  # a rank is gone
+            errors = [error]
+        self.error = next((error for error in errors if error is not None), self.error)
+
+    def hold(
+        self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged, *, is_due: bool
+    ) -> None:
+        """Stages a state, which is written only if `write_held` is called. The arguments are those of `start`."""
+
+        def keep(staged: StagedStateDict) -> None:
+            staged.staged_save.ties = ties
+            self._held = _Held(new, staged, None, is_due)
+            on_staged(staged)
+
+        self._wait_exported()
+        is_due = is_due or (self._held is not None and self._held.is_due)  # this step takes the place of the held one
+        collected, error = self._collected(state, part)
+        ties = {} if self._exports is None else ties_in(collected)
+        if error is not None:  # other ranks hold the step: if they write it, the save must fail on all ranks
+            self._held = _Held(new, None, _refusal(error), is_due)
+            raise error
+        self._writer.saver.hold(collected, keep)
+
+    def _collected(self, state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
+        """Collects the state dicts of ``Stateful`` values, as DCP does. Returns also the error if one of them failed.
+
+        Warns once of each pattern that leaves out nothing. The first rank has to do, whose state may lack the keys of
+        other ranks.
+        """
+        unmatched = set(part.exclude) - self._unmatched
+        try:
+            collected = part.of(state, unmatched)
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # a load inside may raise CheckpointException, a BaseException
+            return {}, error
+        if unmatched and self._agreement.is_first:
+            self._unmatched |= unmatched
+            logger.warning(
+                "exclude: no key of the state on the first rank matches %s: nothing is left out by it. Keys of nested "
+                "dicts are joined by dots, as 'model.weight', and a list is one key",
+                listed(sorted(unmatched)),
+            )
+        return collected, None
+
+    def write_held(self) -> None:
+        """Begins the save of the newest step, if it is only in memory and a save of it was due."""
+        held = self._held
+        if held is None or not held.is_due:
+            return
+        refusal, state, ties = held.refusal, dict[str, Any](), None
+        if held.staged is not None:
+            try:
+                held.staged.staged_save.wait_copied()
+                state = dict(held.staged)  # `dict` does not call `items`, which ties the state to a save
+                ties = held.staged.staged_save.ties
+            except StagingError as error:
+                refusal = error
+        self._start(held.new, state, self._clock.now(), refusal, ties=ties)
+
+    @property
+    def held_step(self) -> int | None:
+        """The newest step, if it is only in memory and a save of it was due."""
+        return None if self._held is None or not self._held.is_due else self._held.new.record.step
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether the last save is still running."""
+        return self._last is not None and not self._last.future.done()
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the last save and the work after it are over."""
+        return self._last is None or self._last.over.done()
+
+    def check(self, failures: int) -> None:
+        """Raises `WriteError` after too many failures in a row, so that training does not go on without checkpoints."""
+        self.failures.check(self._max_failures, failures)
+
+    def is_last(self, step: int) -> bool:
+        """Returns whether the last save is of this step, and has not failed."""
+        return self._last is not None and self._last.new.record.step == step and not self._last.has_failed
+
+    @property
+    def future(self) -> Future[str]:
+        """The future of the last save."""
+        assert self._last is not None
+        return self._last.future
+
+    @property
+    def saved(self) -> Step | None:
+        """The checkpoint of the last save; None if it is not committed, or there was no save."""
+        return None if self._last is None else self._last.saved
+
+    def wait_committed(self) -> Step | None:
+        """Waits for the last save. Returns its checkpoint, or None if it failed, or there was no save."""
+        if self._last is None:
+            return None
+        self._last.future.exception()
+        return self.saved
+
+    def forget(self) -> None:
+        """Forgets the last save, which is over, because the job does not resume from it."""
+        self._last = self._held = None
+
+    def wait(self, deadline: Deadline = NEVER) -> None:
+        """Waits for the last save and the work after it.
+
+        A callback of a save's future waits for the save alone, because the work after it follows the callbacks.
+        """
+        if self._last is not None:
+            waited_for: Future[Any] = self._last.future if self._is_in_callback else self._last.over
+            wait_for([waited_for], deadline.left)
+
+    @property
+    def _is_in_callback(self) -> bool:
+        """Returns whether the caller is a callback of a save's future."""
+        return getattr(self._following, "is_here", False)
+
+    def raise_error(self) -> None:
+        """Raises the error of the last save, if no call has raised it yet."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def _follow(self, save: _StepSave, done: Future[Any], before: _StepSave | None) -> None:
+        self._following.is_here = True
+        try:
+            meta: StorageMeta | None = done.result().storage_meta
+        except BaseException as error:
+            cause = unwrap(error)
+            self._fail(save, self._heartbeats.error_of(cause, f"{save.new.storage.path} was not saved") or cause)
+            if is_uncommitted(error):
+                with suppress(Hung):  # the disk does not answer: the thread is left behind
+                    in_time(save.files.remove, _CLEAN_UP_SECONDS)
+        else:
+            save_id = "" if meta is None else meta.save_id or ""
+            record = save.new.record
+            save.saved = Step(record.step, save.new.name, save_id, time.time_ns(), record)
+            self.error = None
+            self.failures.committed(save.new.storage.path)
+            self._clock.saved(save.began)
+            try:
+                save.future.set_result(save.new.storage.location)
+            except BaseException:  # a callback has failed; waiting threads have been told already
+                logger.exception("a callback of the save of %s failed; the save did not", save.new.storage.path)
+            if before is not None:
+                before.over.result()
+            with suppress(Exception):  # the error has been logged
+                self._after(save.saved)
+            if self._exports is not None and self._exports.is_due(save.new.record.step):
+                self.error = self._exports.run(save.saved)
+        finally:
+            self._following.is_here = False
+            save.over.set_result(None)
+
+    def _fail(self, save: _StepSave, cause: BaseException) -> None:
+        if not isinstance(cause, CheckpointError):
+            failure = WriteError(f"{save.new.storage.path} was not saved: {describe(cause)}")
+            failure.__cause__ = cause
+            cause = failure
+        self.error = cause
+        self.failures.failed(str(cause))
+        self._clock.failed()
+        save.future.set_exception(cause)
+
+
+def _refusal(error: BaseException | None) -> StagingError | None:
+    return None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
+
+
+# --- replicas: tensors that a rank need not stage, because other ranks write them -------------------------------------
+
+
+class Replicas:
+    """Finds the tensors that a rank need not stage, because other ranks write them.
+
+    The planner decides by the keys, shapes and shardings of all ranks alone. So if these have not changed on any rank
+    since the last save, each rank writes the same items again.
+    """
+
+    def __init__(self, planner: SavePlanner, agreement: Agreement) -> None:
+        self._planner = planner
+        self._agreement = agreement
+        self._last: int | None = None
+
+    def omitted(self, state: Mapping[str, Any] | None, *, follows: bool) -> frozenset[str]:
+        """Returns the keys of the tensors that need not be staged. Every rank must call it before each save.
+
+        ``state`` is None if it could not be collected. ``follows``: the last save is committed. Raises `WriteError` if
+        a rank is gone.
+        """
+        if self._agreement.is_alone:
+            return frozenset()
+        current = None
+        if state is not None:
+            with suppress(Exception):  # for example a tensor without a shape: staging reports it to all ranks
+                current = fingerprint(state)
+        is_same = follows and current is not None and current == self._last
+        self._last = current
+        (differs,) = self._agreement.largest(int(not is_same))
+        return frozenset() if differs else self._planner.written_elsewhere

@@ -1,0 +1,218 @@
+"""Deals with saves that a dead job has left in local folders: they are flushed, loaded from there, or given up.
+
+Each rank sees only the local folder of its own node. So the ranks tell each other which saves they have.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from .._runtime.threads import Deadline
+from .._saving.flushing import Flushing
+from .._storage.local import LocalStorage
+from .._tensor_file.names import is_data_file_name, metadata_file_name, save_id_in
+from .._tiers.flush import discard, drop, missing_files, named_files, remove_unused
+from .._tiers.queue import OPEN, TOLD, FlushEntry, FlushRecord
+from ..errors import CheckpointError, ReadError, listed_ranks
+from .ranks import Agreement
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_CLAIM_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+_ASK_SECONDS = 5.0  # the pause between two agreements, so that none takes longer than the group's timeout
+
+
+class UnflushedPart(NamedTuple):
+    """A rank's part of a save that is not on the remote yet."""
+
+    record: FlushRecord
+    is_confirmed: bool = False  # the rank knows that the save is committed, but another rank has the commit
+    is_alive: bool = False  # the writer that saved it is alive
+
+    @property
+    def committed(self) -> Mapping[str, int] | None:
+        """The files of all ranks, on the rank that commits; None on other ranks."""
+        return None if self.record.commit is None else self.record.commit.files
+
+
+class Left(NamedTuple):
+    """The saves in a rank's local folder that are not on the remote yet."""
+
+    held: set[str]  # their existing files
+    parts: list[UnflushedPart]
+    can_list: bool  # the rank can list its folder
+
+
+class _Loss(NamedTuple):
+    """A save that will not get to the remote."""
+
+    place: str
+    files: set[str]  # the files that are known
+    reason: str
+    is_known: bool  # the save is known to have been committed
+
+
+def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
+    """Lets the flush go on with saves of an earlier job. Waits for it if they can only be loaded from the remote.
+
+    If each rank has all files of a save in its local folder, it is loaded from there. Saves of a lost node are given
+    up: each rank logs an error, and their files on the remote are removed. Every rank calls it. Returns the ids of the
+    saves that were given up, the same on all ranks. Raises `WriteError` if a rank is gone.
+    """
+    if flushing is None:
+        return set()
+    own = flushing.open_records()
+    can_list, queue = flushing.is_readable, flushing.queue
+    held = {name for _, record in own for name in _whole(flushing, record)}
+    parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
+    everybody = agreement.gathered(Left(held, parts, can_list))
+    losses = list[_Loss]()
+    if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush gives them up later
+        losses = agreement.decided(lambda: _losses(flushing, _suspects(everybody)))
+    for loss in losses:
+        _give_up(flushing, own, loss)
+    flushing.resume()
+    is_far = any(
+        part.committed is not None and not part.committed.keys() <= held for left in everybody for part in left.parts
+    )
+    (must_wait,) = agreement.largest(int(is_far))  # then all ranks have given up the lost saves
+    for loss in losses:
+        if agreement.is_first:
+            _clear(flushing, loss)
+        if loss.is_known:
+            flushing.report_lost(
+                f"{flushing.target.name}/{loss.place} is given up, and will not be on the remote: {loss.reason}"
+            )
+        elif agreement.is_first:
+            logger.warning("%s/%s: %s, and its files are removed", flushing.target.name, loss.place, loss.reason)
+    if must_wait:
+        _wait(flushing, agreement)
+    return {save_id_in(name) for loss in losses for name in loss.files}
+
+
+def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
+    """The existing files of a record. Files that cannot be read count, too: the flush tries them again for a while."""
+    local, whole = LocalStorage(flushing.target.folder(record.place)), set[str]()
+    for name, nbytes in record.files.items():
+        try:
+            found = local.head(name)
+        except ReadError:
+            found = nbytes
+        if found == nbytes:
+            whole.add(name)
+    return whole
+
+
+def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[str]]]:
+    """The saves that seem to be lost: the known parts of each, and the files that no rank has.
+
+    Either no node of this job has some files of a commit, or none has the commit of some parts. Saves of a living
+    writer do not count, because a job may load the saves of another one.
+    """
+    held = set[str]().union(*(left.held for left in everybody))
+    parts = [part for left in everybody for part in left.parts]
+    named = set[str]().union(*(part.committed or () for part in parts))
+    suspects = [
+        ([part], files.keys() - held)
+        for part in parts
+        if (files := part.committed) is not None and not part.is_alive and files.keys() - held
+    ]
+    orphans = dict[tuple[str, str], list[UnflushedPart]]()
+    for part in parts:
+        record = part.record
+        if record.commit is None and not named & record.files.keys():
+            orphans.setdefault((record.place, min(map(save_id_in, record.files), default="")), []).append(part)
+    return suspects + [(of_save, set()) for of_save in orphans.values() if not any(part.is_alive for part in of_save)]
+
+
+def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], set[str]]]) -> list[_Loss]:
+    """The suspects that are not on the remote either. While the remote cannot be read, none counts as lost."""
+    losses = []
+    for parts, missing in suspects:
+        place, commit = parts[0].record.place, parts[0].committed
+        try:
+            remote = flushing.target.open(place)
+            if commit is not None:
+                missing = missing_files(remote, missing, commit)
+                reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
+                if missing:
+                    losses.append(_Loss(place, set(commit), reason, is_known=True))
+                continue
+            files = {name for part in parts for name in part.record.files}
+            if files & named_files(remote, metadata_file_name()):
+                continue  # it is on the remote, but the local record does not say so yet
+        except CheckpointError as error:
+            logger.warning("%s/%s cannot be read: %s", flushing.target.name, place, str(error))
+            continue
+        ranks = listed_ranks([part.record.rank for part in parts])
+        is_known = any(part.is_confirmed for part in parts)
+        lost = "its node is lost" if is_known else "the save was not over, or its node is lost"
+        reason = f"no node of this job has its metadata, but data of rank {ranks}: {lost}"
+        losses.append(_Loss(place, files, reason, is_known))
+    return losses
+
+
+def _give_up(flushing: Flushing, own: Sequence[tuple[FlushEntry, FlushRecord]], loss: _Loss) -> None:
+    """Gives up this node's part of a lost save."""
+    for entry, record in own:
+        if (
+            record.place == loss.place
+            and loss.files & (record.files if record.commit is None else record.commit.files).keys()
+        ):
+            _give_up_part(flushing, entry, record, loss.reason)
+
+
+def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
+    deadline = time.monotonic() + _CLAIM_SECONDS
+    while time.monotonic() < deadline:
+        now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)
+        if now is None:  # another rank of this node has given it up
+            return
+        with flushing.queue.claimed(now) as is_free:
+            if is_free:
+                try:
+                    flushing.queue.give_up(now, record, reason, TOLD)
+                except (
+                    CheckpointError
+                ) as error:  # not raised, because the other ranks wait; the flush gives it up later
+                    logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
+                    return
+                drop(flushing.queue, now._replace(state=TOLD), record)
+                return
+        time.sleep(_LOOK_SECONDS)  # it is being flushed, perhaps by another job
+
+
+def _clear(flushing: Flushing, loss: _Loss) -> None:
+    """Removes a lost save from the remote, with files of lost nodes: all have the save's id in their names."""
+    with suppress(CheckpointError, OSError):
+        remote = flushing.target.open(loss.place)
+        ids, found = {save_id_in(name) for name in loss.files}, set[str]()
+        with suppress(CheckpointError):
+            found = {file.name for file in remote.listing()[0] if is_data_file_name(file.name)}
+        discard(remote, *loss.files, *(name for name in found if save_id_in(name) in ids))
+        remove_unused(remote)
+
+
+def _wait(flushing: Flushing, agreement: Agreement) -> None:
+    """Waits until no rank has a save to flush, or until no flush has made progress for the timeout."""
+    logger.info(
+        "%s: waiting for the flush of saves that the job before has left in local folders: no node has all of their "
+        "files",
+        flushing.target.name,
+    )
+    patience, before = flushing.target.patience(), flushing.progress()
+    while True:
+        is_over = flushing.wait(Deadline(_ASK_SECONDS), until=lambda: not flushing.unflushed())
+        now = flushing.progress()
+        if now != before:
+            before = now
+            patience.renew()
+        is_stuck = patience.is_over()
+        (goes_on,) = agreement.largest(int(not is_over and not is_stuck))
+        if not goes_on:
+            return

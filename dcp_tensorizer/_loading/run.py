@@ -1,0 +1,520 @@
+"""Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
+
+Data that cannot be read in place (other dtypes or strides, parts of blocks) goes through scratch memory: one buffer per
+thread, at most of an operation's size. Data for a GPU goes through the slots of a `PinnedPool` instead. Encrypted
+blocks are decrypted where they have been read to.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import resource
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from .._index.layouts import regions_of_range
+from .._runtime.forks import free_in_child
+from .._runtime.memory_limit import available_memory
+from .._runtime.spans import Span
+from .._runtime.threads import Workers, ranks_of_node
+from .._staging.device import CUDA
+from .._staging.shared_memory import aligned
+from .._storage.base import UNLIMITED, MemoryReader, RangeReader, Storage
+from .._tensor_file.digests import DigestCheck, all_match, check_digests
+from .._tensor_file.dtypes import memories_of, named_dtype
+from .._tensor_file.encryption import Cipher
+from ..errors import CheckpointError, ChecksumMismatch, ReadError
+from .gpu import PinnedPool, PinnedPools, Slot
+from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
+from .targets import ReadTarget, in_turns, part_of
+
+
+def limits_of(storage: Storage) -> ReadLimits:
+    """The limits by which reads of a storage are joined and cut."""
+    return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
+
+
+def fetch(
+    storage: Storage,
+    targets: Sequence[ReadTarget],
+    *,
+    threads: int | None = None,
+    verify: bool,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    cipher: Cipher | None = None,
+    limits: ReadLimits | None = None,
+    page_cache: bool | None = None,
+    in_memory: Mapping[str, bytes] = MappingProxyType({}),
+    pools: PinnedPools | None = None,
+    note: Callable[[Span], object] = lambda span: None,
+) -> int:
+    """Reads everything that the targets want; returns the number of bytes. Targets on a GPU are ready when it returns.
+
+    Args:
+        storage: The checkpoint's directory.
+        targets: The regions to read, and the tensors that receive them.
+        threads: Parallel reads at most; None for a number that suits the storage.
+        verify: Compare the data with its digests.
+        progress: Called with the bytes done and the bytes in all, by one reading thread at a time.
+        cipher: Decrypts encrypted items.
+        limits: How reads are joined and cut; None for the storage's.
+        page_cache: Leave data of local disks in the page cache; None: if there is room for it.
+        in_memory: Contents of files that need not be read, by name.
+        pools: Memory for data on its way to GPUs, shared by several reads; None for its own.
+        note: Called with the time of each operation, by several threads.
+
+    Raises:
+        ReadError: a file is missing, too short or unreadable; names file, key and offset.
+        ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
+    """
+    if not targets:
+        return 0
+    turns = [plan_reads(turn, limits or limits_of(storage), verify=verify) for turn in in_turns(targets)]
+    operations = [operation for turn in turns for operation in turn]
+    total = sum(operation.nbytes for operation in operations)
+    if page_cache is None:
+        page_cache = _has_room_to_cache(total)
+    counting = free_in_child(threading.Lock())
+    # a setting of this thread; without it, others could not write to its tensors
+    is_inference = torch.is_inference_mode_enabled()
+    done = 0
+
+    def run(operation: ReadOperation) -> int:
+        nonlocal done
+        began, nbytes = time.perf_counter(), operation.nbytes
+        with torch.inference_mode(is_inference):
+            verifying = executor.run(operation)
+        note(Span("read file", began, time.perf_counter(), operation.file, nbytes, verifying))
+        with counting:
+            done += nbytes
+            progress(done, total)
+        return nbytes
+
+    with ExitStack() as stack:
+        pools = pools or stack.enter_context(PinnedPools(CUDA))
+        min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
+        pool = stack.enter_context(pools.pool_for(operations, max_threads))
+        files = stack.enter_context(closing(_OpenFiles(storage, operations, in_memory)))
+        executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
+        for turn in turns:
+            run_all(turn, run, min_threads=min_threads, max_threads=max_threads)
+    return total
+
+
+def _has_room_to_cache(nbytes: int) -> bool:
+    """Returns whether the page cache has room for twice what this rank reads, and as much for each other rank of this
+    machine.
+
+    Otherwise a load through it would evict what others need, and would not even find its own data the next time.
+    """
+    available = available_memory()
+    return available is None or available >= 2 * (ranks_of_node() or 1) * nbytes
+
+
+class _OpenFiles:
+    """The files of a load, each open from its first operation to its last.
+
+    Operations are in the order of files, so only a few files are open at once.
+    """
+
+    def __init__(self, storage: Storage, operations: Iterable[ReadOperation], in_memory: Mapping[str, bytes]) -> None:
+        self._storage = storage
+        self._in_memory = in_memory
+        self._operations_left = Counter(operation.file for operation in operations)
+        self._files: dict[str, RangeReader] = {}
+        self._lock = free_in_child(threading.Lock())
+
+    def open(self, name: str) -> RangeReader:
+        with self._lock:
+            if name in self._in_memory and name not in self._files:
+                self._files[name] = MemoryReader(self._in_memory[name])
+            if name not in self._files:
+                try:
+                    self._files[name] = self._storage.open(name)
+                except OSError as error:
+                    message = f"cannot open {self._storage.path}/{name}: {error}{_advice(error)}"
+                    raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
+            return self._files[name]
+
+    def finish_operation(self, name: str) -> None:
+        """Closes a file after its last operation."""
+        with self._lock:
+            self._operations_left[name] -= 1
+            if not self._operations_left[name]:
+                self._files.pop(name).close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class _Executor:
+    """Runs operations, several at once, each in its own thread."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: _OpenFiles,
+        verify: bool,
+        cipher: Cipher | None,
+        pool: PinnedPool | None,
+        *,
+        page_cache: bool,
+    ) -> None:
+        self._storage = storage
+        self._page_cache = page_cache
+        self._verify = verify
+        # Data that is not hashed need not stay in the cache. Reading it in few calls is 5% faster.
+        self._slice_bytes = storage.reads.slice_bytes if verify else UNLIMITED
+        self._cipher = cipher
+        self._pool = pool
+        self._files = files
+        self._scratch = threading.local()
+
+    def run(self, operation: ReadOperation) -> float:
+        """Reads, checks and copies out the segments of one operation; returns the seconds of checking and
+        decrypting.
+        """
+        if self._pool is None or not any(map(self._pool.is_for, operation.targets)):
+            return self._run(operation, None)
+        with self._pool.slot() as slot:
+            return self._run(operation, slot)
+
+    def _run(self, operation: ReadOperation, slot: Slot | None) -> float:
+        places = self._places(operation, slot)
+        verifying = self._read(operation, places)
+        for segment, place in zip(operation.segments, places, strict=True):
+            if segment.item.nonce_and_macs:
+                verifying += _timed(self._decrypt, segment, place)
+            if segment.target_offset is None:
+                scatter(segment, place, slot)
+        return verifying
+
+    # --- the memory that segments are read into -----------------------------------------------------------------
+
+    def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
+        """The memory that each segment is read into: its target's, or a part of the slot or of this thread's scratch
+        buffer.
+        """
+        sizes = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
+        scratch = iter(self._scratch_views(sizes, slot) if sizes else ())
+        own = iter(memories_of([s.targets[0].tensor for s in operation.segments if s.target_offset is not None]))
+        return [
+            next(scratch) if offset is None else next(own)[offset : offset + stop - start]
+            for _, start, stop, _, offset in operation.segments
+        ]
+
+    def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
+        starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))
+        buffer = getattr(self._scratch, "buffer", None) if slot is None else slot.memory
+        if buffer is None or buffer.numel() < starts[-1]:
+            assert slot is None, "slots are of the size of the largest operation"
+            self._scratch.buffer = buffer = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
+        view = buffer.numpy().data
+        return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    # --- reading and checking -----------------------------------------------------------------------------------
+
+    def _read(self, operation: ReadOperation, places: Sequence[memoryview]) -> float:
+        """Reads segments into their memory, and compares each with its digests; returns the seconds of comparing."""
+        verifying = 0.0
+        try:
+            file = self._files.open(operation.file)
+            if not self._page_cache and not any(target.shared for target in operation.targets):
+                file = file.once(operation.offset, operation.nbytes)
+            for batch in operation.batches(self._slice_bytes):
+                verifying += self._read_batch(file, operation.segments[batch], places[batch])
+            self._files.finish_operation(operation.file)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            key = operation.segments[0].targets[0].key
+            raise ReadError(
+                self._storage.scrub(
+                    f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of {self._storage.path}/"
+                    f"{operation.file} (for {key!r}): {type(error).__name__}: {error}{_advice(error)}"
+                )
+            ) from self._storage.cause(error)
+        return verifying
+
+    def _read_batch(self, file: RangeReader, segments: Sequence[Segment], places: Sequence[memoryview]) -> float:
+        """Reads one segment in slices, or several at once."""
+        if len(segments) == 1:
+            return self._read_slices(file, segments[0], places[0])
+        file.read_into(with_gaps(segments, places), segments[0].offset)
+        return _timed(self._compare_all, segments, places) if self._verify else 0.0
+
+    def _compare_all(self, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
+        if all_match([segment.item for segment in segments], places):
+            return
+        for segment, place in zip(segments, places, strict=True):
+            self._compare(segment, place)
+
+    def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> float:
+        check = DigestCheck(segment.item, segment.start, place.nbytes) if self._verify else None
+        verifying, step = 0.0, self._slice_bytes
+        if check is not None and step < place.nbytes:
+            step = max(1, step // segment.item.block) * segment.item.block
+        for start in range(0, place.nbytes, step):
+            data = place[start : start + step]
+            file.read_into([data], segment.offset + start)
+            if check is not None:
+                verifying += _timed(check.update, data)
+        if check is not None and not check.matches():
+            self._compare(segment, place)
+        return verifying
+
+    def _compare(self, segment: Segment, data: memoryview) -> None:
+        try:
+            check_digests(segment.item, segment.start, data)
+        except ChecksumMismatch as mismatch:
+            advice = "" if segment.item.nonce_and_macs else ", or pass verify=False to read it as it is"
+            raise self._mismatch(segment, f"{mismatch}", advice) from None
+
+    def _decrypt(self, segment: Segment, data: memoryview) -> None:
+        """Decrypts whole blocks. A block's MAC reveals damage, as its digest would, and also deliberate changes."""
+        assert self._cipher is not None, "the reader looks for a key first"
+        step = segment.item.block
+        for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
+            if not self._cipher.decrypt(data[start : start + step], segment.item.nonce_and_macs, number):
+                raise self._mismatch(segment, f"bytes {number * step:,} to {number * step + step:,}")
+
+    def _mismatch(self, segment: Segment, damaged_bytes: str, advice: str = "") -> ChecksumMismatch:
+        keys = ", ".join(repr(target.key) for target in segment.targets)
+        return ChecksumMismatch(
+            f"{keys} in {self._storage.path}/{segment.item.file}: {damaged_bytes} of the tensor at byte "
+            f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{advice}."
+        )
+
+
+def _timed(function: Callable[..., object], *arguments: object) -> float:
+    """Calls a function; returns the seconds that it took."""
+    began = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - began
+
+
+def _advice(error: Exception) -> str:
+    """Advice for an error. A load has checked before that the files exist; a tool has not."""
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
+        return (
+            ". The checkpoint is damaged, or was overwritten or removed while it was read: load it again, or another "
+            "one."
+        )
+    return ""
+
+
+def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:
+    """Buffers for consecutive bytes: the segments' memory, and memory for the gaps between them."""
+    starts = [item.offset + start for item, start, _, _, _ in segments]
+    gaps = [after - start - place.nbytes for start, after, place in zip(starts, starts[1:], places, strict=False)]
+    room = memoryview(bytearray(max(gaps, default=0)))
+    buffers = [places[0]]
+    for gap, place in zip(gaps, places[1:], strict=True):
+        if gap:
+            buffers.append(room[:gap])
+        buffers.append(place)
+    return buffers
+
+
+# --- from scratch memory to the targets -------------------------------------------------------------------------------
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor, and the one whose elements it gets."""
+
+
+def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None = None) -> None:
+    """Copies to each target its part of a segment.
+
+    ``data`` are the segment's bytes, on any device if they are a uint8 tensor. ``slot`` is the slot that holds them if
+    some targets are on a GPU: copies to those are queued.
+    """
+    for target in segment.targets:
+        is_queued = slot is not None and slot.pool.is_for(target)
+        copy = slot.copy if slot is not None and is_queued else torch.Tensor.copy_
+        if target.has_stored_layout:
+            pairs = _run(target, segment, data)
+        elif slot is not None and is_queued:
+            # Only runs of bytes cross the bus. The device picks rows out of them, converts them, and writes to any
+            # strides.
+            pairs = _parts(target, segment, slot.send(data, target))
+        else:
+            pairs = _parts(target, segment, data)
+        for pair in pairs:
+            copy(*pair)
+
+
+def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
+    """As `_parts`, for a target of the stored layout: one pair at most, and few calls of torch.
+
+    Each call lets the interpreter go, and other threads take it.
+    """
+    assert target.run is not None
+    begin, end = target.run
+    first, stop = max(segment.start, begin), min(segment.stop, end)
+    if first >= stop:
+        return
+    dtype, size = target.tensor.dtype, target.itemsize
+    if isinstance(data, torch.Tensor):
+        source = data[first - segment.start : stop - segment.start].view(dtype)
+    else:
+        count = (stop - first) // size
+        source = torch.frombuffer(data, dtype=dtype, count=count, offset=first - segment.start)
+    offset = target.tensor.storage_offset() + (first - begin) // size
+    yield _with_copy_kernel(target.tensor.as_strided((source.numel(),), (1,), offset), source)
+
+
+def _parts(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
+    """Views of a target and of the segment's elements that belong there."""
+    content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+    elements = content.view(named_dtype(target.item.dtype))
+    first = segment.start // target.itemsize
+    strides = _strides(target.shape)
+    for run in regions_of_range(first, first + elements.numel(), target.shape):
+        region = run.intersect(target.region)
+        if region is None:
+            continue
+        offset = sum(start * stride for start, stride in zip(region.start, strides, strict=True)) - first
+        source = elements.as_strided(region.size, strides, elements.storage_offset() + offset)
+        yield _with_copy_kernel(part_of(target.tensor, region, target.region), source)
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``, for every dtype."""
+    target, source = _with_copy_kernel(target, source)
+    target.copy_(source)
+
+
+def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
+    """The tensors as bytes if their elements are bytes: torch has no copy kernel for some one-byte dtypes."""
+    if target.dtype == source.dtype and source.itemsize == 1:
+        return target.view(torch.uint8), source.view(torch.uint8)
+    return target, source
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a C-ordered array."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+# --- the threads of a load --------------------------------------------------------------------------------------------
+#
+# Reads from the page cache keep cores busy, and more threads than cores hinder each other. Disks and servers make
+# threads wait, and need many reads at once for their full speed. A load does not know beforehand which it will meet. So
+# it begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache took 252 ms with 8
+# threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s
+# with few.
+
+_T = TypeVar("_T")
+
+# A thread waits for the storage if less than a quarter of its time was spent on a core. It may also have waited for a
+# core, or for the interpreter lock: twice as many threads as cores read the page cache a tenth slower.
+_WAITING_FACTOR = 4
+# It also waits for a disk if more than half of its bytes came from one: it may be busy decrypting or copying them for
+# half of the time.
+_FROM_DISK = 0.5
+_RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
+
+
+class Usage(NamedTuple):
+    """A thread's use of the processor since some moment in the past."""
+
+    wall_seconds: float  # passed since then
+    cpu_seconds: float  # on a core
+    disk_bytes: int  # read by the kernel for it; not counted by every network filesystem
+
+
+def thread_usage() -> Usage:
+    """The usage of the calling thread."""
+    blocks = 0 if _RUSAGE_THREAD is None else resource.getrusage(_RUSAGE_THREAD).ru_inblock
+    return Usage(time.perf_counter(), time.thread_time(), blocks * 512)
+
+
+def run_all(
+    operations: Iterable[_T],
+    run: Callable[[_T], int],
+    *,
+    min_threads: int,
+    max_threads: int,
+    usage: Callable[[], Usage] = thread_usage,
+) -> None:
+    """Calls ``run`` with each operation, in order, in several threads; after an error no other operation begins.
+
+    ``run`` returns how many bytes it has read. ``min_threads`` threads begin, and up to ``max_threads`` run while
+    others wait for the storage, which ``usage`` shows.
+    """
+    remaining = deque(operations)
+    workers: list[Future[None]] = []
+
+    def work() -> None:
+        """Runs one operation after the other. A future for each would take longer than a small read."""
+        began = usage()
+        nbytes = finished = 0
+        try:
+            while remaining:
+                try:
+                    operation = remaining.popleft()
+                except IndexError:  # another thread has just taken the last one
+                    return
+                nbytes += run(operation)
+                finished += 1
+                can_grow = remaining and len(workers) < max_threads
+                if can_grow and _is_power_of_two(finished) and _waits_for_storage(began, usage(), nbytes):
+                    start()  # noqa: F821  (deleted when no thread runs any more)
+        except BaseException:
+            remaining.clear()
+            raise
+
+    def start() -> None:
+        with suppress(RuntimeError):  # no more threads can be started: the running ones do everything
+            workers.append(pool.submit(work))  # noqa: F821  (as above)
+
+    try:
+        with Workers(max_threads, "dcp-read") as pool:  # waits for threads that write to targets
+            try:
+                for _ in range(min(min_threads, max_threads, len(remaining))):
+                    start()
+                if not workers:
+                    work()
+                for worker in workers:  # also those that join meanwhile
+                    worker.result()
+            except BaseException:  # also a KeyboardInterrupt, which no worker sees
+                remaining.clear()
+                raise
+    finally:
+        del (
+            work,
+            start,
+        )  # they form a cycle, which would keep the targets until the next garbage collection
+
+
+def _is_power_of_two(number: int) -> bool:
+    """Measuring takes time. So a thread measures its usage after its first operation, its second, fourth, eighth, and
+    so on.
+    """
+    return number & (number - 1) == 0
+
+
+def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:
+    """Returns whether a thread that has read ``nbytes`` bytes has mostly waited for them.
+
+    All of its time counts, because a single operation may be long only because it was interrupted.
+    """
+    wall = now.wall_seconds - began.wall_seconds
+    busy = now.cpu_seconds - began.cpu_seconds
+    from_disk = now.disk_bytes - began.disk_bytes
+    return wall > _WAITING_FACTOR * busy or from_disk > _FROM_DISK * nbytes

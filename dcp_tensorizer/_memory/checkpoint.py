@@ -1,0 +1,218 @@
+"""Reads a kept state as a checkpoint like any other: an index, and files that are in memory.
+
+So it is planned, read and verified like one on storage: for any number of ranks, and any sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+
+from .._index.container import IndexFile, read_head
+from .._index.locations import RankPlaces
+from .._index.read import Index
+from .._index.schema import ItemKey, item_key
+from .._index.write import encode
+from .._runtime.forks import Descriptor
+from .._runtime.threads import cores
+from .._storage.base import FileInfo, MemoryReader, RangeReader, ReadTuning, Sink, Storage
+from .._storage.local_io import read_into
+from .._tensor_file.names import (
+    StoredItem,
+    block_size,
+    data_file_name,
+    data_file_rank,
+    is_data_file_name,
+    metadata_file_name,
+)
+from ..errors import WriteError
+from .protocol import Extent, Keep, KeptContent, KeptHead
+from .replicas import RemotePart
+
+_SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
+_STREAMS = 4  # the fewest parallel reads from other hosts, however few cores this one has
+
+
+class KeptCheckpoint(Storage):
+    """The kept states of ranks, as a checkpoint's directory. Nothing is written there.
+
+    Args:
+        path: The checkpoint's name in messages.
+        states: The states of the ranks, each with its buffer on this host or another one. `close` closes the buffers.
+            If several states have an item, the last of them is loaded: put that of the loading rank last.
+
+    Attributes:
+        save_id: The id of the save.
+        is_whole: The states of all ranks are there.
+        places: The place of each rank's part, for messages.
+
+    Raises:
+        CheckpointError: an item cannot be described; names its key.
+    """
+
+    def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor | RemotePart]]) -> None:
+        self.places: dict[int, str] = {}
+        self.save_id = states[0][0].state.head.id
+        self.is_whole = len(states) == states[0][0].state.head.world_size
+        self.path = self.location = path
+        is_remote = any(isinstance(buffer, RemotePart) for _, buffer in states)
+        threads = max(cores(), _STREAMS) if is_remote else cores()
+        self.reads = ReadTuning(max_threads=threads, min_threads=threads, slice_bytes=_SLICE)
+        self._files: dict[str, memoryview] = {}
+        self._buffers = {
+            _names(content.state.head)[0]: buffer
+            if isinstance(buffer, RemotePart)
+            else _Buffer(buffer, content.state.nbytes)
+            for content, buffer in states
+        }
+        indexes = [_index(content.state) for content, _ in states]
+        meta = StorageMeta(save_id=self.save_id)
+        metadata = Metadata({}, planner_data=_merged(indexes), storage_meta=meta)
+        for index in indexes:
+            _add_entries(index.state_dict_metadata, metadata.state_dict_metadata)
+        parts = [self._add(content, index) for (content, _), index in zip(states, indexes, strict=True)]
+        record = states[0][0].state.head.record
+        self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
+
+    def part_in(self, words: str) -> int | None:
+        """The rank whose file an error message names; None if it names none."""
+        ranks = (
+            data_file_rank(name) for name in self._files | self._buffers if is_data_file_name(name) and name in words
+        )
+        return next(ranks, None)
+
+    def close(self) -> None:
+        """Closes the buffers: nothing is read any more."""
+        for buffer in self._buffers.values():
+            buffer.release()
+
+    def _add(self, content: KeptContent, index: Metadata) -> RankPlaces:
+        """Adds a rank's state; returns the places of its items."""
+        state, head = content.state, content.state.head
+        names = _names(head)
+        self._files[names[1]] = memoryview(state.inline)
+        digests = {
+            (names[extent.is_inline], extent.offset, extent.nbytes): digests
+            for extent, digests in zip(state.extents, content.digests, strict=True)
+        }
+        places = {
+            key: item._replace(digests=digests[item.file, item.offset, item.length]) if item.file else item
+            for key, item in index.storage_data["items"].items()
+        }
+        return RankPlaces.of(head.rank, places, {names[0]: state.nbytes, names[1]: len(state.inline)})
+
+    def open(self, name: str) -> RangeReader:
+        return self._buffers.get(name) or MemoryReader(self._files[name])
+
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        content = self._files.get(name)
+        return None if content is None else bytes(content[:most])
+
+    def head(self, name: str) -> int | None:
+        content = self._buffers.get(name) or self._files.get(name)
+        return None if content is None else content.nbytes
+
+    def listing(self) -> tuple[list[FileInfo], list[str]]:
+        return [
+            FileInfo(name, content.nbytes, None, None) for name, content in (self._files | self._buffers).items()
+        ], []
+
+    def child(self, name: str) -> NoReturn:
+        raise WriteError(f"{self.path} has no directories")
+
+    def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
+        raise OSError(f"{self.path} cannot be written to")
+
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        raise WriteError(f"{self.path} cannot be written to")
+
+    def remove(self, *names: str) -> None:
+        raise OSError(f"{self.path} cannot be written to")
+
+
+class _Buffer(RangeReader):
+    """The staging buffer of another process, read as a file: mapping it takes as long as copying it."""
+
+    def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
+        self._descriptor = descriptor
+        self.nbytes = nbytes
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        read_into(self._descriptor.number, buffers, offset)
+
+    def release(self) -> None:
+        """Closes the descriptor for good. `close` does not: a checkpoint's file may be opened again."""
+        self._descriptor.close()
+
+
+def _names(head: KeptHead) -> list[str]:
+    """The files of a rank's state: its buffer, and the bytes that are not in the buffer."""
+    return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
+
+
+# --- the description of a kept state ----------------------------------------------------------------------------------
+#
+# It is an index of one rank's part, as a checkpoint has one of all parts. Keepers pass it on without decoding it. Its
+# digests are zeros: keepers take the real ones later, and send them beside it.
+
+
+def description_of(
+    head: KeptHead, items: Iterable[tuple[WriteItem, StoredItem]], planner_data: object, nbytes: int, inline_nbytes: int
+) -> bytes:
+    """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes beside it.
+
+    ``items`` are those of the plan, each with its `kept_place`. Raises `CheckpointError`, naming the key, if an item
+    cannot be described.
+    """
+    names = _names(head)
+    entries: dict[str, Any] = {}
+    places: dict[ItemKey, StoredItem] = {}
+    for planned, place in items:
+        data = planned.tensor_data
+        entry = (
+            BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [data.chunk])
+        )
+        _add_entries({planned.index.fqn: entry}, entries)
+        places[item_key(planned.index)] = place
+    paths = planner_data if isinstance(planner_data, dict) else None
+    part = RankPlaces.of(head.rank, places, {names[0]: nbytes, names[1]: inline_nbytes})
+    return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
+
+
+def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
+    """The location of an item in the files of a state; ``extent`` is None if the item has no bytes."""
+    if extent is None:
+        return StoredItem.empty(dtype, kind)
+    is_inline, offset, nbytes = extent
+    count = -(-nbytes // block_size(nbytes))
+    digests = bytes(8 * (count + (count > 1)))
+    return StoredItem(data_file_name(head.rank, int(is_inline), head.id), name, offset, nbytes, dtype, kind, digests)
+
+
+def _index(state: Keep) -> Metadata:
+    """Decodes the description; raises `MetadataError` if it is invalid."""
+    path = f"the description of rank {state.head.rank}"
+    return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()
+
+
+def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
+    """Adds a rank's entries to the metadata of the state dict. Ranks may have the same chunks."""
+    for key, entry in entries.items():
+        tensor = known.setdefault(key, entry)
+        if tensor is not entry and isinstance(entry, TensorStorageMetadata):
+            tensor.chunks += [chunk for chunk in entry.chunks if chunk not in tensor.chunks]
+
+
+def _merged(indexes: Sequence[Metadata]) -> Any:
+    """Merges the ranks' paths of keys, as torch's planner does. None if a planner has other data."""
+    if not all(isinstance(index.planner_data, dict) for index in indexes):
+        return None
+    return {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}

@@ -1,0 +1,418 @@
+"""The keeper: a process beside each trainer, which outlives it and holds its newest states in memory.
+
+It holds the descriptors of the trainer's staging buffers, not copies. When the trainer is gone, it waits some seconds
+for a successor, and then ends. It neither reads nor writes storage.
+
+It also holds the digests of the states, by which a successor checks what it loads. If a save writes a state, the writer
+process takes the digests. The keeper takes those of all other states, and of those that were not yet written when the
+trainer was gone.
+
+While the trainer lives, nothing waits for digests and copies. So their threads have low priorities, and so has the
+session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does wait, and
+so the keeper has the usual priority once its trainer is gone. So has a keeper whose trainer heals other replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from .._runtime.channel import Channel, Done, Failed, Ready
+from .._runtime.child import at_end_of, begin, lower_priority, set_session_priority
+from .._runtime.forks import free_in_child
+from .._storage.local_io import read_into
+from .._tensor_file.digests import Digester
+from .._tensor_file.names import block_size
+from ..errors import WriteError, describe
+from .protocol import (
+    Answer,
+    ClaimRequest,
+    Copy,
+    CopyStatus,
+    Extent,
+    Forget,
+    Found,
+    Keep,
+    KeptContent,
+    KeptHead,
+    OpenToPeers,
+    Plain,
+    Request,
+    Take,
+    WrittenDigests,
+)
+from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
+from .runtime_directory import is_own_peer, listen, remove, touch
+from .wire import Address
+
+_NICENESS = 10  # below the writer process: the thread that takes digests, and the session of a keeper that copies
+_SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
+_TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days, and a connection does not renew them
+_NEEDED = "its memory was needed"
+_NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
+_DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
+
+
+class _KeptState:
+    """A kept state, whose buffer is read as a file.
+
+    Mapping it would take as long, and unmapping takes 25 ms for each GiB, during which training waits.
+    """
+
+    def __init__(self, state: Keep, fd: int, *, is_replica: bool = False) -> None:
+        if os.fstat(fd).st_size < state.nbytes:
+            raise ValueError(f"it does not have the {state.nbytes:,} bytes that it should have")
+        self.state = state
+        self.fd = fd
+        self.is_replica = is_replica
+        self.is_forgotten = self.is_digested = False
+        self.digests: Future[tuple[bytes, ...]] = Future()
+
+    def take_digests(self, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
+        """Takes the digests that are not ``known``; stops if the state is forgotten meanwhile."""
+        read = memoryview(bytearray(_SLICE))
+        try:
+            digests = tuple(self._digests(extent, read, known) for extent in self.state.extents)
+        except (OSError, EOFError, CancelledError):
+            self.digests.cancel()
+            return
+        with suppress(InvalidStateError):  # it has just been forgotten
+            self.digests.set_result(digests)
+
+    def _digests(self, extent: Extent, read: memoryview, known: Mapping[tuple[int, int], bytes]) -> bytes:
+        if not extent.is_inline and (digests := known.get((extent.offset, extent.nbytes))):
+            return digests
+        digester = Digester(block_size(extent.nbytes))
+        stop = extent.offset + extent.nbytes
+        if extent.is_inline:
+            digester.update(memoryview(self.state.inline)[extent.offset : stop])
+            return digester.digests()
+        for start in range(extent.offset, stop, _SLICE):
+            if self.is_forgotten:
+                raise CancelledError
+            part = read[: min(_SLICE, stop - start)]
+            read_into(self.fd, [part], start)
+            digester.update(part)
+        return digester.digests()
+
+    def forget(self) -> None:
+        """Refuses the state to everyone from now on, and ends the taking of digests."""
+        self.is_forgotten = True
+        self.digests.cancel()
+
+    def close(self) -> None:
+        """Frees the memory. Call it only when no digests are being taken."""
+        os.close(self.fd)
+
+
+class Keeper:
+    """Holds kept states, and answers the trainer, its successors, and the keepers of other hosts.
+
+    It waits for a successor as long as its states say, or for ``seconds`` if it has none. ``set_priority`` sets the
+    niceness of its session: higher while it copies beside its trainer.
+    """
+
+    def __init__(
+        self, job: str, trainer: int, seconds: float, set_priority: Callable[[int], object] = lambda niceness: None
+    ) -> None:
+        self._job = job
+        self._trainer = trainer
+        self._seconds = seconds
+        self._set_priority = set_priority
+        self._kept: dict[tuple[str, int], _KeptState] = {}  # by id and rank: the trainer's own parts, and replicas
+        self._claimed_by = ""  # the last run of a job that has claimed this keeper
+        self._server: ReplicaServer | None = None
+        self._copy = CopyStatus()
+        self._copying: _KeptState | None = None  # the state that is being copied, or was copied last
+        self._copied: tuple[Address, KeptHead] | None = None  # the keeper that has copies, and the last copied state
+        self._claims: dict[object, str] = {}  # the run of a job that has claimed this keeper, by its connection
+        self.is_orphaned = self._is_over = False
+        self._deadline: float | None = None
+        self._changed = free_in_child(threading.Condition())
+        # Peers wait for the digests of a live state, but not for those of one that is kept in case the trainer ends.
+        lower = functools.partial(lower_priority, _NICENESS) if seconds else None
+        self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
+
+    def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
+        """Answers the requests of one connection until its other end is gone."""
+        try:
+            with suppress(OSError):
+                channel.serve(lambda request, fds: self._answer(request, fds, channel, is_trainer=is_trainer))
+        finally:
+            with self._changed:
+                if self._claims.pop(channel, None) is not None:
+                    self._wait_anew()
+            if is_trainer:
+                self.orphan()
+            channel.close()
+
+    def orphan(self) -> None:
+        """Notes that the trainer is gone, or needs its keeper no longer."""
+        with self._changed:
+            if not self.is_orphaned:
+                self.is_orphaned = True
+                self._set_priority(0)
+                self._wait_anew()
+                for kept in reversed(list(self._kept.values())):  # a successor wants the newest state
+                    self._digest(kept)
+
+    def wait_for_end(self, path: Path) -> None:
+        """Waits for a message that ends the keeper, or until no successor has come in time. Keeps the socket fresh."""
+        with self._changed:
+            while not self._is_over:
+                left = _TOUCH_SECONDS if self._deadline is None else self._deadline - time.monotonic()
+                if left <= 0:
+                    return
+                if not self._changed.wait(min(left, _TOUCH_SECONDS)):
+                    touch(path)
+
+    def _wait_anew(self) -> None:
+        """Gives a successor the whole time again to come; unlimited time while one is there."""
+        if self.is_orphaned:
+            seconds = max((kept.state.seconds for kept in self._kept.values()), default=self._seconds)
+            self._deadline = None if self._claims else time.monotonic() + seconds
+            self._changed.notify_all()
+
+    def _answer(
+        self, request: Request, fds: list[int], channel: Channel, *, is_trainer: bool
+    ) -> tuple[Answer, list[int]]:
+        match request:
+            case Keep():
+                return self._keep(request, fds[0]), []
+            case WrittenDigests(number, known):
+                with self._changed:
+                    if (kept := self._own(number)) is not None:
+                        self._digest(kept, known)
+                return Done(), []
+            case Forget(ids, but_copied):
+                return self._forget(ids, is_trainer=is_trainer, but_copied=but_copied), []
+            case OpenToPeers(host, secret, anew):
+                if anew and self._server is not None:
+                    self._server.close()
+                    self._server = None
+                return self._open_to_peers(host, secret), []
+            case Copy():
+                return self._begin_copy(request), []
+            case Plain.LOOK_AT_COPY:
+                return self._copy, []
+            case Plain.DROP_COPIES:
+                return self._drop_copies(), []
+            case Plain.LOOK:
+                with self._changed:
+                    heads = tuple(kept.state.head for kept in self._kept.values())
+                    address = None if self._server is None else self._server.address
+                    return Found(self._job, self._trainer, self.is_orphaned, heads, address), []
+            case ClaimRequest(job):
+                return self._claim(job, channel), []
+            case Take(state_id, rank):
+                return self._take(state_id, rank)
+            case Plain.END:
+                with self._changed:
+                    self._is_over = True
+                    self._changed.notify_all()
+                return Done(), []
+
+    def _keep(self, state: Keep, fd: int) -> Answer:
+        try:
+            kept = _KeptState(state, fd)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            return Failed(f"the staging buffer cannot be read: {error}")
+        with self._changed:
+            self._kept[state.head.id, state.head.rank] = kept
+            self._wait_anew()
+            if self.is_orphaned or not state.digests_follow:
+                self._digest(kept)
+        return Done()
+
+    def _digest(self, kept: _KeptState, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
+        """Begins to take the digests, unless that has begun already."""
+        if not kept.is_digested:
+            kept.is_digested = True
+            self._digesting.submit(kept.take_digests, known)
+
+    def _own(self, state_id: str) -> _KeptState | None:
+        """The trainer's own part of a state."""
+        of_state = (kept for (other, _), kept in self._kept.items() if other == state_id)
+        return next((kept for kept in of_state if not kept.is_replica), None)
+
+    def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
+        """Forgets states: for a trainer its own parts of them, for a successor all parts. Returns their ids.
+
+        With ``but_copied`` the state that was copied last stays: once a host is lost, another host may need its own
+        part of that state.
+        """
+        with self._changed:
+            copied = "" if self._copy.problem else self._copy.id
+            over = [state_id for state_id in ids if not (but_copied and state_id == copied)]
+            if copied in over and not self._copy.is_running:
+                self._copy = CopyStatus(copied, problem=_NEEDED, is_given_up=True)
+            keys = [key for key, kept in self._kept.items() if key[0] in over and not (is_trainer and kept.is_replica)]
+            forgotten = [self._kept.pop(key) for key in keys]
+            self._wait_anew()
+        for kept in forgotten:
+            kept.forget()
+            self._digesting.submit(kept.close)
+        return tuple(over)
+
+    def _claim(self, job: str, channel: Channel) -> Answer:
+        with self._changed:
+            if not self.is_orphaned or any(other != job for other in self._claims.values()):
+                return Failed("its trainer lives, or another job has claimed it")
+            self._claims[channel] = self._claimed_by = job
+            self._wait_anew()
+            return Done()
+
+    def _take(self, state_id: str, rank: int) -> tuple[Answer, list[int]]:
+        try:
+            content = self.content(state_id, rank, _DIGEST_SECONDS)
+        except TimeoutError:
+            return Failed("it has no digests: there was no time to take them"), []
+        with self._changed:
+            kept = self._kept.get((state_id, rank))
+            if content is None or kept is None or kept.is_forgotten:
+                return Failed("it is not kept any more"), []
+            return content, [kept.fd]
+
+    # --- replicas ---------------------------------------------------------------------------------------------------
+
+    def _open_to_peers(self, host: str, secret: bytes) -> Answer:
+        if self._seconds:  # a keeper with 0 seconds serves peers that wait for a live state
+            self._set_priority(_NICENESS)
+        try:
+            self._server = self._server or ReplicaServer(self, host, secret)
+        except (OSError, WriteError) as error:
+            return Failed(f"it cannot be reached from other hosts at {host}: {error}")
+        return self._server.address
+
+    def _begin_copy(self, request: Copy) -> Answer:
+        with self._changed:
+            kept, before = self._own(request.id), self._copying
+            if kept is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
+                return Failed("it is not kept" if kept is None else "another state is being copied")
+            self._digest(kept)  # a save may take long to send them
+            fd = os.dup(kept.fd)
+            self._copied = request.to, kept.state.head
+            self._copy, self._copying = CopyStatus(request.id, is_running=True), kept
+        threading.Thread(target=self._run_copy, args=(request, kept, fd), name="copy", daemon=True).start()
+        return Done()
+
+    def _drop_copies(self) -> Answer:
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            try:
+                drop_copies(*copied)
+            except OSError as error:
+                return Failed(f"the keeper at {copied[0]!r} cannot be reached: {error}")
+        return Done()
+
+    def _run_copy(self, request: Copy, kept: _KeptState, fd: int) -> None:
+        status = CopyStatus(request.id)
+        lower_priority(NICENESS_OF_COPIES)
+        try:
+            digests = kept.digests.result(_DIGEST_SECONDS)
+            throttle = Throttle(request.rate)
+            content = KeptContent(kept.state, digests)
+            copy_part(request.to, content, fd, request.keep, throttle, lambda: not kept.is_forgotten)
+        except NotCopied as error:
+            status = CopyStatus(
+                request.id,
+                problem=str(error),
+                is_claimed=error.is_claimed,
+                is_full=error.is_full,
+                is_given_up=kept.is_forgotten,
+            )
+        except BaseException as error:
+            problem = _NEEDED if kept.is_forgotten else describe(error)
+            status = CopyStatus(request.id, problem=problem, is_given_up=kept.is_forgotten)
+        finally:
+            os.close(fd)
+            with self._changed:
+                if self._copying is kept:  # otherwise this copy was given up for the next one
+                    self._copy = status
+
+    def refusal(self) -> str:
+        """Returns why this keeper takes no more copies; empty if it does."""
+        return f"a later run of this job ({self._claimed_by}) has claimed this keeper" if self._claimed_by else ""
+
+    def add_replica(self, content: KeptContent, fd: int) -> None:
+        """Adds a complete replica with its buffer."""
+        kept = _KeptState(content.state, fd, is_replica=True)
+        kept.is_digested = True
+        kept.digests.set_result(content.digests)
+        with self._changed:
+            self._kept[content.state.head.id, content.state.head.rank] = kept
+            self._wait_anew()
+
+    def drop_replicas(self, head: KeptHead, keep: str) -> list[tuple[int, int]]:
+        """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
+        with self._changed:
+            keys = [
+                (state_id, rank)
+                for (state_id, rank), kept in self._kept.items()
+                if kept.is_replica and rank == head.rank and kept.state.head.job == head.job and state_id != keep
+            ]
+            dropped = [self._kept.pop(key) for key in keys]
+        return [(kept.fd, kept.state.nbytes) for kept in dropped]
+
+    def content(self, state_id: str, rank: int, seconds: float) -> KeptContent | None:
+        """A part of a state; None if it is not kept. Raises `TimeoutError` if there are no digests in time."""
+        with self._changed:
+            kept = self._kept.get((state_id, rank))
+            if kept is None:
+                return None
+            self._digest(kept)
+        try:
+            return KeptContent(kept.state, kept.digests.result(seconds))
+        except CancelledError:
+            return None
+        except FutureTimeout:
+            raise TimeoutError from None
+
+    def buffer(self, state_id: str, rank: int) -> int | None:
+        """A descriptor of a part's buffer, which the caller closes; None if the part is not kept."""
+        with self._changed:
+            kept = self._kept.get((state_id, rank))
+            return None if kept is None or kept.is_forgotten else os.dup(kept.fd)
+
+
+def _accept(listener: socket.socket, keeper: Keeper) -> None:
+    while True:
+        connection, _ = listener.accept()
+        if is_own_peer(connection):
+            threading.Thread(target=keeper.serve, args=(Channel(connection),), name="visitor", daemon=True).start()
+        else:
+            connection.close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs a keeper.
+
+    The arguments are those of `begin`, the trainer's process id, the run of its job, the seconds, and the socket's
+    path.
+    """
+    channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
+
+    def set_priority(niceness: int) -> None:
+        set_session_priority(niceness, lambda: niceness == 0 or not keeper.is_orphaned)
+
+    keeper = Keeper(run, int(trainer), float(seconds), set_priority)
+    listener = listen(Path(path))
+    try:
+        channel.send(Ready())
+        threading.Thread(target=keeper.serve, args=(channel,), kwargs={"is_trainer": True}, daemon=True).start()
+        threading.Thread(target=_accept, args=(listener, keeper), daemon=True).start()
+        at_end_of(pidfd, keeper.orphan)
+        keeper.wait_for_end(Path(path))
+    finally:
+        remove(Path(path))
+        os._exit(0)  # threads may still run: all that they hold is memory

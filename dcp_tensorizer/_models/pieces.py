@@ -1,0 +1,227 @@
+"""The pieces of a model's files that a rank writes by itself, and those that it sends to the rank that writes their
+block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .._index.layouts import Region
+from .._saving.item_bytes import ItemBytes
+from .._saving.rank_group import RankGroup
+from .._saving.write_plan import Item
+from .._storage.base import Storage
+from .._tensor_file.dtypes import dtype_name
+from .._tensor_file.regions import Integers, runs_of_region
+from .._writer_process.options import SaveOptions
+from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
+from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob
+from .layout import GranuleOwners, RankLayout
+
+_WINDOW = 64 << 20  # bytes of the files per rank in one exchange
+_FIELDS = 3  # sent with each piece: file, offset, bytes
+
+
+class TensorPart(NamedTuple):
+    """A part of a tensor of the model, and the source that has its bytes."""
+
+    file: int
+    start: int
+    """The offset of the whole tensor in the file."""
+    itemsize: int
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    region: Region
+    source: int
+    chunk: tuple[tuple[int, ...], Region] | None = None
+    """The shape of the source, and the part's region there; None if the source has nothing else."""
+
+
+def part_of_row(
+    layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int
+) -> Iterator[TensorPart]:
+    """The part of a tensor in a file that a source has: a chunk of a tensor of the state dict, which has ``shape``.
+
+    ``row`` is one of that tensor's in the layout. There is none if the chunk has no elements of it.
+    """
+    file, start = int(layout.file[row]), int(layout.start[row])
+    itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
+    if (number := int(layout.place[row])) < 0:
+        yield TensorPart(file, start, itemsize, shape, chunk, source)
+        return
+    place = layout.places[number]
+    here, there = place.box.carry(chunk), chunk.intersect(place.box.there)
+    if here is not None and there is not None:
+        yield TensorPart(file, start, itemsize, place.shape, here, source, (chunk.size, there.within(chunk)))
+
+
+def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
+    """The pieces of the files that hold parts of tensors."""
+    found = []
+    for part in parts:
+        offsets, nbytes = runs_of_region(part.shape, *part.region, part.itemsize)
+        if part.chunk is None:
+            starts = np.arange(len(offsets), dtype=np.int64) * nbytes
+        else:
+            shape, region = part.chunk
+            starts, of_run = runs_of_region(shape, *region, part.itemsize)
+            # Both are products of the same last sizes, so that the smaller one divides the larger one.
+            offsets, starts = _cut(offsets, nbytes, min(nbytes, of_run)), _cut(starts, of_run, min(nbytes, of_run))
+            nbytes = min(nbytes, of_run)
+        count = len(offsets)
+        columns = np.full(count, part.file), offsets + part.start, np.full(count, nbytes), np.full(count, part.source)
+        found.append(Pieces(*columns, starts))
+    return Pieces.joined(found)
+
+
+def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
+    """The offsets of runs, when each is cut into runs of ``size`` bytes."""
+    if size == nbytes:
+        return firsts
+    return (firsts[:, None] + np.arange(0, nbytes, size, dtype=np.int64)).reshape(-1)
+
+
+def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:
+    """Divides a rank's pieces into those in blocks that it writes alone, and those in blocks that ranks share.
+
+    Each of the latter lies within one block.
+    """
+    pieces = pieces.select(pieces.nbytes > 0).sorted()
+    if not layout.has_granules or not len(pieces):
+        return pieces, pieces.select(slice(0, 0))
+    sizes = np.array([part.granule for part in layout.files], dtype=np.int64)
+    ends = np.array([part.file.nbytes for part in layout.files], dtype=np.int64)
+    begins_run = np.ones(len(pieces), dtype=bool)
+    begins_run[1:] = (np.diff(pieces.file) != 0) | (pieces.offset[1:] != (pieces.offset + pieces.nbytes)[:-1])
+    run = np.cumsum(begins_run) - 1
+    first = pieces.offset[begins_run]
+    last = np.append(np.flatnonzero(begins_run)[1:], len(pieces)) - 1
+    stop = (pieces.offset + pieces.nbytes)[last]
+    file = pieces.file[begins_run]
+    size = sizes[file]
+    whole_from = -(-first // size) * size
+    whole_to = np.where(stop == ends[file], stop, stop // size * size)
+    begin, end = pieces.offset, pieces.offset + pieces.nbytes
+    low, high = whole_from[run], np.maximum(whole_from, whole_to)[run]
+    own = _clipped(pieces, np.maximum(begin, low), np.minimum(end, high))
+    head = _clipped(pieces, begin, np.minimum(end, low))
+    tail = _clipped(pieces, np.maximum(begin, high), end)
+    shared = Pieces.joined([head, tail]).sorted()
+    return own, shared.cut(sizes[shared.file])
+
+
+def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
+    clipped = Pieces(pieces.file, begin, end - begin, pieces.source, pieces.start + begin - pieces.offset)
+    return clipped.select(clipped.nbytes > 0)
+
+
+def round_count(layout: RankLayout) -> int:
+    """The number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
+    return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
+
+
+class SharedFiles(NamedTuple):
+    """Pieces of the files that all ranks write, as `WriterClient.write` takes them.
+
+    ``pieces`` names the sources by their numbers among the items, all of which have bytes. They are written as
+    ``dtypes``.
+    """
+
+    storage: Storage
+    rank: int
+    options: SaveOptions
+    files: tuple[SharedFilePart, ...]
+    pieces: Pieces
+    dtypes: Sequence[torch.dtype]
+
+    def request(self, sources: Sequence[TensorSource], digest: object) -> SharedWriteRequest:
+        """The request to write them in the writer process."""
+        names = tuple(map(dtype_name, self.dtypes))
+        return SharedWriteRequest(self.storage.location, self.options, self.files, self.pieces, tuple(sources), names)
+
+    def job(self, items: Sequence[Item], contents: object, digest: object) -> SharedWriteJob:
+        """The job of writing them in this process."""
+        fill = ItemBytes([item.tensor for item in items], self.dtypes).fill
+        return SharedWriteJob(self.storage, self.files, self.pieces, fill, self.options)
+
+    def finish(self, done: WriteDone, digest: object) -> WriteDone:
+        """Returns the result as it is."""
+        return done
+
+    def remove(self) -> None:
+        """Leaves the files: the coordinator drops them."""
+
+
+class Received(NamedTuple):
+    """The pieces of shared blocks that a rank writes after an exchange."""
+
+    own: Pieces  # of its own sources
+    others: Pieces  # received from others; their source is ``content``
+    content: np.ndarray
+
+
+class PieceExchange:
+    """Sends the pieces of shared blocks to the ranks that write these, window by window.
+
+    ``shared`` are this rank's pieces (see `split`), and ``fill`` returns the bytes of the sources.
+    """
+
+    def __init__(self, shared: Pieces, layout: RankLayout, group: RankGroup, fill: Fill) -> None:
+        self._group = group
+        self._fill = fill
+        owners = GranuleOwners(layout)
+        sizes = np.array([part.granule for part in layout.files], dtype=np.int64)
+        bases = np.cumsum([0, *(part.file.nbytes for part in layout.files)])[:-1]
+        granule = shared.offset // sizes[shared.file] if len(shared) else shared.offset
+        pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
+        self._owner = np.array([owners.owner(*pair) for pair in pairs], dtype=np.int64)
+        # By the block's beginning, so that all of a block is in one window.
+        place = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
+        self._window = place // (_WINDOW * layout.ranks)
+        self._shared = shared
+
+    def counts(self, number: int) -> list[int]:
+        """How many pieces this rank sends each rank in a window, followed by how many bytes."""
+        chosen = self._of_window(number)
+        owner, nbytes = self._owner[chosen], self._shared.nbytes[chosen]
+        is_sent = owner != self._group.rank
+        pieces = np.bincount(owner[is_sent], minlength=self._group.size)
+        sums = np.bincount(owner[is_sent], weights=nbytes[is_sent], minlength=self._group.size)
+        return [*pieces.tolist(), *sums.astype(np.int64).tolist()]
+
+    def swap(self, number: int, counts: Integers) -> Received:
+        """Sends the pieces for other ranks, and receives those for this rank.
+
+        ``counts`` has a row for each rank: the result of its `counts`.
+        """
+        chosen = self._of_window(number)
+        pieces, owner = self._shared.select(chosen), self._owner[chosen]
+        own = pieces.select(owner == self._group.rank)
+        order = np.flatnonzero(owner != self._group.rank)
+        order = order[np.argsort(owner[order], kind="stable")]
+        sent = pieces.select(order)
+        size, rank = self._group.size, self._group.rank
+        fields = np.stack([sent.file, sent.offset, sent.nbytes], axis=1).astype(np.int64)
+        row_bytes = _FIELDS * 8
+        described = self._group.swap(
+            np.ascontiguousarray(fields).view(np.uint8).reshape(-1),
+            (counts[rank, :size] * row_bytes).tolist(),
+            (counts[:, rank] * row_bytes).tolist(),
+        )
+        content = np.empty(int(sent.nbytes.sum()), dtype=np.uint8)
+        at = 0
+        for source, start, nbytes in zip(sent.source.tolist(), sent.start.tolist(), sent.nbytes.tolist(), strict=True):
+            self._fill(source, start, content[at : at + nbytes])
+            at += nbytes
+        incoming = self._group.swap(content, counts[rank, size:].tolist(), counts[:, size + rank].tolist())
+        rows = described.view(np.int64).reshape(-1, _FIELDS)
+        starts = np.cumsum(rows[:, 2]) - rows[:, 2]
+        others = Pieces(rows[:, 0], rows[:, 1], rows[:, 2], np.zeros(len(rows), dtype=np.int64), starts)
+        return Received(own, others, incoming)
+
+    def _of_window(self, number: int) -> Integers:
+        return np.flatnonzero(self._window == number)

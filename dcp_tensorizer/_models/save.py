@@ -1,0 +1,687 @@
+"""The save of a model, as one rank sees it: a directory as Hugging Face has it.
+
+The coordinator lays the files out and begins them under other names, which no reader takes for a model's. All ranks
+write them. The coordinator completes them, and puts the index last: the index, or the only file, is the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._formats.safetensors import file_names, index_of
+from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
+from .._index.layouts import Region
+from .._index.schema import item_key
+from .._runtime.direct_memory import direct_memory
+from .._runtime.threads import Deadline
+from .._runtime.torch_compat import group_of_save, state_of_save
+from .._saving.commit import files_of_models, put_records, remove, remove_records
+from .._saving.item_bytes import ItemBytes
+from .._saving.keeping import KeptSave
+from .._saving.rank_group import RankGroup
+from .._saving.report import SaveCallbacks
+from .._saving.save import Save, SaveDescription
+from .._saving.saver import Saver
+from .._saving.ties import live_state, ties_of
+from .._saving.uploads import (
+    abort_uploads,
+    marks_of_uploads,
+    put_replaced,
+    put_uploads,
+    recorded_uploads,
+    remove_uploads,
+)
+from .._saving.write_plan import Item, plan_with
+from .._staging.staged_save import StagedSave, StagedStateDict
+from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
+from .._storage.open import NOT_SHARED, open_storage
+from .._tensor_file.dtypes import dtype_name
+from .._tensor_file.names import metadata_file_name
+from .._writer_process.options import SaveOptions
+from .._writer_process.protocol import WriteDone
+from .._writer_process.shared_job import Pieces, SharedFilePart
+from ..errors import NotCommitted, ReadError, StagingError, WriteError, listed
+from .layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
+from .pieces import PieceExchange, SharedFiles, TensorPart, part_of_row, pieces_of, round_count, split
+from .versions import SavedModel, VersionsOfWriter
+
+_WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|gguf|ggml|h5|keras|msgpack|ot|onnx|onnx[._]data|tflite|tensors|index\.json)$"
+    r"|\.ckpt(\.|$)",
+    re.IGNORECASE,
+)
+"""The ends of the names of files that hold weights in some format, or list them."""
+
+_CONFIG = "config.json"
+_DTYPES = ("torch_dtype", "dtype")  # transformers' name of the weights' dtype in it, until release 4.56 and since then
+
+
+class _OtherFile(NamedTuple):
+    """A file of the user's that is complete, and has a temporary name."""
+
+    file: SharedFile
+    parts: Mapping[int, Mapping[str, str]]
+    replaces: bool  # whether it would change what is there already: a model, or another file of its name
+
+
+class ModelSave(Save):
+    """One save of a model, as one rank sees it.
+
+    Attributes:
+        model: The options of the model.
+    """
+
+    _saver: ModelSaver
+
+    def __init__(
+        self,
+        saver: ModelSaver,
+        save_id: str,
+        storage: Storage,
+        staged: StagedSave | None,
+        kept: KeptSave | None = None,
+    ) -> None:
+        super().__init__(saver, save_id, storage, staged)
+        self.model = saver.model
+        self._ties: Mapping[str, str] = {} if staged is None else staged.ties
+        self._untied: list[str] = []  # names of tensors that have elements here, and are tied to nothing
+        self._order: dict[str, int] = {}
+        self._plan: ModelPlan | None = None
+        self._index_before: bytes | None = None
+        self._index: bytes | None = None  # what the commit has put into it; None if the model is one file
+        self._is_adapter = self.model.is_adapter
+        self._single = ADAPTER if self._is_adapter else SINGLE
+        self._has_single = False
+        self._is_fresh = True
+        self._begun: tuple[SharedFile, ...] = ()
+        self._others: tuple[_OtherFile, ...] = ()
+        self._completed: tuple[str, ...] = ()
+        self._left: set[str] = set()
+        self._dead: list[str] = []
+        self._held: deque[Callable[[], None]] | None = None
+
+    # --- DCP's hooks ------------------------------------------------------------------------------------------------
+
+    def prepare(self, plan: SavePlan) -> SavePlan:
+        """Creates the directory. The coordinator checks whether the model may be saved there.
+
+        Returns the plan, with the tied tensors of this rank. Raises `WriteError` if the directory cannot be created, or
+        holds a model that must not be replaced.
+        """
+        with self.or_fail():
+            self.open()
+            if self.commits:
+                self._order = {item.index.fqn: number for number, item in enumerate(plan.items)}
+            if self._staged is None and (state := live_state(state_of_save())) is not None:
+                self._ties = ties_of(state)
+            tied = {*self._ties, *self._ties.values()}
+            self._untied = [item.index.fqn for item in plan.items if item.index.fqn not in tied and _has_elements(item)]
+            return plan_with(plan, dict(self._ties))
+
+    def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Lays the files out, on the coordinator, and begins them; returns the plans with the layout.
+
+        Raises `WriteError` if the format cannot hold the model, or the files cannot be begun.
+        """
+        with self.or_fail():
+            ties = [plan.storage_data if isinstance(plan.storage_data, dict) else {} for plan in plans]
+            model = self._plan = plan_model(plans, self.model, path=self.path, order=self._order, ties=ties)
+            layout = rank_layout(model, self._in_time(lambda: self._begin_files(model)), self.id)
+            return [plan_with(plan, layout) for plan in plans]
+
+    def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
+        """Makes the save the model at its path; returns the files of the one that it replaces."""
+        plan = self._plan
+        assert plan is not None
+        parts: dict[int, dict[int, Mapping[str, str]]] = {}  # by the number of the file
+        for result in (result for of_rank in results for result in of_rank):
+            for number, of_file in result.storage_data.items():
+                parts.setdefault(number, {}).update(of_file)
+        self._begin_commit(metadata)
+        return self._in_time(lambda: self._commit_files(plan, parts))
+
+    def _committed(self) -> None:
+        """Lets the model be published as the next version, if that is wanted.
+
+        If it raises `WriteError`, the model is saved, and the one before could not be published.
+        """
+        if (versions := self._saver.versions) is not None:
+            context = None if self._staged is None else self._staged.context
+            step = None if self._record is None else self._record.step
+            versions.add(SavedModel(self.storage, self._index, context, self.hold(), step))
+
+    def end(self) -> None:
+        """Drops the files unless they are a model by now, and releases the directory. Idempotent."""
+        if self._plan is not None:
+            self._drop_files()
+        super().end()
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
+        layout = plan.storage_data
+        if not isinstance(layout, RankLayout):
+            raise WriteError(
+                f"{self.path}: the plan has no layout: give the save a planner that keeps the plans' storage_data"
+            )
+        self.id = layout.save_id
+        ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
+        if ranks.size != layout.ranks:
+            raise WriteError(f"{self.path}: {layout.ranks} ranks have planned the save, and its group has {ranks.size}")
+        job = _RankJob(self, layout)
+        with ExitStack() as shown:
+            others_failed = job.run(plan, planner, ranks, lambda own: shown.enter_context(self._progress(own)))
+            if (job.error is not None or others_failed) and self.commits:
+                self._drop_files()
+            if job.error is not None:
+                raise job.error
+        return job.items, job.done, [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
+
+    def _progress(self, own: Pieces) -> AbstractContextManager[Callable[[int], object]]:
+        return self._saver.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))
+
+    def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
+        """The items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
+        items = self._resolved(plan, planner)
+        try:
+            rows = layout.find([item.fqn for item in items])
+        except KeyError as error:
+            raise WriteError(f"{self.path}: {error.args[0]!r} was not planned") from None
+        if untied := layout.dropped(self._untied):
+            raise WriteError(
+                f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, and not "
+                f"on rank {self.rank}: tie it on all ranks, or on none"
+            )
+        for item in items:
+            if item.kind != "tensor":
+                raise WriteError(
+                    f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
+                    f"it is made of, or leave it out"
+                )
+        return [
+            item for item, of_item in zip(items, rows, strict=True) if layout.file[of_item[0]] >= 0 and item.has_bytes
+        ]
+
+    def headers(self) -> list[torch.Tensor]:
+        """The headers of the files on the coordinator, which writes them; none on other ranks."""
+        files = () if self._plan is None else self._plan.files
+        return [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
+
+    def write_pieces(
+        self,
+        layout: RankLayout,
+        pieces: Pieces,
+        items: Sequence[Item],
+        dtypes: Sequence[torch.dtype],
+        progress: Callable[[int], object],
+    ) -> WriteDone:
+        """Writes pieces of this rank's items; raises `WriteError`."""
+        saver = self._saver
+        files = SharedFiles(self.storage, self.rank, saver.options, layout.files, pieces, dtypes)
+        return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)
+
+    # --- the directory ----------------------------------------------------------------------------------------------
+
+    def _check_free(self, storage: Storage) -> None:
+        if self.metadata_rank is not None:
+            raise WriteError(f"{storage.path}: a model is written by all ranks together: leave use_collectives at True")
+        if not self.commits:
+            return
+        if storage.head(metadata_file_name()) is not None:
+            raise WriteError(f"{storage.path} holds a checkpoint: save the model to another path")
+        self._index_before = None if self._is_adapter else storage.read(INDEX)
+        self._has_single = storage.head(self._single) is not None
+        names = _names_in(storage)
+        recorded = recorded_uploads(storage, names)  # elsewhere `begin` has removed what dead saves have left
+        needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
+        uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
+        self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
+        has_model = self._index_before is not None or self._has_single
+        weights = set() if has_model else {name for name in names if name.endswith(".safetensors")}
+        others = sorted(weights - self._left)
+        if (has_model or others) and not self.model.overwrite:
+            what = f"{others[0]}, which no index lists" if others else "a model already"
+            raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
+        self._is_fresh = not has_model and not weights
+        dead = list(uploads) if abort_uploads(storage, uploads) else []
+        if self._left:  # they stay until there is a model, and with them the records that prove whose they are
+            self._dead = dead
+        else:
+            with suppress(OSError):
+                remove_uploads(storage, *dead)
+
+    def _begin_files(self, plan: ModelPlan) -> list[SharedFilePart]:
+        """Begins the files of a model, on the coordinator; raises `WriteError`, and then none of them is left."""
+        storage, count = self.storage, len(plan.files)
+        if self._is_adapter and count > 1:
+            raise WriteError(
+                f"{storage.path}: PEFT loads an adapter of one file, and this one has {count}: raise max_shard_bytes="
+            )
+        if self._has_single and (count > 1 or self._index_before is not None):
+            raise WriteError(
+                f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
+                f"model has {count}: save to another path"
+            )
+        # What is being published must stay as it is, while the next save replaces it.
+        has_readers = self.model.publish is not None and self.model.overwrite
+        if self._has_single and has_readers:
+            raise WriteError(
+                f"{storage.path} holds {self._single}, which a save would replace while it is still being published: "
+                f"save to another path, whose models get an index then"
+            )
+        is_alone = self._is_fresh or self._has_single or self._is_adapter
+        is_lone = count == 1 and self._index_before is None and is_alone and not has_readers
+        names = [self._single] if is_lone else file_names(count, "" if self._is_fresh else self.id)
+        granules = [storage.granule_of(layout.nbytes) for layout in plan.files]
+        if not all(granules):
+            raise WriteError(f"{storage.path}: {NOT_SHARED}")
+        others = self._other_files()
+        put_records(storage, [self.id])
+        try:
+            # before they begin: this process may be killed
+            put_uploads(storage, self.id, dict.fromkeys([*names, *others], ""))
+            for name, layout in zip(names, plan.files, strict=True):
+                with storage.writing(f"create {storage.path}/{name}"):
+                    self._begun += (storage.begin_shared(name, layout.nbytes, save_id=self.id),)
+            for name, content in others.items():
+                if (before := storage.read(name)) != content:
+                    with storage.writing(f"write {storage.path}/{name}"):
+                        self._write_other(name, content, replaces=before is not None or not self._is_fresh)
+            begun = [*self._begun, *(other.file for other in self._others)]
+            put_uploads(storage, self.id, {file.name: file.token for file in begun})
+        except BaseException:
+            self._drop()
+            raise
+        return [SharedFilePart(file, granule) for file, granule in zip(self._begun, granules, strict=True)]
+
+    def _write_other(self, name: str, content: bytes, *, replaces: bool) -> None:
+        """Writes a file of the user's under a temporary name; raises `OSError`."""
+        storage, nbytes = self.storage, len(content)
+        file = storage.begin_shared(name, nbytes, save_id=self.id)
+        self._others += (_OtherFile(file, {}, replaces),)
+        memory = direct_memory(max(1, nbytes))[:nbytes]
+        memory[:] = content
+        granule = storage.granule_of(nbytes)
+        step = granule if granule > 1 else max(1, nbytes)
+        sink = storage.open_shared(file, sync=self._saver.options.sync_files)
+        try:
+            for start in range(0, max(1, nbytes), step):
+                sink.put(start, memory[start : start + step])
+            parts = sink.finish()
+        finally:
+            sink.close()
+        self._others = (*self._others[:-1], _OtherFile(file, parts, replaces))
+
+    def _drop_files(self) -> None:
+        """Drops the files that were begun, if they are not a model by now. Idempotent."""
+        if self._begun or self._completed or self._others:
+            self._clean_up(self._drop)
+
+    def _drop(self) -> None:
+        begun, self._begun = self._begun, ()
+        others, self._others = self._others, ()
+        completed, self._completed = self._completed, ()
+        if completed:
+            with suppress(Exception):
+                self.storage.remove(*completed)
+        for file, _, _ in others:
+            with suppress(Exception):  # another save may have replaced it
+                if self.storage.is_marked(file.name, temporary_file_name(file.name, self.id)):
+                    self.storage.remove(file.name)
+        for file in (*begun, *(file for file, _, _ in others)):
+            with suppress(Exception):
+                self.storage.abort_shared(file)
+        self._forget()
+
+    def _forget(self, *names: str) -> None:
+        """Removes the record of the save, and the temporary names in it."""
+        self._unmark(*names)
+        with suppress(Exception):
+            remove_uploads(self.storage, self.id)
+
+    def _unmark(self, *names: str) -> None:
+        with suppress(Exception):
+            self.storage.unmark(self.id, *names)
+            remove_records(self.storage, [self.id])
+
+    def _commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
+        """Makes the files the model at the path, on the coordinator, when all ranks have written their parts.
+
+        ``parts`` is what the ranks have written, by the number of the file. Returns the files of the model that it
+        replaces, which can be removed. Raises `WriteError` if it is not the model there; then the one before is
+        untouched.
+        """
+        storage, sync = self.storage, self._saver.options.sync_files
+        is_lone = self._begun[0].name == self._single
+        self._check_commit()
+        for other in self._others:
+            if not other.replaces:
+                with storage.writing(f"write {storage.path}/{other.file.name}"):
+                    storage.complete_shared(other.file, other.parts, replace=False)
+        if sync and is_lone and self._others:  # before the model appears
+            with storage.writing(f"write {storage.path}"):
+                storage.sync_directory()
+        for number, file in enumerate(self._begun):
+            with storage.writing(f"write {storage.path}/{file.name}"):
+                storage.complete_shared(file, parts.get(number, {}), replace=is_lone and self._has_single)
+            if not is_lone:
+                self._completed += (file.name,)
+        if sync:
+            with storage.writing(f"write {storage.path}"):
+                storage.sync_directory()
+        names = {file.name for file in self._begun}
+        others = self._others
+        replaced = self._left - names
+        if not is_lone:
+            replaced |= _named_files(self._index_before) - names
+            storage.mark(self.id, *replaced)
+            self._dead += put_replaced(storage, replaced - self._left)
+            self._index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
+            try:
+                self._check_commit()
+                # Another save may have removed these files as a dead one's. If so, its index is here by now.
+                if not storage.put_if(INDEX, self._index_before, self._index, sync=sync, save_id=self.id):
+                    raise Refused(f"{storage.path}: another save has put a model there just now; this one is dropped")
+            except (Refused, ReadError):
+                storage.unmark(self.id, *replaced)
+                raise
+            except WriteError:  # the index may be in place, or arrive later, so all files stay
+                self._begun = self._others = self._completed = ()
+                raise
+        self._begun = self._others = self._completed = ()
+        self._replace_others([other for other in others if other.replaces])
+        names |= {other.file.name for other in others}
+        if replaced:
+            with suppress(OSError):
+                storage.unmark(self.id, *names)
+                remove_uploads(storage, self.id)  # the index names them: they must not count as a dead save's
+        else:
+            self._forget(*names)
+        return replaced
+
+    def _replace_others(self, others: Sequence[_OtherFile]) -> None:
+        """Replaces files of the user's beside the model that is committed; raises `WriteError`."""
+        storage = self.storage
+        for other in others:
+            with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
+                storage.complete_shared(other.file, other.parts, replace=True)
+        if others and self._saver.options.sync_files:
+            with storage.writing(f"write {storage.path}"):
+                storage.sync_directory()
+
+    def _other_files(self) -> dict[str, bytes]:
+        """The user's other files, by name; raises `Refused` if one is unreadable or named like a file of the model."""
+        found: dict[str, bytes] = {}
+        for given in self.model.files:
+            path = Path(given)
+            try:
+                for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                    if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name)):
+                        continue
+                    if file.name.endswith((".safetensors", ".safetensors.index.json")):
+                        raise Refused(f"files= has {file}, which would be taken for a part of the model: leave it out")
+                    found[file.name] = file.read_bytes()
+                    if file.name == _CONFIG and self.model.dtype is not None:
+                        found[_CONFIG] = _with_dtype(found[_CONFIG], dtype_name(self.model.dtype))
+            except OSError as error:
+                raise Refused(f"{given}, which files= has, cannot be read: {error}") from error
+        return found
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes the files of a model that was replaced, and then the records that prove whose they were."""
+
+        def clean_up() -> None:
+            if remove(self.storage, names):
+                with suppress(Exception):
+                    remove_uploads(self.storage, *self._dead)
+                self._unmark(*names)  # the uploads of this save may be recorded again by now, by one that replaces it
+
+        names = tuple(names)
+        self._after_held(lambda: self._clean_up(clean_up))
+
+    def _release(self) -> None:
+        self._after_held(super()._release)
+
+    def hold(self) -> Callable[[], None]:
+        """Delays the removal of files, and the release of the directory, until the returned function is called.
+
+        It may be called on any thread.
+        """
+        self._held = deque()
+
+        def release() -> None:
+            held, self._held = self._held, None
+            _run_all(held)
+
+        return release
+
+    def _after_held(self, operation: Callable[[], None]) -> None:
+        held = self._held
+        if held is None:
+            operation()
+            return
+        held.append(operation)
+        if self._held is None:  # another thread, or a signal's handler, has released it: a lock would not let that in
+            _run_all(held)
+
+
+def _has_elements(item: WriteItem) -> bool:
+    return item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
+
+
+class ModelSaver(Saver):
+    """Begins the saves of a writer of models."""
+
+    source: StagedSave | None = None
+
+    def __init__(
+        self,
+        options: SaveOptions,
+        model: ModelOptions,
+        callbacks: SaveCallbacks,
+        *,
+        closed: bool = False,
+    ) -> None:
+        super().__init__(options, callbacks, closed=closed)
+        self.model = model
+        if model.dtype is not None:
+            self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages
+        self.versions = None if model.publish is None else VersionsOfWriter(model.publish, options)
+
+    def stage(
+        self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
+    ) -> StagedStateDict:
+        """Copies a state dict into the staging buffer, and notes its tied tensors; see `Saver.stage`."""
+        ties: Mapping[str, str] = {}
+        with suppress(Exception):  # for a value that cannot be saved, staging or the planner reports more
+            ties = ties_of(state_dict)
+        staged = super().stage(state_dict, save, path)
+        staged.staged_save.ties = ties
+        return staged
+
+    def begin(
+        self,
+        path: str | os.PathLike[str] | None,
+        directory: str | None,
+        staged_save: StagedSave | None,
+        error: StagingError | None = None,
+    ) -> Save:
+        """Begins a save of what was staged for it, or of `source`: see `Saver.begin`."""
+        return super().begin(path, directory, staged_save or self.source, error)
+
+    def close(self, deadline: Deadline) -> None:
+        """Waits for the saves of this writer, and for what is being published: see `Saver.close`."""
+        super().close(deadline)
+        if self.versions is not None:
+            self.versions.end(deadline)
+
+    def _destination(self, where: str | Path) -> tuple[Storage, Callable[..., Save]]:
+        return open_storage(where, self.options.storage_options, self.options.limits.timeout), ModelSave
+
+
+class _RankJob:
+    """The part of a rank in writing a model: first its own blocks, then in rounds those that it shares with others.
+
+    A rank that fails still takes part in the next collective, to tell the others, so that no rank waits for it in vain.
+    """
+
+    def __init__(self, save: ModelSave, layout: RankLayout) -> None:
+        self._save = save
+        self._layout = layout
+        self._dtypes: list[torch.dtype] = []
+        self._sources: list[Item] = []
+        self.error: BaseException | None = None
+        self.done = WriteDone((), 0.0, 0.0, 0.0)
+        self.items: list[Item] = []
+        self._progress: Callable[[int], object] = lambda nbytes: None
+
+    def run(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        ranks: RankGroup,
+        begin: Callable[[Pieces], Callable[[int], object]],
+    ) -> bool:
+        """Resolves the items, and writes everything; returns whether another rank has failed.
+
+        ``begin`` takes the pieces that this rank has, and returns a function for the bytes written so far. Both call
+        the user.
+        """
+        exchange: PieceExchange | None = None
+        try:
+            pieces = self._pieces(plan, planner)
+            self._progress = begin(pieces)
+            own, shared = split(pieces, self._layout)
+            self._write(own)
+            if self._layout.has_granules:
+                source = ItemBytes([item.tensor for item in self._sources], self._dtypes)
+                exchange = PieceExchange(shared, self._layout, ranks, source.fill)
+        except BaseException as error:
+            self.error = error
+        for number in range(round_count(self._layout)):
+            if self._round(number, exchange, ranks):
+                return True
+        failed = ranks.gather([self.error is not None])
+        return bool(failed.any())
+
+    def _pieces(self, plan: SavePlan, planner: SavePlanner) -> Pieces:
+        layout = self._layout
+        self.items = self._save.items_of(plan, planner, layout)
+        self._sources = list(self.items)
+        shapes = {item_key(item.index): item for item in plan.items}
+        rows = layout.find([item.fqn for item in self.items])
+        parts: list[TensorPart] = []
+        for source, (item, of_item) in enumerate(zip(self.items, rows, strict=True)):
+            data = shapes[item.key].tensor_data
+            assert data is not None
+            self._dtypes.append(layout.dtypes[int(layout.dtype[of_item[0]])])
+            chunk = Region(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            parts += (part for row in of_item for part in part_of_row(layout, row, tuple(data.size), chunk, source))
+        for number, header in enumerate(self._save.headers()):
+            whole = Region((0,), (len(header),))
+            parts.append(TensorPart(number, 0, 1, whole.size, whole, len(self._sources)))
+            self._add(f"header {number}", header)
+        return pieces_of(parts)
+
+    def _add(self, name: str, content: torch.Tensor) -> None:
+        """Adds a source that is not a tensor of the state dict."""
+        self._sources.append(Item((name, None), f"\0{name}", "tensor", content, True))
+        self._dtypes.append(torch.uint8)
+
+    def _write(self, pieces: Pieces) -> None:
+        """Writes pieces of the sources. Only sources that are used are passed on."""
+        if not len(pieces):
+            return
+        used, number = np.unique(pieces.source, return_inverse=True)
+        chosen = Pieces(pieces.file, pieces.offset, pieces.nbytes, number.reshape(-1).astype(np.int64), pieces.start)
+        sources = [self._sources[n] for n in used.tolist()]
+        dtypes = [self._dtypes[n] for n in used.tolist()]
+        before = self.done.nbytes
+        self.done += self._save.write_pieces(
+            self._layout, chosen, sources, dtypes, lambda nbytes: self._progress(before + nbytes)
+        )
+
+    def _round(self, number: int, exchange: PieceExchange | None, ranks: RankGroup) -> bool:
+        """Exchanges one window, and writes what has arrived; returns whether a rank has failed."""
+        counts = [0] * (2 * ranks.size)
+        if self.error is None and exchange is not None:
+            try:
+                counts = exchange.counts(number)
+            except BaseException as error:
+                self.error = error
+        rows = ranks.gather([self.error is not None, *counts])
+        if rows[:, 0].any():
+            return True
+        assert exchange is not None
+        received = exchange.swap(number, rows[:, 1:])
+        try:
+            pieces = received.own
+            if len(received.others):
+                self._add(f"received {number}", torch.from_numpy(received.content))
+                source = np.full(len(received.others), len(self._sources) - 1, dtype=np.int64)
+                came = received.others
+                came = Pieces(came.file, came.offset, came.nbytes, source, came.start)
+                pieces = Pieces.joined([pieces, came])
+            self._write(pieces)
+        except BaseException as error:
+            self.error = error
+        finally:
+            if len(received.others):
+                del self._sources[-1], self._dtypes[-1]
+        return False
+
+
+def _with_dtype(content: bytes, dtype: str) -> bytes:
+    """A configuration of transformers that names the weights' dtype, if it named one before; it may have others in it.
+
+    Otherwise, and if it is something else, it stays as it is.
+    """
+    try:
+        config = json.loads(content)
+    except ValueError:
+        return content
+    configs = [config] if isinstance(config, dict) else []
+    is_changed = False
+    for one in configs:
+        changed = {key: dtype for key in _DTYPES if isinstance(one.get(key), str) and one[key] != dtype}
+        is_changed = is_changed or bool(changed)
+        one |= changed
+        parts = ((key, value) for key, value in one.items() if isinstance(value, dict))
+        configs += [value for key, value in parts if key.endswith("_config") and key != "quantization_config"]
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n" if is_changed else content
+
+
+def _run_all(operations: deque[Callable[[], None]] | None) -> None:
+    """Runs operations, each once, even if another thread runs them too."""
+    while operations:
+        try:
+            operation = operations.popleft()
+        except IndexError:
+            return
+        operation()
+
+
+def _names_in(storage: Storage) -> list[str]:
+    """The names of the files in a directory; none if it does not exist."""
+    try:
+        return [file.name for file in storage.listing()[0]]
+    except NotCommitted:
+        return []
+
+
+def _named_files(index: bytes | None) -> set[str]:
+    """The files that an index lists; none if it cannot be read, or they are elsewhere."""
+    with suppress(ValueError):
+        return files_named(index)
+    return set()

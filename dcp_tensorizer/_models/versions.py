@@ -1,0 +1,200 @@
+"""The models that a writer saves are published as versions, by a process of its own, while training and saves go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from .._formats.safetensors_header import SINGLE, files_named
+from .._publish.publisher import Publication, Publish, PublishedVersion
+from .._runtime.forks import free_in_child
+from .._runtime.process_context import ProcessContext
+from .._runtime.threads import Deadline, Hung, in_background, in_time
+from .._saving.writer_client import WriterClient
+from .._storage.base import Storage
+from .._storage.claim import Claim
+from .._writer_process.options import SaveOptions
+from .._writer_process.protocol import PublishRequest
+from ..errors import WriteError, describe
+
+logger = logging.getLogger("dcp_tensorizer")
+
+
+class NotPublished(WriteError):
+    """A model is saved, but could not be published. The save of a later model may raise this."""
+
+
+@dataclass(slots=True, eq=False)
+class SavedModel:
+    """A model that is committed.
+
+    ``release`` removes the files of the model that it has replaced, ``before``, if there was one.
+    """
+
+    storage: Storage
+    index: bytes | None  # None if the model is one file
+    context: ProcessContext | None
+    release: Callable[[], None]
+    step: int | None = None  # of training, if a manager has saved it
+    before: SavedModel | None = None
+
+    @property
+    def files(self) -> set[str]:
+        """The names of its files."""
+        return {SINGLE} if self.index is None else files_named(self.index)
+
+
+class VersionsOfWriter:
+    """Publishes the models of one writer, one after the other. Of the models that wait meanwhile, only the newest is
+    published.
+
+    A model is compared with the last one that was published, as long as that is there. The files of a model that
+    another one replaces stay until they are no longer needed here.
+
+    Attributes:
+        is_busy: A model is being published, or waits.
+    """
+
+    def __init__(self, options: Publish, write: SaveOptions) -> None:
+        self._options, self._write = options, write
+        self._client = WriterClient()
+        self._own: Claim | None = None
+        self._changed = free_in_child(threading.Condition())
+        self._newest: dict[str, SavedModel] = {}  # by directory, of the models that are needed
+        self._unreleased: list[SavedModel] = []
+        self._waiting: SavedModel | None = None
+        self._running: SavedModel | None = None
+        self._published: SavedModel | None = None
+        self.is_busy = self._is_closed = False
+        self._version: PublishedVersion | None = None
+        self._error: NotPublished | None = None
+
+    def add(self, model: SavedModel) -> None:
+        """Lets a model be published. Raises `WriteError` if the one before could not be."""
+        with self._changed:
+            error, self._error = self._error, None
+            location = model.storage.location
+            model.before = self._newest.get(location)
+            self._newest[location] = model
+            self._unreleased.append(model)
+            if self._waiting is not None:
+                logger.info("%s: not published, because another model has followed", self._waiting.storage.path)
+            self._waiting = model
+            starts, self.is_busy = not self.is_busy, True
+        if starts:
+            in_background(self._work, name="publish")
+        self._release()
+        if error is not None:
+            raise error
+
+    def files_needed(self, location: str) -> set[str]:
+        """The files in a directory that are still needed here, although another model may have replaced them."""
+        with self._changed:
+            return {name for model in self._needed() if model.storage.location == location for name in model.files}
+
+    def wait(self, deadline: Deadline) -> PublishedVersion | None:
+        """Waits until nothing is being published; returns the last version.
+
+        None if there is none, or something is still being published at the deadline. Raises `WriteError` if a model
+        could not be published, and no call has raised that yet.
+        """
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: not self.is_busy, deadline.left)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._version if is_over else None
+
+    def end(self, deadline: Deadline) -> None:
+        """Waits for what is being published, and ends the process; after the deadline it is killed."""
+        with suppress(WriteError):  # it has been logged
+            self.wait(deadline)
+        with self._changed:
+            if (left := self._waiting) is not None:
+                logger.error("%s: not published, because the writer was closed before that", left.storage.path)
+            self._waiting, self._published, self._is_closed = None, None, True
+        self._client.end_process(deadline)
+        with suppress(WriteError):
+            self.wait(Deadline(_END_SECONDS))
+        self._client.end_process(Deadline(0))  # if the thread has started one since
+        self._release()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._running, self._waiting = self._waiting, None
+                model, previous = self._running, self._published
+                if model is None:
+                    self.is_busy = False
+                    self._changed.notify_all()
+                    return
+            error, version = None, self._version
+            try:
+                version = self._publish(model, previous)
+            except Exception as failure:
+                error = NotPublished(
+                    f"the model is saved to {model.storage.path}, and cannot be published: {describe(failure)}"
+                )
+                error.__cause__ = failure
+                logger.error("%s", error)
+            with self._changed:
+                self._running = None
+                self._published = model if error is None and not self._is_closed else None
+                self._version, self._error = version, error or self._error
+            self._release()
+
+    def _publish(self, model: SavedModel, previous: SavedModel | None) -> PublishedVersion:
+        if previous is not None and not self._is_there(previous):
+            previous = None
+        publication = Publication(
+            model.storage.location,
+            os.fspath(self._options.path),
+            None if previous is None else previous.storage.location,
+            model.step,
+            self._options.max_deltas,
+            self._options.keep_latest,
+            self._write.storage_options,
+            model.index,
+            None if previous is None else previous.index,
+        )
+        request = PublishRequest(publication, self._own)
+        version, self._own = self._client.publish(
+            request, self._write.limits.timeout, model.context, lambda: self._is_closed
+        )
+        logger.info("%s: published as version %d of %s", model.storage.path, version.version, version.path)
+        return version
+
+    def _is_there(self, model: SavedModel) -> bool:
+        """Returns whether the files of a model can be read; raises `WriteError` if its storage hangs."""
+        storage, timeout = model.storage, self._write.limits.timeout
+        try:
+            return in_time(lambda: any(storage.head(name) is not None for name in sorted(model.files)[:1]), timeout)
+        except Hung:
+            raise WriteError(
+                f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs"
+            ) from None
+
+    def _needed(self) -> list[SavedModel]:
+        return [model for model in (self._waiting, self._running, self._published) if model is not None]
+
+    def _release(self) -> None:
+        """Releases the files that are no longer needed."""
+        with self._changed:
+            needed = set(map(id, self._needed()))
+            released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]
+            self._unreleased = [model for model in self._unreleased if model not in released]
+            self._newest = {place: model for place, model in self._newest.items() if id(model) in needed}
+        for model in released:
+            model.before = None  # so that no chain of all models grows
+            try:
+                model.release()
+            except Exception as error:
+                path = model.storage.path
+                logger.warning("%s: files of the model before may be left over: %s", path, describe(error))
+
+
+_END_SECONDS = 5.0  # for the thread to see that its process has ended

@@ -1,0 +1,420 @@
+"""Reads a pickle without using any class or function of this process: stand-ins replace all that it names and calls.
+
+`Inert` takes time and memory in proportion to the pickle's size. Python's own unpickler does not: a tuple that holds
+the same tuple twice takes two bytes, and doubles the time of hashing. It also lets a pickle change every class that it
+may look up (BUILD).
+
+Subclasses decide what a pickle may do. That of `objects` judges pickles of ``torch.save`` before they are loaded. That
+of `torch_archive` limits pickles for torch's weights-only rules. That of `_formats.torch_metadata` accepts only the
+parts of DCP's records.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+_WORK_PER_BYTE = 16  # members that are hashed or copied; without shared values it is less than 2
+_MAX_DEPTH = 64  # nested tuples in a key, which Python hashes by unlimited recursion
+_HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
+_OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
+
+
+class Malformed(ValueError):
+    """A pickle that no writer makes, or that takes more time than its size explains."""
+
+
+class Unexpected(Exception):
+    """A pickle makes a value in another way than the value's type does."""
+
+
+class Named:
+    """Stands for a class or a function, by its ``module.name``. Nothing is looked up or imported.
+
+    A pickle has one for each name. ``trusted``: the user allows it with any arguments.
+    """
+
+    __slots__ = ("name", "trusted")
+
+    def __init__(self, name: str, *, trusted: bool = False) -> None:
+        self.name = name
+        self.trusted = trusted
+
+
+class Value:
+    """Stands for the result of a call. It takes no state and no members, and equals only itself.
+
+    ``what`` names the function or class that is called. ``cost`` is the cost of hashing the result once; None if it
+    cannot be hashed.
+    """
+
+    __slots__ = ("cost", "what")
+
+    def __init__(self, what: str, cost: int | None = 1) -> None:
+        self.what = what
+        self.cost = cost
+
+    def build(self, state: Any) -> None:
+        """Takes a state, like ``__setstate__``."""
+        raise Unexpected
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Takes more members."""
+        raise Unexpected
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Takes more keys and values."""
+        raise Unexpected
+
+
+class Made(Value):
+    """Stands for the result of a call. Records any arguments, the last state and the members.
+
+    ``state`` is None if ``__setstate__`` would not be called. ``members`` are those that would be added to a list or a
+    set afterwards, or as pairs to a dict.
+    """
+
+    __slots__ = ("arguments", "members", "state")
+
+    def __init__(self, what: str, arguments: tuple[Any, ...]) -> None:
+        self.what = what
+        self.cost = 1
+        self.arguments = arguments
+        self.state: Any = None
+        self.members: list[Any] = []
+
+    def build(self, state: Any) -> None:
+        self.state = state
+
+    def extend(self, items: Sequence[Any]) -> None:
+        self.members += items
+
+    def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self.members += pairs
+
+
+def hash_cost(key: Any, most: int) -> int:
+    """The cost of hashing a key: the number of values and 64-bit words, of which shared ones count each time.
+
+    Raises `Malformed` if it is more than ``most``, or if a value cannot be hashed.
+    """
+    cost = 0
+    left: list[tuple[Any, int]] = [(key, 0)]
+    while left:
+        part, depth = left.pop()
+        kind = type(part)
+        own: Any = 1
+        if kind is tuple:
+            left += [(inner, depth + 1) for inner in part]
+        elif kind is int:
+            own += part.bit_length() >> 6
+        elif isinstance(part, Value):
+            own = part.cost
+        if own is None or kind in (list, dict, set):
+            raise Malformed("it has a key that cannot be hashed")
+        cost += own
+        if cost > most or depth > _MAX_DEPTH:
+            raise Malformed("it has keys that take too much time or memory to be hashed")
+    return cost
+
+
+class Inert:
+    """Reads a pickle as values of builtin types, `Named`, and the results of `call` and `new`.
+
+    ``protocol`` is the newest allowed one. Of opcodes from before protocol 2, only those that are still in use are
+    known.
+    """
+
+    def __init__(self, pickled: bytes, protocol: int = pickle.HIGHEST_PROTOCOL) -> None:
+        self._pickled = pickled
+        self._newest = protocol
+        self._names: dict[tuple[str, str], Named] = {}
+        self._work_left = 1000 + _WORK_PER_BYTE * len(pickled)
+
+    def read(self, max_opcodes: int | None = None) -> Any:
+        """Reads the value; None if the pickle has more than ``max_opcodes`` opcodes.
+
+        Raises `Malformed` if no writer makes such a pickle, or if it takes more time than its size explains.
+        """
+        try:
+            return self._follow(len(self._pickled) + 1 if max_opcodes is None else max_opcodes)
+        except Malformed:
+            raise
+        except (ValueError, IndexError, KeyError, struct.error) as error:  # at the end of the data, a stack or the memo
+            raise Malformed(f"it cannot be parsed ({type(error).__name__}: {error})") from None
+
+    # --- what subclasses decide ---------------------------------------------------------------------------------------
+
+    def name(self, module: str, name: str) -> Named:
+        """Makes the stand-in for a class or a function. It is called once for each name."""
+        return Named(f"{module}.{name}")
+
+    def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
+        """Makes the stand-in for the result of a call."""
+        return Made(what.name, arguments)
+
+    def new(self, what: Named, arguments: tuple[Any, ...]) -> Any:
+        """Makes the stand-in for a new object of a class, made by ``__new__``."""
+        return self.call(what, arguments)
+
+    def refer(self, place: Any) -> Any:
+        """Makes the stand-in for a value that only the caller of ``pickle.load`` could resolve."""
+        return self.call(Named("persistent.id"), (place,))
+
+    def build(self, target: Any, state: Any) -> None:
+        """Gives a state to the result of a call."""
+        self._change(target, "build", state)
+
+    def update(self, target: Any, members: list[Any]) -> None:
+        """Sets keys of a dict or of the result of a call. Keys and values alternate in ``members``."""
+        if len(members) % 2:
+            raise Malformed("a key has no value")
+        self._hash(keys := members[::2])
+        pairs = zip(keys, members[1::2], strict=True)
+        if type(target) is dict:
+            target.update(pairs)
+        else:
+            self._change(target, "update", list(pairs))
+
+    def refuse(self, what: str) -> None:
+        """Refuses a state or members, for a value that takes none."""
+        raise Malformed(f"it changes a {what}")
+
+    def spend(self, work: int) -> None:
+        """Counts values that are hashed or copied; raises `Malformed` if they are too many."""
+        self._work_left -= work
+        if self._work_left < 0:
+            raise Malformed("it takes too much time or memory for its size")
+
+    # --- the stream ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, max_opcodes: int) -> Any:
+        pickled, known = self._pickled, _KNOWN[self._newest]
+        stack: list[Any] = []
+        below: list[list[Any]] = []  # stacks below each MARK
+        memo: dict[int, Any] = {}
+        protocol = position = 0
+        for _ in repeat(None, max_opcodes):
+            code = known[pickled[position]]
+            position += 1
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code == _BINGET:
+                stack.append(memo[pickled[position]])
+                position += 1
+            elif code == _LONG_BINGET:
+                stack.append(memo[_UINT4.unpack_from(pickled, position)[0]])
+                position += 4
+            elif code == _BINPUT:
+                memo[pickled[position]] = stack[-1]
+                position += 1
+            elif code == _BININT1:
+                stack.append(pickled[position])
+                position += 1
+            elif code == _MARK:
+                below.append(stack)
+                stack = []
+            elif code == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif code == _TUPLE2:
+                stack[-2:] = [(stack[-2], stack[-1])]
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
+            elif code in _EMPTY:
+                stack.append(_EMPTY[code]())
+            elif code == _REDUCE:
+                arguments = stack.pop()
+                stack[-1] = self._make(self.call, stack[-1], arguments)
+            elif code == _BUILD:
+                state = stack.pop()
+                self.build(stack[-1], state)
+            elif code == _SETITEMS:
+                items, stack = stack, below.pop()
+                self.update(stack[-1], items)
+            elif code == _NEWOBJ:
+                arguments = stack.pop()
+                stack[-1] = self._make(self.new, stack[-1], arguments)
+            elif code in _CONTENTS:
+                unpack_from, nbytes, make = _CONTENTS[code]
+                (count,) = unpack_from(pickled, position)
+                position += nbytes + count
+                if position > len(pickled):
+                    raise Malformed("it cannot be parsed (it is too short)")
+                stack.append(make(pickled[position - count : position]))
+            elif code in _NUMBERS:
+                unpack_from, nbytes = _NUMBERS[code]
+                stack += unpack_from(pickled, position)
+                position += nbytes
+            elif code == _LONG_BINPUT:
+                (number,) = _UINT4.unpack_from(pickled, position)
+                if number > len(pickled):  # Python's unpickler allocates memory for all smaller numbers
+                    raise Malformed("it keeps a value under a number that is too large")
+                memo[number] = stack[-1]
+                position += 4
+            elif code == _TUPLE:
+                members, stack = tuple(stack), below.pop()
+                stack.append(members)
+            elif code == _TUPLE3:
+                stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+            elif code == _SETITEM:
+                value, key = stack.pop(), stack.pop()
+                self.update(stack[-1], [key, value])
+            elif code == _APPENDS:
+                items, stack = stack, below.pop()
+                self._extend(stack[-1], items)
+            elif code == _APPEND:
+                item = stack.pop()
+                self._extend(stack[-1], [item])
+            elif code == _GLOBAL:
+                middle = pickled.index(b"\n", position)
+                end = pickled.index(b"\n", middle + 1)
+                stack.append(
+                    self._named(pickled[position:middle].decode(), pickled[middle + 1 : end].decode(), protocol)
+                )
+                position = end + 1
+            elif code == _BINPERSID:
+                stack[-1] = self.refer(stack[-1])
+            elif code == _POP and stack:
+                del stack[-1]
+            elif code in (_POP, _POP_MARK):
+                stack = below.pop()
+            elif code == _DUP:
+                stack.append(stack[-1])
+            elif code == _PROTO:
+                protocol = pickled[position]
+                if not 2 <= protocol <= self._newest:
+                    raise Malformed(f"it is of protocol {protocol}")
+                position += 1
+            elif code == _STOP:
+                return stack.pop()
+            elif code == _STACK_GLOBAL:
+                name, module = stack.pop(), stack.pop()
+                stack.append(self._named(module, name, protocol))
+            elif code == _ADDITEMS:
+                items, stack = stack, below.pop()
+                self._add(stack[-1], items)
+            elif code == _FROZENSET:
+                items, stack = stack, below.pop()
+                self._hash(items)
+                stack.append(frozenset(items))
+            elif code == _NEWOBJ_EX:
+                keywords, arguments = stack.pop(), stack.pop()
+                stack[-1] = self._make(self.new, stack[-1], arguments, keywords)
+            elif code == _FRAME:
+                position += 8
+            else:
+                code = pickled[position - 1]
+                raise Malformed(f"it has the opcode {_OPCODES[code].name if code in _OPCODES else code}")
+        return None
+
+    def _named(self, module: Any, name: Any, protocol: int) -> Named:
+        if type(module) is not str or type(name) is not str:
+            raise Malformed("it has a name that is no text")
+        if protocol < 3:  # such pickles have Python 2's names
+            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        if (module, name) not in self._names:
+            self._names[module, name] = self.name(module, name)
+        return self._names[module, name]
+
+    def _make(self, make: _Make, what: Any, arguments: Any, *keywords: Any) -> Any:
+        if type(what) is not Named or type(arguments) is not tuple:
+            raise Malformed("it calls something other than a class or a function")
+        if what.name in _HASHING:
+            for argument in arguments:
+                if type(argument) in (list, tuple):
+                    is_pairs = what.name in _OF_PAIRS
+                    self._hash([m[0] if is_pairs and type(m) in (list, tuple) and m else m for m in argument])
+        return make(what, arguments + keywords)
+
+    def _extend(self, target: Any, members: list[Any]) -> None:
+        if type(target) is list:
+            target += members
+        else:
+            self._change(target, "extend", members)
+
+    def _add(self, target: Any, members: list[Any]) -> None:
+        self._hash(members)
+        if type(target) is set:
+            target.update(members)
+        else:
+            self._change(target, "extend", members)
+
+    def _change(self, target: Any, method: str, by: Any) -> None:
+        if not isinstance(target, Value):
+            raise Malformed("it changes a value that no call has made")
+        try:
+            getattr(target, method)(by)
+        except Unexpected:
+            self.refuse(target.what)
+
+    def _hash(self, keys: Sequence[Any]) -> None:
+        work = 0
+        for key in keys:
+            work += 1 if type(key) is str or type(key) is Made else hash_cost(key, self._work_left - work)
+        self.spend(work)
+
+
+_Make = Callable[[Named, tuple[Any, ...]], Any]
+_UINT4 = struct.Struct("<I")
+# Numbers of opcodes.
+_MARK, _TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _BININT1 = (
+    pickle.MARK + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.BININT1
+)
+_BINGET, _LONG_BINGET, _BINPUT, _LONG_BINPUT, _MEMOIZE = (
+    pickle.BINGET + pickle.LONG_BINGET + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE
+)
+_GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _NEWOBJ_EX, _BUILD, _BINPERSID = (
+    pickle.GLOBAL
+    + pickle.STACK_GLOBAL
+    + pickle.REDUCE
+    + pickle.NEWOBJ
+    + pickle.NEWOBJ_EX
+    + pickle.BUILD
+    + pickle.BINPERSID
+)
+_APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS, _FROZENSET = (
+    pickle.APPEND + pickle.APPENDS + pickle.SETITEM + pickle.SETITEMS + pickle.ADDITEMS + pickle.FROZENSET
+)
+_POP, _POP_MARK, _DUP, _PROTO, _FRAME, _STOP = (
+    pickle.POP + pickle.POP_MARK + pickle.DUP + pickle.PROTO + pickle.FRAME + pickle.STOP
+)
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "surrogatepass")
+
+
+# Opcodes that are followed by their values: how to read their size, and the value.
+_CONTENTS: Mapping[int, tuple[Callable[[bytes, int], tuple[int]], int, Callable[[bytes], Any]]] = {
+    code[0]: (struct.Struct(layout).unpack_from, struct.calcsize(layout), make)
+    for code, layout, make in (
+        (pickle.BINUNICODE, "<I", _text),
+        (pickle.SHORT_BINUNICODE, "<B", _text),
+        (pickle.BINUNICODE8, "<Q", _text),
+        (pickle.BINBYTES, "<I", bytes),
+        (pickle.SHORT_BINBYTES, "<B", bytes),
+        (pickle.BINBYTES8, "<Q", bytes),
+        (pickle.LONG1, "<B", pickle.decode_long),
+        (pickle.LONG4, "<I", pickle.decode_long),
+    )
+}
+_NUMBERS: Mapping[int, tuple[Callable[[bytes, int], tuple[Any, ...]], int]] = {
+    code[0]: (struct.Struct(layout).unpack_from, struct.calcsize(layout))
+    for code, layout in ((pickle.BININT2, "<H"), (pickle.BININT, "<i"), (pickle.BINFLOAT, ">d"))
+}
+_CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]: False, pickle.EMPTY_TUPLE[0]: ()}
+_EMPTY: Mapping[int, Callable[[], Any]] = {
+    pickle.EMPTY_LIST[0]: list,
+    pickle.EMPTY_DICT[0]: dict,
+    pickle.EMPTY_SET[0]: set,
+}
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+_KNOWN = {  # the opcodes of each protocol; -1 for those of later ones
+    protocol: [code if code in _OPCODES and _OPCODES[code].proto <= protocol else -1 for code in range(256)]
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
+}

@@ -1,0 +1,320 @@
+"""Replaces torch's storage and planners by this package's, for a whole process: `install`.
+
+Frameworks take no storage: they make a ``FileSystemWriter(path)`` for every save. So torch's own functions and classes
+are changed, which also works for modules that have imported them before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader as loader
+from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+
+from .._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
+from .._storage.open import absolute_path, is_location
+from ..any_format import AnyFormatReader
+from ..planner import LoadPlanner, SavePlanner
+from ..writer import DescribedStager, TensorizerStorageWriter
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_UNDERSTOOD = {"path", "sync_files", "overwrite", "thread_count"}
+_IRRELEVANT = {
+    "cache_staged_state_dict",
+    "single_file_per_rank",
+    "per_thread_copy_ahead",
+}  # they change how it is saved, not what
+_EXTENSIONS = "_extension_registry"  # how to decode what torch's own writer has encoded
+
+
+def install(
+    *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
+) -> None:
+    """Makes this process use this package wherever it asks for torch's own storage or planners.
+
+    From then on:
+
+    - ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with a ``checkpoint_id`` and no storage use this package;
+    - ``FileSystemWriter(path, ...)`` makes a `TensorizerStorageWriter`, which passes for a ``FileSystemWriter``;
+    - ``FileSystemReader(path)`` makes the reader of `open_reader`, which passes for a ``FileSystemReader``, and also
+      loads what torch has saved before;
+    - ``dcp.async_save`` without a stager stages into this package's buffer;
+    - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes if it is given no planner, make a
+      `SavePlanner` and a `LoadPlanner`. They take a fraction of the time for many tensors.
+
+    It does not matter whether they were imported before. Subclasses, such as torch's ``FsspecWriter`` and
+    ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. Calling it again
+    changes the options.
+
+    Args:
+        writer_options: Options of `TensorizerStorageWriter`, for all writers. The ``sync_files``, ``overwrite`` and
+            ``thread_count`` that are passed to a ``FileSystemWriter(...)`` override them, even torch's defaults.
+        reader_options: Options of `TensorizerStorageReader`, for all readers.
+
+    Raises:
+        TypeError, ValueError: an option is invalid.
+    """
+    global _installation
+    writer_options, reader_options = dict(writer_options or {}), dict(reader_options or {})
+    AnyFormatReader(".", **reader_options)  # checks them
+    stager = TensorizerStorageWriter(**writer_options)
+    before, _installation = _installation, _Installation(writer_options, reader_options, stager)
+    if before is None:
+        _replace()
+    else:
+        before.stager.close()
+
+
+def uninstall() -> None:
+    """Undoes `install`. Waits for the saves that ``dcp.async_save`` has staged without a writer. Idempotent."""
+    global _installation
+    before, _installation = _installation, None
+    if before is not None:
+        for module, name, original in _replaced:
+            setattr(module, name, original)
+        _replaced.clear()
+        before.stager.close()
+
+
+@contextmanager
+def installed(
+    *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Installs for the length of a ``with`` block, and then restores what was there before."""
+    before = _installation
+    install(writer_options=writer_options, reader_options=reader_options)
+    try:
+        yield
+    finally:
+        if before is None:
+            uninstall()
+        else:
+            install(writer_options=before.writer_options, reader_options=before.reader_options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Installation:
+    writer_options: dict[str, Any]
+    reader_options: dict[str, Any]
+    stager: TensorizerStorageWriter
+    """Stages for saves without a writer. From its first staging on, closing another writer does not end the engine."""
+
+
+_installation: _Installation | None = None
+_replaced: list[tuple[Any, str, Any]] = []  # module, name, original value
+
+
+class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc]
+    """Stands for ``FileSystemWriter``; takes its arguments, and has its attributes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _given(FileSystemWriter, args, kwargs, _UNDERSTOOD | _IRRELEVANT)
+        options = {} if _installation is None else _installation.writer_options
+        FileSystemWriter.__init__(self, *args, **kwargs)
+        super().__init__(**{**options, **{name: value for name, value in given.items() if name in _UNDERSTOOD}})
+        self.path = _torch_path(given["path"])
+        in_effect = self._options.arguments()
+        self.sync_files, self.overwrite = in_effect["sync_files"], in_effect["overwrite"]
+        self.thread_count = in_effect["thread_count"]
+
+    @property
+    def save_id(self) -> str:
+        return super().save_id
+
+    @save_id.setter
+    def save_id(self, value: str) -> None:
+        """Ignores the id that torch's methods make."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self.path = _torch_path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        FileSystemWriter.set_up_storage_writer(self, is_coordinator, *args, **kwargs)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+
+class InstalledReader(AnyFormatReader, FileSystemReader):
+    """Stands for ``FileSystemReader``; takes its arguments, and has its attributes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _given(FileSystemReader, args, kwargs, {"path", _EXTENSIONS})
+        FileSystemReader.__init__(self, *args, **kwargs)
+        super().__init__(given["path"], **({} if _installation is None else _installation.reader_options))
+        self.path = _torch_path(given["path"])
+        self._extensions = given.get(_EXTENSIONS)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        FileSystemReader.reset(self, checkpoint_id)
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self.path = _torch_path(checkpoint_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self.storage_data = metadata.storage_data
+        self.rank, self.use_collectives = kwargs.get("rank"), kwargs.get("use_collectives", True)
+
+
+def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The path as torch's ``FileSystem`` has it; a URL, which it does not open, as it is."""
+    return Path(os.path.expanduser(path)) if isinstance(absolute_path(path), Path) else path
+
+
+def _stager(*args: object) -> DescribedStager:
+    """The stager of a save that has neither a stager nor a writer."""
+    assert _installation is not None
+    return DescribedStager(_installation.stager)
+
+
+def _replace() -> None:
+    """Replaces the functions that torch calls, and the classes that its classes make."""
+    process_executor = getattr(saver, PROCESS_EXECUTOR)
+
+    class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]
+        """Sends the writer to the process that saves, where nothing is installed."""
+
+        def execute_save(self, *args: Any, storage_writer: Any = None, checkpoint_id: Any = None, **kwargs: Any) -> Any:
+            writer = storage_writer or (InstalledWriter(checkpoint_id) if is_location(checkpoint_id) else None)
+            return super().execute_save(*args, storage_writer=writer, checkpoint_id=checkpoint_id, **kwargs)
+
+    set_up = getattr(saver, STORAGE_SETUP)
+
+    def storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
+        if storage or not is_location(checkpoint_id):  # torch has an error for ids that no storage knows
+            return set_up(storage, checkpoint_id, reader)
+        return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
+
+    for module, name, value in (
+        (saver, STORAGE_SETUP, storage_setup),
+        (loader, STORAGE_SETUP, storage_setup),
+        (saver, "DefaultStager", _stager),
+        (saver, PROCESS_EXECUTOR, ProcessExecutor),
+    ):
+        _replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
+    for cls, ours in _CLASSES.items():
+        _make_instead(cls, ours)
+
+
+_CLASSES: dict[type, type] = {
+    FileSystemWriter: InstalledWriter,
+    FileSystemReader: InstalledReader,
+    DefaultSavePlanner: SavePlanner,
+    DefaultLoadPlanner: LoadPlanner,
+}
+"""torch's classes, and the subclasses that are made instead."""
+
+
+def _make_instead(cls: type, ours: type) -> None:
+    """Lets one of torch's classes make an object of ours while this package is installed.
+
+    It stays after `uninstall`, and then makes torch's own: a class whose ``__new__`` was removed takes no arguments.
+    """
+    has_path = issubclass(cls, (FileSystemWriter, FileSystemReader))
+
+    def new(made: type, *args: Any, **kwargs: Any) -> Any:
+        is_copy = has_path and not (args or kwargs)  # of torch's own, which was made before
+        return object.__new__(ours if made is cls and _installation is not None and not is_copy else made)
+
+    cls.__new__ = new  # type: ignore[assignment]
+
+
+_said: set[str] = set()
+
+
+def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set[str]) -> dict[str, Any]:
+    """The arguments of one of torch's classes by name.
+
+    Logs once for each argument that has no effect here, except for ``silent`` ones and those that ask for the default.
+    """
+    bound = inspect.signature(vars(cls)["__init__"]).bind(None, *args, **kwargs)
+    _, *given = bound.arguments.items()  # the first is self
+    for name, value in given:
+        said = f"{cls.__name__}({name}=...)"
+        if name not in silent and value != bound.signature.parameters[name].default and said not in _said:
+            _said.add(said)
+            logger.warning("%s means nothing to dcp_tensorizer, and is ignored", said)
+    return dict(given)
+
+
+# The code of `dcp_tensorizer.run`. It is here because the script gets the namespace of that module.
+
+_USAGE = "usage: python -m dcp_tensorizer.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
+# Environment variables that tell the processes that the script spawns what to run.
+_SCRIPT = "DCP_TENSORIZER_RUN_SCRIPT"
+_MODULE = "DCP_TENSORIZER_RUN_MODULE"
+
+
+def run(namespace: dict[str, Any]) -> None:
+    """Installs, and runs the script or module of the command line in the namespace of the main module.
+
+    The main module keeps its name and its ``__spec__``. A process that the script spawns imports the main module again,
+    and so comes here as well.
+    """
+    if namespace["__name__"] == "__main__":
+        _take_arguments()
+    module = os.environ.get(_MODULE)
+    code, more = _module(module) if module else _script(os.environ[_SCRIPT])
+    sys.argv[0] = more["__file__"]
+
+    install()
+    kept = {name: namespace[name] for name in ("__name__", "__spec__", "__builtins__")}
+    namespace.clear()
+    namespace.update(kept, **more)
+    exec(code, namespace)
+
+
+def _take_arguments() -> None:
+    """Sets the arguments and the search path of the script."""
+    arguments = sys.argv[1:]
+    is_module = arguments[:1] == ["-m"]
+    arguments = arguments[1:] if is_module else arguments
+    if not arguments or arguments[0].startswith("-"):
+        raise SystemExit(_USAGE)
+    os.environ.pop(_MODULE, None)  # set if another script has started this one
+    sys.argv = arguments
+    if is_module:
+        sys.path[0] = os.getcwd()
+        os.environ[_MODULE] = arguments[0]
+    else:
+        os.environ[_SCRIPT] = os.path.abspath(arguments[0])
+        sys.path[0] = os.path.dirname(os.environ[_SCRIPT])
+
+
+def _script(path: str) -> tuple[CodeType, dict[str, Any]]:
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        raise SystemExit(f"dcp_tensorizer.run: {path} cannot be read: {error}\n{_USAGE}") from None
+    return compile(source, path, "exec", dont_inherit=True), {"__file__": path, "__package__": None}
+
+
+def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
+    reason = ""
+    for candidate in (name, f"{name}.__main__"):
+        try:
+            spec = importlib.util.find_spec(candidate)
+        except ImportError as error:  # it does not exist, or its package cannot be imported
+            spec, reason = None, reason or f" ({error})"
+        if spec is not None and spec.submodule_search_locations is None:
+            code = getattr(spec.loader, "get_code", lambda _: None)(candidate)
+            if code is not None and spec.origin is not None:
+                return code, {"__file__": spec.origin, "__package__": spec.parent}
+    raise SystemExit(f"dcp_tensorizer.run: there is no module {name} that can be run{reason}\n{_USAGE}")

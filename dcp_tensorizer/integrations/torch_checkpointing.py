@@ -1,0 +1,335 @@
+"""Checkpoints of Meta's ``torch_checkpointing``, saved and loaded by this package: `TensorizerCheckpointManager`.
+
+Where the program makes its manager's configuration::
+
+    from dcp_tensorizer.integrations.torch_checkpointing import TensorizerCheckpointManager
+
+    manager = TensorizerCheckpointManager.Config(items=...).build()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.utils import _pytree as pytree
+
+from .._job.ranks import OwnGroup
+from .._runtime.extras import needed
+from .._runtime.ranks import is_distributed, rank_of_job
+from .._runtime.torch_compat import load_state_dict_from_keys
+from .._storage.base import TIMEOUT
+from .._tensor_file.names import metadata_file_name
+from .._tiers.tiered_storage import nearest
+from ..any_format import open_reader
+from ..errors import CheckpointError, NotCommitted, unwrap
+from ..planner import LoadPlanner, SavePlanner
+from ..reader import ReaderOptions
+from ..writer import TensorizerStorageWriter, WriterOptions
+
+with needed(__name__, "torch_checkpointing"):
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.checkpoint_base import CheckpointBase, CheckpointItem
+    from torch_checkpointing.checkpoint_loader import CheckpointLoader
+    from torch_checkpointing.checkpoint_saver import CheckpointSaver
+    from torch_checkpointing.checkpoint_writer import CallbackArgs, CheckpointWriterConfig
+    from torch_checkpointing.checkpointable import CheckpointableTensor
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.logging_utils import EventLogger
+
+__all__ = ["TensorizerCheckpointManager"]
+
+
+class TensorizerCheckpointManager(CheckpointManager):
+    """torch_checkpointing's ``CheckpointManager`` with this package's engine in it: files, commits and loads are ours.
+
+    ``save``, ``load``, ``lock``, ``prewarm_staging`` and ``close`` are used as before. It differs in:
+
+    - A ``checkpoint_id`` may be a URL of any storage. A checkpoint is a directory of this package: whole or absent,
+      with digests that loads compare. It replaces one at the same path.
+    - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors by shards. Its other values are
+      taken to be the same on all ranks. An item without one is each rank's own, and only a rank of the same number
+      loads it.
+    - The next save waits for the one before. torch_checkpointing's raises an error after a while.
+    - There is no barrier to configure: ranks agree over a gloo group, which is made here. So all ranks make the
+      manager, before ``destroy_process_group``, and close it before that.
+    - What torch_checkpointing itself has saved is loaded by it, from local disks.
+
+    Raises:
+        TypeError: an option of the writer or the reader is of a wrong type.
+        ValueError: an option has a value that is not allowed; or the configuration has what does not exist here:
+            layouts, resharders of other classes, or hooks that run in torch_checkpointing's own process. Those of
+            single items are found by the first save or load.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """torch_checkpointing's configuration.
+
+        ``save.staging_config`` only says whether to stage in the background (``use_async_staging``), ``writer_config``,
+        ``process_config`` and ``load`` only matter for checkpoints of torch_checkpointing.
+
+        Attributes:
+            root: The folder that ``writer_options["local"]`` mirrors; ids are below it then.
+            writer_options: Options of `TensorizerStorageWriter`, such as ``local`` and ``survive``.
+            reader_options: Options of `open_reader`.
+        """
+
+        root: str | None = None
+        writer_options: WriterOptions = field(default_factory=WriterOptions)
+        reader_options: ReaderOptions = field(default_factory=ReaderOptions)
+
+        def build(self) -> TensorizerCheckpointManager:
+            """Makes the manager."""
+            return TensorizerCheckpointManager(self)
+
+    def __init__(self, config: Config | None = None) -> None:
+        config = config or TensorizerCheckpointManager.Config()
+        for name in ("pre_finalize_callback", "subprocess_init_fn"):
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name} runs in torch_checkpointing's own process, which does not exist here")
+        open_reader(config.root or "checkpoint", **config.reader_options)  # checks the options
+        wanted, config.save = config.save, _NO_PROCESS
+        try:
+            super().__init__(config)
+        finally:
+            config.save = wanted
+        unused: CheckpointSaver = self._saver
+        unused.close()
+        self._saver: _Saver = _Saver(self._finalizer(config), config)
+        own: CheckpointLoader = self._loader
+        self._loader: CheckpointLoader = _Loader(own, config, self._rank)
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Waits until everything is copied. Enter it around updates of the state in place."""
+        return self._saver.writer.lock()
+
+    def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
+        """Starts the writer process, and allocates the staging buffer in the background."""
+        if self._closed:
+            raise RuntimeError("Cannot prewarm staging with a closed CheckpointManager")
+        self._saver.writer.prewarm(_state_of(self._schema.build_items(checkpoint, rank=self._rank), self._rank))
+
+    def _finalizer(self, config: Config) -> Callable[[str], object]:
+        """Calls the user's callback for a committed checkpoint."""
+        callback, storage = config.finalize_callback, self._storage_config
+        if callback is None:
+            return lambda path: None
+        return lambda path: callback(CallbackArgs(path, storage.create_storage(), EventLogger()))
+
+
+_NO_PROCESS = SyncCheckpointSaverConfig(
+    writer_config=CheckpointWriterConfig(barrier_config=None, write_to_temp_dir=False)
+)
+"""For the saver that torch_checkpointing's manager makes in any case."""
+
+
+class _Saver(CheckpointSaver):
+    """Saves by DCP and this package's writer. ``finalize`` gets the path of each committed checkpoint."""
+
+    def __init__(self, finalize: Callable[[str], object], config: TensorizerCheckpointManager.Config) -> None:
+        how = config.save
+        self._is_async = isinstance(how, AsyncCheckpointSaverConfig)
+        overlaps = self._is_async and how.staging_config.use_async_staging
+        options: WriterOptions = {"overlap_staging": overlaps, **config.writer_options}
+        self.writer = TensorizerStorageWriter(config.root, **options)
+        self._finalize = finalize
+        self._rank = rank_of_job()
+        self._group = OwnGroup() if is_distributed() else None
+
+    def save(self, path: str, checkpoint: CheckpointBase) -> tuple[Future[Any], Future[Any]] | None:
+        """Saves the items of a checkpoint; returns the futures of copying and of the commit if it is asynchronous."""
+        where: dict[str, Any] = {"checkpoint_id": path, "storage_writer": self.writer, "planner": SavePlanner()}
+        where["process_group"] = None if self._group is None else self._group.group
+        state = _state_of(checkpoint.get_items(), self._rank)
+        if not self._is_async:
+            save(state, **where)
+            self._finalize(path)
+            return None
+        response = async_save(state, **where)
+        if isinstance(response, AsyncSaveResponse):
+            return response.staging_completion, _then(response.upload_completion, lambda: self._finalize(path))
+        staged: Future[None] = Future()
+        staged.set_result(None)
+        return staged, _then(response, lambda: self._finalize(path))
+
+    def close(self) -> None:
+        """Waits for the save in progress, ends the writer process, and destroys the group of the saves."""
+        self.writer.close()
+        if self._group is not None:
+            self._group.destroy()
+
+    @property
+    def stager(self) -> AsyncStager:
+        """The writer, which stages."""
+        return self.writer
+
+
+class _Loader(CheckpointLoader):
+    """Loads by DCP and `open_reader`; by ``own``, torch_checkpointing's loader, what that has saved."""
+
+    def __init__(self, own: CheckpointLoader, config: TensorizerCheckpointManager.Config, rank: int) -> None:
+        self._own = own
+        self._root = config.root
+        self._options = config.reader_options
+        self._may_be_in_memory = bool(config.writer_options.get("survive"))
+        self._rank = rank
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        checkpoint: CheckpointBase,
+        default_map_location: Any = None,
+        strict: bool = False,
+        *,
+        metadata_format: Any = None,
+    ) -> None:
+        """Loads the items of a checkpoint, in place where they are tensors.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint at the path, or one of the items is not in it.
+            RuntimeError: with ``strict``, a part of an item is missing.
+            CheckpointError: the checkpoint is damaged, or cannot be read.
+        """
+        if metadata_format is not None or not self._is_ours(path):
+            self._own.load(path, checkpoint, default_map_location, strict, metadata_format=metadata_format)
+            return
+        try:
+            self._load(path, checkpoint, default_map_location, strict)
+        except (CheckpointException, NotCommitted) as error:
+            cause = unwrap(error)
+            raise (FileNotFoundError(str(cause)) if isinstance(cause, NotCommitted) else cause) from None
+
+    def _load(self, path: str | os.PathLike[str], checkpoint: CheckpointBase, location: Any, strict: bool) -> None:
+        items = checkpoint.get_items()
+        there = self._names_at(path)
+        names = {key: _found(key, item, self._rank, there) for key, item in items.items()}
+        for key, item in items.items():
+            _check(key, item)
+        state = {names[key]: item.value for key, item in items.items() if item.value is not None}
+        whole = {names[key] for key, item in items.items() if item.value is None}
+        if state:
+            planner = _Planner(str(path), allow_partial_load=not strict)
+            load(state, checkpoint_id=path, storage_reader=self._reader(path), planner=planner)
+        if whole:
+            state |= load_state_dict_from_keys(whole, checkpoint_id=path, storage_reader=self._reader(path))
+            if missing := sorted(whole - state.keys()):
+                raise FileNotFoundError(_missing(str(path), missing))
+        if location is not None:
+            if not isinstance(location, str | torch.device):
+                raise ValueError(f"map_location must be a device here, and is {type(location).__name__}")
+            state |= {name: _moved(state[name], location) for name in whole}
+        checkpoint.load_state_dict({key: state[name] for key, name in names.items()})
+
+    def _names_at(self, path: str | os.PathLike[str]) -> set[str]:
+        """The names of all items; none if they cannot be read, which the load then says on all ranks."""
+        reader = self._reader(path)
+        reader.reset(path)
+        with suppress(CheckpointError):
+            return {key.partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
+        return set()
+
+    def _reader(self, path: str | os.PathLike[str]) -> Any:
+        return open_reader(self._root or path, **self._options)
+
+    def _is_ours(self, path: str | os.PathLike[str]) -> bool:
+        """Returns whether to load by this package: what it has saved, or may have kept in memory, and all URLs."""
+        if self._may_be_in_memory or "://" in str(path):
+            return True
+        options = self._options
+        opener = nearest(
+            self._root or path, options.get("storage_options"), options.get("timeout", TIMEOUT), options.get("local")
+        )
+        return opener(path).head(metadata_file_name()) is not None
+
+    def close(self) -> None:
+        """Closes torch_checkpointing's loader."""
+        self._own.close()
+
+
+class _Planner(LoadPlanner):
+    """Checks that each item is in the checkpoint, also where parts of items may be missing."""
+
+    def __init__(self, path: str, **options: bool) -> None:
+        super().__init__(**options)
+        self._path = path
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called by DCP with the state to load into."""
+        assert metadata is not None
+        there = {key.partition(".")[0] for key in metadata.state_dict_metadata}
+        wanted = {key for key, value in state_dict.items() if pytree.tree_leaves(value)}  # nothing is stored of {}
+        if missing := sorted(wanted - there):
+            raise FileNotFoundError(_missing(self._path, missing))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _missing(path: str, names: list[str]) -> str:
+    own = [f"{name} of rank {rank}" if rank else name for name, _, rank in (name.partition("@") for name in names)]
+    return f"{path} has no {', '.join(own)}"
+
+
+def _state_of(items: Mapping[str, CheckpointItem], rank: int) -> dict[str, Any]:
+    """The state dict of a rank's items."""
+    for key, item in items.items():
+        _check(key, item)
+    return {_name(key, item, rank): item.value for key, item in items.items()}
+
+
+def _name(key: str, item: CheckpointItem, rank: int) -> str:
+    """The name of an item in the state dict: an item that is not resharded is each rank's own. Keys have no ``@``."""
+    return f"{key}@{rank}" if item.resharder is None else key
+
+
+def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
+    """The name of an item in a checkpoint, which may have been saved with a resharder and be loaded without, or the
+    other way round.
+    """
+    name, others = _name(key, item, rank), {key, f"{key}@{rank}"} & there
+    return name if name in others or not others else others.pop()
+
+
+def _check(key: str, item: CheckpointItem) -> None:
+    """Raises `ValueError` if an item asks for something that does not exist here."""
+    if item.layout is not None:
+        raise ValueError(f"item {key!r} has a layout, and files of this package have their own: leave it out")
+    if item.resharder is None:
+        return
+    if type(item.resharder) is not DefaultResharder:
+        raise ValueError(f"item {key!r} has a resharder of a class of its own, {type(item.resharder).__name__}")
+    if any(isinstance(value, CheckpointableTensor) for value in pytree.tree_leaves(item.value)):
+        raise ValueError(f"item {key!r} has shards that are no DTensors: make them DTensors")
+
+
+def _moved(value: Any, device: str | torch.device) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _then(future: Future[Any], function: Callable[[], object]) -> Future[None]:
+    """A future of what follows another one."""
+    result: Future[None] = Future()
+
+    def follow(done: Future[Any]) -> None:
+        try:
+            done.result()
+            function()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+
+    future.add_done_callback(follow)
+    return result

@@ -1,0 +1,346 @@
+"""A checkpoint transport for torchft: a replica that joins reads the state of a healthy one: `TensorizerTransport`.
+
+healthy replica                                        replica that joins
+send_checkpoint(): state ──▶ shared memory
+                   its keeper process serves it   ──▶  recv_checkpoint(): byte ranges, in parallel, each verified
+training goes on                                       into its own tensors, or new ones
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from .._memory.checkpoint import KeptCheckpoint
+from .._memory.client import KeeperProcess
+from .._memory.peers import address_of, address_towards, is_local
+from .._memory.protocol import KeptHead
+from .._memory.replicas import RemotePart
+from .._memory.runtime_directory import job_name
+from .._memory.wire import SECRET_BYTES, Address
+from .._runtime.threads import cores
+from .._saving.keeping import described
+from .._staging.buffer_pool import StagedSaves
+from .._staging.stager import Stager
+from .._tensor_file.encryption import require_libsodium
+from ..any_format import KeptReader
+from ..errors import ReadError, StagingError, StateMismatch, WriteError
+from ..planner import LoadPlanner, SavePlanner
+from ..reader import ReaderOptions, TensorizerStorageReader
+
+__all__ = ["TensorizerTransport"]
+
+_STRUCTURE = "structure"  # other keys begin with a bracket
+_ELSEWHERE = "192.0.2.1"  # reserved (RFC 5737): the route to it is the default route
+_PLAIN = (bool, bytes, float, int, str, type(None))
+"""The types of values that are sent together, each within its container; others have items of their own."""
+
+
+class TensorizerTransport:
+    """Heals replicas of torchft over this package's keeper process.
+
+    Pass it to torchft's manager, in every replica::
+
+        from dcp_tensorizer.integrations.torchft import TensorizerTransport
+
+        manager = torchft.Manager(..., checkpoint_transport=TensorizerTransport())
+
+    It has the interface of torchft's ``CheckpointTransport``, and differs from torchft's own transports in:
+
+    - ``send_checkpoint`` copies the state to shared memory, and returns. A process beside the training, the keeper,
+      sends it: encrypted, and only to those who know the secret in ``metadata``, which torchft passes on.
+    - ``recv_checkpoint`` compares everything with its digests. Objects load under the rules of this package, and run no
+      code.
+    - ``disallow_checkpoint`` frees the copy. A replica that is still reading it gets a `ReadError`. Under torchft's
+      manager there is none: a step ends when the replicas that join have their state.
+
+    torchft logs the metadata of a transport where a replica joins. Whoever reads that log, and reaches the network of
+    the job, can read the state while it is offered. So the next state has another secret.
+
+    Args:
+        state_dict: Returns the state to load into, nested as the one that is sent: what torchft's manager sends is
+            ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
+            place. Others are new, in host memory. Without it all are. A state with DTensors needs it.
+        interface: The name or address of the network interface to listen on. None: the one towards torchft's
+            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
+        reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
+            `TensorizerStorageReader`.
+
+    Raises:
+        TypeError, ValueError: an option of the reader is not allowed.
+        WriteError: the keeper cannot be started, or there is no libsodium to encrypt with.
+        OSError: there is no such interface.
+    """
+
+    def __init__(
+        self,
+        state_dict: Callable[[], Any] | None = None,
+        *,
+        interface: str | None = None,
+        reader_options: ReaderOptions | None = None,
+    ) -> None:
+        require_libsodium()
+        self._state_dict = state_dict
+        self._host = _own_address() if interface is None else address_of(interface)
+        self._reader_options = dict(reader_options or {})
+        TensorizerStorageReader("/", **(reader_options or {}))  # checks them
+        self._run = uuid.uuid4().hex
+        self._saves = StagedSaves()
+        self._held = ""  # the id of the state that is offered
+        self._has_offered = False  # the present keeper has offered a state
+        self._keeper, self._address = self._start()
+
+    def metadata(self) -> str:
+        """The place where the other replicas reach the keeper, with the secret: another one once the state that was
+        offered is withdrawn.
+
+        Starts another keeper if this one has died.
+        """
+        if self._has_offered and not self._held:
+            # The keeper stays: while another one starts, the other replicas could finish a step without this one.
+            with suppress(WriteError):  # it has died
+                self._address = self._keeper.open_to_peers(self._host, _new_secret(), anew=True)
+            self._has_offered = False
+        if not self._keeper.alive:
+            self._keeper.end()
+            self._keeper, self._address = self._start()
+        return msgspec.json.encode(self._address).decode()
+
+    def send_checkpoint(self, dst_ranks: Sequence[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        """Offers the state of a step to the replicas that join, until `disallow_checkpoint`.
+
+        The state may change as soon as this returns.
+
+        Args:
+            dst_ranks: The replicas, which are not needed here: whoever knows the metadata may read.
+            step: The step that they ask for.
+            state_dict: Nested containers of tensors and other values. Of DTensors this rank's part is sent, for the
+                rank of the same number in other replicas.
+            timeout: How long the keeper may take to answer; a minute at most. It does not wait for other replicas.
+
+        Raises:
+            StagingError: memory is short, or a tensor cannot be copied; names its key.
+            WriteError: an object cannot be pickled, which names its key; or the keeper does not answer.
+        """
+        self._keeper.timeout = timeout.total_seconds()
+        self.disallow_checkpoint()
+        stager = Stager(self._saves, cache_staged_state_dict=False, thread_count=cores())
+        staged = stager.stage(_taken_apart(state_dict), is_kept=True)
+        staged.staged_save.abandoned = True  # no save waits for it
+        buffer, error = staged.staged_save.buffer, staged.staged_save.error
+        head = KeptHead(_state_id(step), number=step, job=self._run, rank=0, world_size=1, record=None)
+        try:
+            if buffer is None or error is not None:
+                raise StagingError(f"step {step} cannot be sent: {error}")
+            planner = SavePlanner(flatten_state_dict=False, enable_plan_caching=False)
+            planner.set_up_planner(dict(staged), is_coordinator=True)
+            self._keeper.keep(described(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
+        except BaseException:
+            if buffer is not None:
+                buffer.is_kept = False
+            self._saves.close()
+            raise
+        self._held, self._has_offered = head.id, True
+
+    def disallow_checkpoint(self) -> None:
+        """Offers the state no longer, and frees its memory."""
+        held, self._held = self._held, ""
+        try:
+            if held:
+                with suppress(WriteError):  # a keeper that has ended offers nothing
+                    self._keeper.forget([held])
+        finally:
+            self._saves.close()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Reads the state of a step from the replica whose transport has this ``metadata``.
+
+        Args:
+            src_rank: The replica, for messages.
+            metadata: As `metadata` of that transport has returned it.
+            step: The step that it offers.
+            timeout: How long to wait until it does. A connection that hangs ends after 10 s while it begins, and
+                after 60 s later on.
+
+        Returns:
+            The state, with the containers of the one that was sent.
+
+        Raises:
+            ReadError: it is not offered in time, cannot be reached, or ends meanwhile.
+            ChecksumMismatch: it is not what was sent; names the key.
+            UntrustedObject: an object could run code; nothing has changed.
+            StateMismatch: there is a DTensor, and no ``state_dict`` with its mesh; or a tensor of ``state_dict`` is
+                sharded otherwise. Names the key; tensors of ``state_dict`` may have changed.
+        """
+        part = RemotePart(_address_in(metadata), _state_id(step), 0)
+        try:
+            content = part.record(timeout.total_seconds())
+            checkpoint = KeptCheckpoint(f"the state of replica {src_rank} at step {step}", [(content, part)])
+            own = {} if self._state_dict is None else dict(_leaves(self._state_dict()))
+            return _read(KeptReader(checkpoint, self._reader_options), own)
+        finally:
+            part.release()
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends the keeper, and frees all memory. Idempotent."""
+        self._held = ""
+        self._keeper.end()
+        self._saves.close()
+
+    def _start(self) -> tuple[KeeperProcess, Address]:
+        """Starts a keeper that the other replicas reach, and that ends with this process."""
+        self._has_offered = False
+        keeper = KeeperProcess(job_name(f"torchft {self._run}"), self._run, 0.0)
+        try:
+            return keeper, keeper.open_to_peers(self._host, _new_secret())
+        except BaseException:
+            keeper.end()
+            raise
+
+
+class _Sharding(NamedTuple):
+    """The sharding of a DTensor, in data that every replica understands."""
+
+    mesh_names: tuple[str, ...] | None
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> _Sharding:
+        names, shape = _name_of(tensor.device_mesh)
+        return cls(names, shape, tuple(tensor.placements), tuple(tensor.size()), tuple(tensor.stride()))
+
+    def around(self, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        """A DTensor of which this is the local part."""
+        local = local.to(mesh.device_type)
+        return DTensor.from_local(
+            local, mesh, self.placements, run_check=False, shape=torch.Size(self.size), stride=self.stride
+        )
+
+
+def _name_of(mesh: DeviceMesh) -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
+    """Names a mesh in the way of all replicas, whose ranks have other numbers."""
+    names = mesh.mesh_dim_names
+    return None if names is None else tuple(names), tuple(mesh.shape)
+
+
+def _leaves(state: Any) -> list[tuple[str, Any]]:
+    """The values in nested containers, each with its key."""
+    return [(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(state)[0]]
+
+
+def _taken_apart(state: Any) -> dict[str, Any]:
+    """The tensors and objects of a state by their keys, and its structure: containers of numbers, and what these are.
+
+    A number is a plain value, or has a key. A DTensor's has a sharding, too.
+    """
+    leaves = _leaves(state)
+    tree = pytree.tree_unflatten(range(len(leaves)), pytree.tree_structure(state))
+    keys, values, shardings, items = dict[int, str](), dict[int, Any](), dict[int, Any](), dict[str, Any]()
+    for number, (key, value) in enumerate(leaves):
+        if type(value) in _PLAIN:
+            values[number] = value
+            continue
+        keys[number] = key
+        if isinstance(value, DTensor):
+            shardings[number] = tuple(_Sharding.of(value))
+            value = value.to_local().detach()
+        items[key] = value
+    return {_STRUCTURE: (tree, keys, values, shardings), **items}
+
+
+def _read(reader: KeptReader, own: Mapping[str, Any]) -> Any:
+    """Reads a state that was taken apart; into tensors of ``own`` where they fit."""
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    target, in_place = dict[str, Any](), set[str]()
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            target[key] = None
+            continue
+        local = _local(own.get(key))
+        alike = local is not None and (local.shape, local.dtype) == (entry.size, entry.properties.dtype)
+        if local is not None and alike and not local.is_meta:
+            in_place.add(key)
+            target[key] = local
+        else:
+            target[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    planner = LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(target, metadata, True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    tree, keys, values, shardings = planner.state_dict[_STRUCTURE]
+    meshes = {_name_of(value.device_mesh): value.device_mesh for value in own.values() if isinstance(value, DTensor)}
+
+    def value_of(number: int) -> Any:
+        if number in values:
+            return values[number]
+        key = keys[number]
+        sharding = _Sharding(*shardings[number]) if number in shardings else None
+        if key in in_place:
+            there = _Sharding.of(own[key]) if isinstance(own[key], DTensor) else None
+            if there != sharding:
+                raise StateMismatch(f"{key} is sharded otherwise in the replica that sent it: {sharding}, not {there}")
+            return own[key]
+        if sharding is None:
+            return planner.state_dict[key]
+        mesh = meshes.get((sharding.mesh_names, sharding.mesh_shape))
+        if mesh is None:
+            raise StateMismatch(
+                f"{key} is a DTensor on a mesh {sharding.mesh_names} of shape {sharding.mesh_shape}, and no tensor "
+                f"here is on such a mesh: pass TensorizerTransport the state_dict to load into"
+            )
+        return sharding.around(target[key], mesh)
+
+    return pytree.tree_map(value_of, tree)
+
+
+def _local(value: object) -> torch.Tensor | None:
+    """The part of a tensor that this rank has; None for other values."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return value.detach() if isinstance(value, torch.Tensor) else None
+
+
+def _new_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def _state_id(step: int) -> str:
+    return f"{step:032x}"
+
+
+def _address_in(metadata: str) -> Address:
+    try:
+        return msgspec.json.decode(metadata, type=Address)
+    except (msgspec.MsgspecError, ValueError):
+        raise ReadError("the other replica has another transport: all replicas need TensorizerTransport") from None
+
+
+def _own_address() -> str:
+    """The address of this host towards torchft's lighthouse, by its name, or towards the world; a local one if it has
+    no other.
+    """
+    lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", "")).hostname
+    for name in (lighthouse, socket.gethostname(), _ELSEWHERE):
+        with suppress(OSError):
+            if name is not None and not is_local(address := address_towards(name)):
+                return address
+    return "127.0.0.1"

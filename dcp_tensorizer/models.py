@@ -1,0 +1,201 @@
+"""Models for inference: all ranks write one together, as Hugging Face has it, by `SafetensorsStorageWriter`.
+
+state dict --stage()--> SharedBuffer                        training thread
+           --DCP planner--> SavePlan --prepare_global_plan()--> which tensor is where in which file: coordinator
+           pieces (offsets only) --> writer process            each rank's bytes to their places in the files
+           --finish()--> model.safetensors.index.json          coordinator: the commit, last
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._formats.rename import Parts, Rules
+from ._formats.safetensors import MAX_SHARD_BYTES
+from ._models.layout import ModelOptions
+from ._models.save import ModelSaver
+from ._publish.publisher import Publish, PublishedVersion
+from ._runtime.threads import Deadline
+from ._runtime.validation import check_count, check_storage_options, check_timeout
+from ._saving.report import SaveCallbacks, SaveReport
+from ._saving.saver import Saver
+from ._storage.open import path_to_write
+from ._storage.redact import shown
+from ._writer_process.options import SaveLimits, SaveOptions, Staging
+from .writer import TensorizerStorageWriter
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Export(ModelOptions):
+    """The models that `CheckpointManager` exports, and when: ``CheckpointManager(..., export=Export("models/{}"))``.
+
+    An export is written when a save is committed, from the copy that the save has made. Training does not wait for a
+    second copy. Where it would wait for the save, it also waits for the export. A failure is logged, and raised by
+    ``wait`` and ``close``. It does not affect the checkpoint of that step.
+
+    Attributes:
+        path: Where to write the model; ``{}`` stands for the step. Without ``{}``, and with ``overwrite=True``, every
+            export replaces the previous one.
+        every: Export with the next save when a multiple of this many steps has been reached since the last export.
+        at_end: Export the last save of the job when the manager is closed, unless an error or a signal ends the job.
+        include: Patterns of the keys to export, in the flattened state dict.
+        dtype, rename, max_shard_bytes, files, overwrite, publish, storage_options: As for
+            `SafetensorsStorageWriter`. By default the prefix ``model.`` is cut from the keys.
+
+    Raises:
+        TypeError: an option is of a wrong type.
+        ValueError: an option has a value that is not allowed; or several exports would go to one path.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int | None = None
+    at_end: bool = True
+    include: Sequence[str] = ("model.*",)
+    rename: Rules = field(default_factory=lambda: {"model.*": "*"})
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_storage_options(self.storage_options)
+        path = path_to_write(self.path, self.storage_options, is_shared=True)
+        check_count("every", self.every, optional=True)
+        if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
+            raise TypeError(f"include must be a list of patterns, and is {self.include!r}")
+        ModelOptions.__post_init__(self)
+        object.__setattr__(self, "path", path)
+        if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
+            raise ValueError(
+                "every= exports several models to one path: put {} for the step into it, or overwrite=True"
+            )
+
+    def path_of(self, step: int) -> str | os.PathLike[str]:
+        """The path of the export of a step."""
+        if isinstance(self.path, Path):
+            return Path(str(self.path).replace("{}", str(step)))
+        return str(self.path).replace("{}", str(step))
+
+
+class SafetensorsStorageWriter(TensorizerStorageWriter):
+    """Writes models as Hugging Face has them: safetensors files with whole tensors, and an index.
+
+    Pass it as ``storage_writer`` to ``dcp.async_save`` or ``dcp.save``, with the state dict of a model::
+
+        writer = SafetensorsStorageWriter("models/final", dtype=torch.bfloat16, files=["config.json", "tokenizer.json"])
+        dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
+
+    Every rank writes its own part of each tensor to its place in the files. Nothing is gathered, and nothing is written
+    twice. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for
+    the copy to the staging buffer, as with `TensorizerStorageWriter`, whose buffers and process it shares.
+
+    ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file has no
+    index, and is committed when the file gets its name. If a save fails, or is killed, the path holds the old model, or
+    none.
+
+    Tied tensors are written once, under the name that comes first in the state dict. A state dict with values that are
+    no tensors is refused.
+
+    Args:
+        path: Where to save: a local directory or a mount that all ranks share, or a URL of S3. A save's
+            ``checkpoint_id`` overrides it for that save.
+        dtype: What floating-point tensors are cast to, bit for bit as ``tensor.to(dtype)`` does it.
+        rename: New names, by patterns of the keys of the flattened state dict. Only ``*`` is special: the n-th ``*`` of
+            a new name stands for the same text as the n-th of its pattern. The first pattern that matches counts. One
+            side of a rule may be `Parts`: experts one by one, or queries, keys and values. The rules must be
+            reversible, so that ``open_reader(path, rename=...)`` loads the model with them.
+        max_shard_bytes: The most bytes in a file. A larger tensor gets a file of its own.
+        files: Files to copy along, such as ``config.json`` and those of the tokenizer. Of a directory, all files are
+            copied that hold no weights. The coordinator reads them when the save begins, and replaces old ones right
+            after the commit. With ``dtype``, the dtype that ``config.json`` names is the new one.
+        overwrite: Replace a model at the path. Files then have names of their save, and those that the old index
+            names are removed after the new one is in place. If False, a model at the path is an error.
+        publish: Where each model is published as the next version for inference servers, whole or as what changed. A
+            process on the coordinator does so after the save. Neither training nor the next save waits for it. If
+            models are saved faster than they are published, some are skipped: see `wait_published`. With ``overwrite``,
+            a model of one file also has an index, so that its file stays while it is being published.
+
+    The other arguments are those of `TensorizerStorageWriter`.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an argument has a value that is not allowed.
+        WriteError: the path is relative, and there is no working directory; or its URL is of a storage where ranks
+            cannot write one file together, of an unknown protocol, or needs a library that is missing.
+
+    The save then raises, on each rank:
+        WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
+            tensors would have one name; it cannot be written; or the model before could not be published.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rules | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        files: Sequence[str | os.PathLike[str]] = (),
+        overwrite: bool = False,
+        publish: Publish | None = None,
+        cache_staged_state_dict: bool = True,
+        staging: Staging = "buffer",
+        overlap_staging: bool = False,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        on_report: Callable[[SaveReport], object] | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
+        limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
+    ) -> None:
+        self._model = ModelOptions(
+            dtype=dtype,
+            rename=rename or {},
+            max_shard_bytes=max_shard_bytes,
+            files=files,
+            overwrite=overwrite,
+            publish=publish,
+        )
+        options = SaveOptions(
+            cache_staged_state_dict=cache_staged_state_dict,
+            staging=staging,
+            overlap_staging=overlap_staging,
+            overwrite=overwrite,
+            sync_files=sync_files,
+            thread_count=thread_count,  # type: ignore[arg-type]
+            storage_options=storage_options,  # type: ignore[arg-type]
+            limits=limits,
+        )
+        self._path = None if path is None else path_to_write(path, options.storage_options, is_shared=True)
+        self._begin(options, SaveCallbacks(on_report, on_progress))
+
+    def __repr__(self) -> str:
+        """The path and the options, without secrets."""
+        return shown(self, self._path, self._options.storage_options, self._model.arguments())
+
+    def wait_published(self, timeout: float | None = None) -> PublishedVersion | None:
+        """Waits until the last saved model is published; returns its version.
+
+        Only the coordinator publishes. Elsewhere, and without ``publish``, it returns None.
+
+        Args:
+            timeout: Timeout in seconds; after that it returns None. None: as long as it takes.
+
+        Raises:
+            TypeError, ValueError: the timeout is not a number of seconds.
+            WriteError: a model could not be published, and no save has raised that yet. It is saved.
+        """
+        if timeout is not None:
+            check_timeout(timeout, least=0)
+        versions = self._saver.versions if isinstance(self._saver, ModelSaver) else None
+        return None if versions is None else versions.wait(Deadline(timeout))
+
+    def _new_saver(self, callbacks: SaveCallbacks, *, closed: bool) -> Saver:
+        return ModelSaver(self._options, self._model, callbacks, closed=closed)

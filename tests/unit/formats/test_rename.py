@@ -1,0 +1,77 @@
+"""New names of keys by patterns, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dcp_tensorizer._formats.rename import Parts, Renaming
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    """The n-th star of a name is what the n-th of its pattern stands for; other characters have no meaning."""
+    renaming = Renaming({"model.layers.*.w?": "never", "model.layers.*.*": "h.*.*", "model.*": "*", "lm": "head"})
+    names = [renaming.new_name(key) for key in ("model.layers.3.w1", "model.norm", "lm", "other")]
+    assert names == ["h.3.w1", "norm", "head", "other"]
+    assert list(renaming.unused) == ["model.layers.*.w?"]
+
+
+@pytest.mark.parametrize("rules", [{"a.*": ""}, {"a": "*"}, {"a.*": "*.*"}])
+def test_a_name_that_cannot_be_made_is_refused(rules: dict[str, str]) -> None:
+    """It is empty, or has a star more than its pattern."""
+    with pytest.raises(ValueError, match="cannot become"):
+        Renaming(rules)
+
+
+def test_a_pattern_that_loses_something_has_no_inverse() -> None:
+    """The star that is left out could stand for anything."""
+    with pytest.raises(ValueError, match=r"'b' cannot become 'a\.\*'"):
+        Renaming({"a.*": "b"}).inverse()
+
+
+def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
+    """In a name of parts ``{}`` stands for a number; elsewhere it has no meaning."""
+    renaming = Renaming({Parts("e.{}.*.a", "e.{}.*.b"): "experts.*", "*{}": "x*"})
+    match = renaming.find("e.12.up.b")
+    assert match is not None
+    assert (match.stars, match.number, match.new_name()) == (("up",), (1, 12), "experts.up")
+    back = renaming.inverse().find("experts.up")
+    assert back is not None
+    assert [back.new_name(part, 7) for part in (0, 1)] == ["e.7.up.a", "e.7.up.b"]
+    assert renaming.new_name("y{}") == "xy"
+    assert [renaming.find(key) for key in ("e.up.a", "e.01.up.a", "e.-1.up.a")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (Parts, TypeError, "Parts takes names"),
+        (lambda: Parts("q"), ValueError, "one part is the whole"),
+        (lambda: Parts("q.*", "k"), ValueError, "as many"),
+        (lambda: Parts("q.{}", "k"), ValueError, "all or none"),
+        (lambda: Parts("q", "k", sizes=(1,)), ValueError, "2 names with the sizes"),
+        (lambda: Parts("q", "k", sizes=(1, 0)), ValueError, "2 names with the sizes"),
+        (lambda: Parts("q", "k", dim=-1), ValueError, "dim=-1"),
+        (lambda: Parts("q", "k", groups=0), ValueError, "groups=0"),
+        (lambda: Parts("q.{}", groups=2), ValueError, "groups=2 needs several names"),
+        (lambda: Parts("q", "k", dim=0.5), TypeError, "are ints"),  # type: ignore[arg-type]
+        (lambda: Renaming({Parts("q", "k"): Parts("a", "b")}), ValueError, "both are parts"),
+        (lambda: Renaming({"a": 7}), TypeError, "strings or Parts"),  # type: ignore[dict-item]
+        (lambda: Renaming({"a": Parts("q.*", "k.*")}), ValueError, "cannot become"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_makes_no_rule_is_refused(make: Any, error: type[Exception], message: str) -> None:
+    """When it is made."""
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_parts_are_values() -> None:
+    """They can be keys, and are shown as they were made."""
+    parts = Parts("q", "k", sizes=[3, 1], dim=1)
+    assert parts == Parts("q", "k", sizes=(3, 1), dim=1)
+    assert {parts: 1}[Parts("q", "k", sizes=(3, 1), dim=1)] == 1
+    assert parts != Parts("q", "k", dim=1)
+    assert eval(repr(parts)) == parts

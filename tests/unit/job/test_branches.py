@@ -1,0 +1,76 @@
+"""Branches: what a job that went back has left behind is not its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_tensorizer._index.schema import SaveRecord
+from dcp_tensorizer._job.steps import TRUNK, Branch, Step, belongs, current_branch, leave, members
+
+
+def saved_as(number: int, branch: Branch = TRUNK, serial: int = 0, saved_at: int = 0) -> Step:
+    record = SaveRecord(number, None, branch, {}, serial=serial)
+    return Step(number, f"step-{number}", saved_at=saved_at, record=record)
+
+
+def test_a_branch_has_what_led_to_it() -> None:
+    """After going back from 1,000 to 500, what lies beyond 500 is of another branch, also later."""
+    old = [saved_as(number, serial=number) for number in (100, 500, 980, 1000)]
+    new = [saved_as(number, leave(old[1]), 2000 + number) for number in (600,)]
+    later = saved_as(990, new[0].branch, 3000)
+    assert [saved.number for saved in members([*old, *new, later], later.branch)] == [100, 500, 600, 990]
+    assert [saved.number for saved in members([*old, *new, later], TRUNK)] == [100, 500, 980, 1000]
+    assert current_branch([*old, *new, later]) == later.branch
+
+
+def test_a_branch_that_was_left_is_never_current() -> None:
+    """A later serial or time of the left branch does not count."""
+    old = saved_as(1000, serial=99, saved_at=99)
+    assert current_branch([old, new := saved_as(600, leave(saved_as(500)), 1, 1)]) == new.branch
+
+
+def test_of_two_branches_the_one_saved_last_is_current() -> None:
+    """Serials tell which one that is; times count only where a checkpoint has no serial, such as a writer's own."""
+    start = saved_as(5, leave(None), 1, 1000)
+    first, second = saved_as(6, leave(start), 2, 900), saved_as(7, leave(start), 3, 800)
+    assert current_branch([start, first, second]) == second.branch
+    assert current_branch([start, second, first]) == second.branch
+    plain = Step(8, "step-8", saved_at=850)
+    assert current_branch([first, second, plain]) == TRUNK
+    assert current_branch([first, second, dataclasses.replace(plain, saved_at=700)]) == second.branch
+
+
+def test_a_job_that_began_anew_has_nothing_of_the_old_one() -> None:
+    """Its branch has no other before it."""
+    old, new = saved_as(10, serial=1), saved_as(5, leave(None), serial=2)
+    assert members([old, new], new.branch) == [new]
+    assert current_branch([old, new]) == new.branch
+    assert current_branch([]) is None
+
+
+@given(
+    moves=st.lists(st.tuples(st.booleans(), st.integers(0, 20)), min_size=1, max_size=30),
+    lost=st.sets(st.integers(0, 29)),
+    clocks=st.lists(st.integers(0, 9), min_size=30, max_size=30),
+)
+def test_branches_are_histories(moves: list[tuple[bool, int]], lost: set[int], clocks: list[int]) -> None:
+    """A checkpoint is on a job's branch exactly if it is an ancestor, whatever was deleted and clocks show."""
+    made: list[tuple[Step, tuple[int, ...]]] = []  # a checkpoint, and the numbers in `made` of its ancestors
+    branch, history, step = leave(None), (), 0
+    for goes_back, by in moves:
+        if goes_back and made:
+            at = by % len(made)
+            saved, before = made[at]
+            branch, history, step = leave(saved), (*before, at), saved.number
+        step += 1 + by % 3
+        made.append((saved_as(step, branch, len(made) + 1, clocks[len(made)]), history))
+        history = (*history, len(made) - 1)
+    left = [number for number in range(len(made)) if number not in lost]
+    for number in left:
+        own = {n for n in left if belongs(made[n][0], branch)}
+        assert own == {n for n in history if n in left}, number
+    if left and (len(made) - 1) in left:
+        assert current_branch([made[number][0] for number in left]) == branch

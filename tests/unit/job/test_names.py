@@ -1,0 +1,48 @@
+"""Names of steps' directories are known by their numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_tensorizer._job.steps import StepNames
+
+
+@given(
+    step=st.integers(0, 10**12), template=st.sampled_from(["step-{}", "{}", "step-{:06}", "global_step{}", "a.{}+b"])
+)
+def test_a_number_is_found_again(step: int, template: str) -> None:
+    """Whatever the template, the name of a step is that step's."""
+    names = StepNames(template)
+    assert names.step_in(names.name_of(step)) == step
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-12", 12),
+        ("step-000012", 12),
+        ("step-", None),
+        ("step-1.5", None),
+        ("old-step-12", None),
+        ("step-12x", None),
+    ],
+)
+def test_names_are_known_by_their_number(name: str, step: int | None) -> None:
+    """Padding makes no difference; other names are no steps."""
+    assert StepNames("step-{}").step_in(name) == step
+
+
+@pytest.mark.parametrize("template", ["step-{:,}", "step-{:_}", "step-{:x}", "step-{:o}", "step-{:g}"])
+def test_a_template_that_shows_large_numbers_otherwise(template: str) -> None:
+    """Steps beyond a thousand would not be found again, or be taken for others."""
+    with pytest.raises(ValueError, match=r"the number cannot be found again in .*: use \{\} or \{:06\}"):
+        StepNames(template)
+
+
+@pytest.mark.parametrize("template", ["step", "{}-{}", "a/{}", "step-{", "1{}", "{}0", "{:x}{}", "{name}", "{:.2f}"])
+def test_templates_that_make_no_sense(template: str) -> None:
+    """A name needs one place for a number that can be found again."""
+    with pytest.raises(ValueError, match=r"^name="):
+        StepNames(template)

@@ -1,0 +1,83 @@
+"""What users give to the manager is checked."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from dcp_tensorizer import SaveLimits
+from dcp_tensorizer._job.options import (
+    check_metrics,
+    check_patterns,
+    check_state,
+    check_step,
+    options_of_reader,
+    split_limits,
+)
+
+
+def test_steps() -> None:
+    """Any integer will do that is not negative and fits into an index."""
+    assert [check_step(step) for step in (0, np.int32(7), 2**63 - 1)] == [0, 7, 2**63 - 1]
+    for step, error in ((-1, ValueError), (2**63, ValueError), (True, TypeError), (1.0, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match=r"^step"):
+            check_step(step)
+
+
+def test_metrics() -> None:
+    """Numbers of any kind become floats; what is no number is named."""
+    loss = torch.tensor(0.5, requires_grad=True)  # torch warns if it becomes a number before it is detached
+    assert check_metrics({"loss": loss, "n": 3}) == {"loss": 0.5, "n": 3.0}
+    assert check_metrics(None) == {}
+    for metrics in (3, {"loss": torch.zeros(2)}, {"loss": "low"}, {1: 2.0}):
+        with pytest.raises(TypeError, match=r"^metrics"):
+            check_metrics(metrics)
+
+
+def test_states() -> None:
+    """A module or an optimizer by itself has no key; the error says how it gets one."""
+    check_state({"model": torch.nn.Linear(1, 1)})
+    model = torch.nn.Linear(1, 1)
+    for state, words in (
+        (model, '{"model": model}, and is Linear'),
+        (torch.optim.SGD(model.parameters()), '{"optimizer": optimizer}, and is SGD'),
+        ([model], '{"model": model}, and is list'),
+    ):
+        with pytest.raises(TypeError, match="^" + re.escape(f"state must be a dict, as {words}")):
+            check_state(state)
+
+
+def test_patterns() -> None:
+    """One string is not a list of them."""
+    assert check_patterns("include", ["a.*", "b"]) == ("a.*", "b")
+    for patterns in ("model.*", [7], 7):
+        with pytest.raises(TypeError, match=r"^include must be a list of patterns"):
+            check_patterns("include", patterns)
+
+
+def test_options() -> None:
+    """Readers are told what the writer knows, unless the user says otherwise; failures are counted by the manager."""
+    limits, failures = split_limits({"limits": SaveLimits(timeout=7.0, max_consecutive_failures=2)})
+    assert (limits, failures) == (SaveLimits(timeout=7.0, max_consecutive_failures=None), 2)
+    for slip, words in (
+        ("keep_lates", "'keep_lates': did you mean 'keep_latest'? Besides its own"),
+        ("sync_file", "'sync_file': did you mean 'sync_files'? Besides its own"),
+        ("colour", "'colour'. Besides its own"),
+        ("writer_options", "'writer_options': did you mean 'reader_options'? Besides its own"),
+    ):
+        with pytest.raises(TypeError, match="^" + re.escape(f"CheckpointManager has no option {words}")):
+            split_limits(
+                {slip: 2, "overwrite": True}, own=["keep_latest", "keep_every", "reader_options", "writer_options"]
+            )
+    writer = {"storage_options": {"key": "k"}}
+    expected = {"page_cache": False, "storage_options": {"key": "k"}, "timeout": 9.0, "verify": False}
+    assert options_of_reader("/run", writer, limits, {"timeout": 9.0, "verify": False}) == expected
+    with pytest.raises(TypeError, match=r"^reader_options must be a mapping"):
+        options_of_reader("/run", writer, limits, 7)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'verfy'"):
+        options_of_reader("/run", writer, limits, {"verfy": True})
+    with pytest.raises(TypeError, match="verify must be True or False"):
+        options_of_reader("/run", writer, limits, {"verify": "no"})

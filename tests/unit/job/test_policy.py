@@ -1,0 +1,99 @@
+"""What all ranks do about a step, from what each of them knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dcp_tensorizer._job.copies import MemoryVote
+from dcp_tensorizer._job.policy import Action, Vote, decide
+from dcp_tensorizer._job.ranks import Agreement
+
+NONE = Vote(5)
+
+
+class Others(Agreement):
+    """One of several ranks, the others of which vote so. If it is not the first, the first other is."""
+
+    def __init__(self, rank: int, *others: Vote) -> None:
+        super().__init__(None)
+        self.rank = rank
+        self._others = [other.numbers(is_first=number == 0 and rank > 0) for number, other in enumerate(others)]
+
+    def largest(self, *numbers: int) -> list[int]:
+        return [max(values) for values in zip(numbers, *self._others, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({}, Action.NOTHING),
+        ({"is_last": True, "is_there": True}, Action.NOTHING),
+        ({"is_due": True}, Action.SAVE),
+        ({"force": True}, Action.SAVE),
+        ({"stop": True}, Action.SAVE),
+        ({"stop": True, "is_last": True, "is_there": True}, Action.JOIN),
+        ({"is_due": True, "is_there": True}, Action.KEEP),
+        ({"is_due": True, "is_busy": True}, Action.HOLD),
+        ({"is_due": True, "is_busy": True, "must_write": True}, Action.SAVE),
+        ({"force": True, "is_busy": True}, Action.SAVE),
+        ({"stop": True, "is_busy": True}, Action.SAVE),
+        ({"is_busy": True, "must_write": True}, Action.NOTHING),
+        ({"is_due_in_memory": True}, Action.HOLD),
+        ({"is_due_in_memory": True, "is_due": True}, Action.SAVE),
+        ({"is_due_in_memory": True, "is_due": True, "is_busy": True}, Action.HOLD),
+    ],
+)
+def test_one_rank(changes: dict[str, bool], action: Action) -> None:
+    """A step is saved if a save is due, forced or the last one, and it is neither there nor in progress."""
+    vote = replace(NONE, **changes)
+    decision = decide(Agreement(None), vote)
+    assert decision == (action, vote.stop or vote.force or vote.is_due, vote)
+
+
+def test_what_other_ranks_know_does_not_count() -> None:
+    """Their clocks and their view of the storage may differ: that is the first rank's to say."""
+    vote = replace(NONE, is_due=True, is_last=True, is_there=True, failures=3)
+    assert decide(Others(1, NONE), vote) == (Action.NOTHING, False, NONE)
+    first = replace(NONE, is_due=True, failures=2)
+    assert decide(Others(1, first), NONE) == (Action.SAVE, True, first)
+    assert decide(Others(0, vote), NONE) == (Action.NOTHING, False, NONE)
+
+
+@pytest.mark.parametrize("name", ["stop", "force"])
+def test_a_signal_or_a_wish_of_any_rank_counts(name: str) -> None:
+    """Stop and force are heard from all."""
+    other = replace(NONE, **{name: True})
+    assert decide(Others(0, other), NONE) == (Action.SAVE, True, other)
+
+
+def test_what_any_rank_says_of_its_memory_counts() -> None:
+    """A save that runs on one rank, a state that one could not keep, and one that keeps none."""
+    due = replace(NONE, is_due=True)
+    other = replace(NONE, is_busy=True, memory=MemoryVote(has_failed=True))
+    assert decide(Others(0, other), due) == (Action.HOLD, True, replace(other, is_due=True))
+    other = replace(NONE, is_busy=True, must_write=True, memory=MemoryVote(ends=True))
+    assert decide(Others(0, other), due) == (Action.SAVE, True, replace(other, is_due=True))
+
+
+def test_that_another_run_has_the_folder_is_the_first_ranks_to_say() -> None:
+    """It is known on all ranks then, whatever else is decided."""
+    lost = replace(NONE, is_lost=True)
+    assert decide(Agreement(None), lost).vote.is_lost
+    assert decide(Others(1, lost), NONE).vote.is_lost
+    assert not decide(Others(1, NONE), lost).vote.is_lost
+
+
+def test_ranks_at_different_steps() -> None:
+    """The error says which."""
+    with pytest.raises(ValueError, match="the ranks save different steps, from 5 to 7"):
+        decide(Others(0, Vote(7)), NONE)
+
+
+def test_what_any_rank_says_of_copies_counts() -> None:
+    """That one is in progress, has failed, or is not made any more; and that another run has the partner."""
+    running, failed = (replace(NONE, memory=MemoryVote(**{name: True})) for name in ("copy_runs", "copy_failed"))
+    assert decide(Others(1, failed), running).vote.memory == MemoryVote(copy_runs=True, copy_failed=True)
+    ended = replace(NONE, memory=MemoryVote(copies_end=True, is_superseded=True))
+    assert decide(Others(1, ended), NONE).vote.memory == MemoryVote(copies_end=True, is_superseded=True)

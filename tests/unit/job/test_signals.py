@@ -1,0 +1,146 @@
+"""Signals that ask a job to stop: noted, passed on, and given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dcp_tensorizer._job import policy as module
+from dcp_tensorizer._job.policy import StopSignals
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """The signals that a handler hears which was there before."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    yield heard
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_is_noted_and_passed_on(heard: list[int]) -> None:
+    """The handler that was there before is called, and is back afterwards."""
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopSignals([signal.SIGUSR1])
+    stop.install()
+    assert not stop.seen
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (stop.seen, heard) == (True, [signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)  # the launcher's copy of the same signal
+    assert heard == [signal.SIGUSR1] * 2
+    stop.restore()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_later_signal_does_what_it_would_have_done(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to the handler that was there before, which is in its place again."""
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopSignals([signal.SIGUSR1])
+    stop.install()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1] * 2
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_handler_that_came_later_stays(heard: list[int]) -> None:
+    """It may call ours, which passes signals on as long as it lives."""
+    stop = StopSignals([signal.SIGUSR1])
+    stop.install()
+    ours = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda number, frame: ours(number, frame))  # type: ignore[operator,misc]
+    stop.restore()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+
+
+def test_a_forked_child_ends_when_it_is_told_to() -> None:
+    """The workers of a data loader are no jobs that save before they stop."""
+    stop = StopSignals([signal.SIGTERM])
+    stop.install()
+    reading, writing = os.pipe()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.write(writing, b"x")
+            signal.pause()
+            os._exit(7)
+        os.read(reading, 1)
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+    finally:
+        stop.restore()
+        os.close(reading)
+        os.close(writing)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+
+def test_handlers_go_back_from_another_thread(heard: list[int]) -> None:
+    """That thread cannot set them: each goes back when its signal comes, and hears of it once."""
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopSignals([signal.SIGUSR1])
+    stop.install()
+    thread = threading.Thread(target=stop.restore)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (heard, stop.seen, signal.getsignal(signal.SIGUSR1)) == ([signal.SIGUSR1], False, before)
+
+
+def test_only_the_main_thread_has_handlers() -> None:
+    """The error says what to do; without signals any thread will do."""
+    errors: list[str] = []
+
+    def make() -> None:
+        StopSignals([])
+        try:
+            StopSignals([signal.SIGTERM])
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert errors == ["only the main thread can handle signals: make the manager there, or pass stop_signals=()"]
+
+
+@pytest.mark.parametrize("signals", [7.5, ["TERM"], [9999]])
+def test_what_is_no_signal(signals: object) -> None:
+    """The error shows what was given."""
+    with pytest.raises(TypeError, match="stop_signals must be signals"):
+        StopSignals(signals)  # type: ignore[arg-type]
+
+
+def test_signals_that_nobody_can_handle(heard: list[int]) -> None:
+    """The error names them, and the handlers of the others are as before."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="SIGKILL cannot be handled"):
+        StopSignals([signal.SIGTERM, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_signal_waits_while_a_child_is_forked() -> None:
+    """Python drops what comes to a child before its handlers are back; then the child would not end."""
+    stop = StopSignals([signal.SIGUSR1])
+    stop.install()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    module._block_signals()
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+    was_seen = stop.seen
+    module._unblock_signals()
+    assert (was_seen, stop.seen) == (False, True)
+    child = os.fork()
+    if child == 0:
+        is_free = signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+        os._exit(0 if is_free and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    stop.restore()

@@ -1,0 +1,377 @@
+"""Replicas of states on other keepers: real keepers, connected by TCP."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer._index.schema import SaveRecord
+from dcp_tensorizer._memory import replicas as replicas_module
+from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
+from dcp_tensorizer._memory.keeper import Keeper
+from dcp_tensorizer._memory.protocol import ClaimRequest, CopyStatus, Extent, Keep, KeptContent, KeptHead, OpenToPeers
+from dcp_tensorizer._memory.replicas import (
+    BLOCK,
+    Accepted,
+    Block,
+    Join,
+    NotCopied,
+    Ok,
+    Record,
+    RemotePart,
+    ReplicaOffer,
+    ReplicaRefused,
+    Sent,
+    Throttle,
+    copy_part,
+    decoded,
+    drop_copies,
+    encoded,
+)
+from dcp_tensorizer._memory.wire import Address, Wire, WireError
+from dcp_tensorizer._runtime.channel import Done
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
+from dcp_tensorizer._tensor_file.digests import digests_of
+
+from ...e2e.ranks import eventually
+from ...support import open_descriptors
+from .test_keeper import ask, connected
+
+SECRET = bytes(range(32))
+NBYTES = 3 * BLOCK + 4096
+
+
+def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> Keep:
+    head = KeptHead(number, 1, "run", rank, 2, SaveRecord(1, None, (("b", 0),), {"loss": 0.5}), folder=(1, 2))
+    extents = (Extent(is_inline=False, offset=64, nbytes=nbytes - 64), Extent(is_inline=True, offset=0, nbytes=3))
+    return Keep(head, nbytes, extents, b"what is where", b"abc", 60.0)
+
+
+def content_of(state: Keep, data: bytes) -> KeptContent:
+    return KeptContent(state, (digests_of(data[64:]), digests_of(b"abc")))
+
+
+def opened(keeper: Keeper) -> Address:
+    with connected(keeper) as trainer:
+        address = ask(trainer, OpenToPeers("127.0.0.1", SECRET))
+    assert isinstance(address, Address)
+    return address
+
+
+@pytest.fixture
+def buffer() -> Iterator[SharedBuffer]:
+    shared = SharedBuffer(NBYTES)
+    os.pwrite(shared.fd, os.urandom(NBYTES), 0)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def source() -> Iterator[KeeperProcess]:
+    keeper = KeeperProcess("test-source", "run", 60.0)
+    yield keeper
+    keeper.end()
+
+
+@pytest.fixture
+def partner() -> Iterator[KeeperProcess]:
+    keeper = KeeperProcess("test-partner", "run", 60.0)
+    yield keeper
+    keeper.end()
+
+
+def copied(source: KeeperProcess) -> CopyStatus:
+    """What has become of a copy, when it is over."""
+
+    def over() -> CopyStatus | None:
+        status = source.copy_status()
+        return None if status.is_running else status
+
+    return eventually(over)
+
+
+def found(job: str) -> KeeperConnection:
+    (keeper,), _ = connect_to_keepers(job, 5.0)
+    return keeper
+
+
+def test_a_state_is_copied_and_read_from_afar(
+    source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
+) -> None:
+    """The partner has it whole: it gives it to a process of its host, and range by range to those of others."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    state, data = part("a"), os.pread(buffer.fd, NBYTES, 0)
+    source.keep(state, buffer)
+    source.copy("a", address, 0.0, "")
+    assert copied(source) == CopyStatus("a")
+    with closing(found("test-partner")) as keeper:
+        assert keeper.found.heads == (state.head,)
+        assert keeper.found.address == address
+        content, fd = keeper.take("a", 0)
+        assert content == content_of(state, data)
+        assert os.pread(fd.number, NBYTES, 0) == data
+        fd.close()
+    remote = RemotePart(address, "a", 0)
+    assert remote.record() == content
+    pieces = [memoryview(bytearray(n)) for n in (1, 0, BLOCK, 4096)]
+    remote.read_into(pieces, 100)
+    assert b"".join(pieces) == data[100 : 100 + BLOCK + 4097]
+    with pytest.raises(OSError, match="it has fewer bytes"):
+        remote.read_into(pieces, 2 * BLOCK)
+    remote.release()
+    with pytest.raises(ReadError, match="it is not kept"):
+        RemotePart(address, "a", 1).record()
+
+
+def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
+    """But for the one that all hosts have confirmed."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    for number, keep in (("a", ""), ("b", "a"), ("c", "a"), ("d", "c")):
+        source.keep(part(number), buffer)
+        source.copy(number, address, 0.0, keep)
+        assert copied(source) == CopyStatus(number)
+        with closing(found("test-partner")) as keeper:
+            assert [head.id for head in keeper.found.heads] == ([keep] if keep else []) + [number]
+
+
+def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
+    """Its memory is needed: the partner has nothing of it. One that may stay is left alone until it is over."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    source.keep(part("a"), buffer)
+    source.copy("a", address, 1e6, "")
+    source.forget(["a"], but_copied=True)
+    assert source.kept == {"a": buffer}
+    assert source.copy_status() == CopyStatus("a", is_running=True)
+    source.forget(["a"])
+    assert (source.kept, buffer.is_kept) == ({}, False)
+    assert copied(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
+    with closing(found("test-partner")) as keeper:
+        assert keeper.found.heads == ()
+
+
+def test_a_copy_that_is_given_up_for_the_next(
+    source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
+) -> None:
+    """It begins at once, and what becomes of the one before says nothing of it."""
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    source.keep(part("a"), buffer)
+    source.copy("a", address, 1e5, "")
+    source.keep(part("b"), buffer)
+    with pytest.raises(WriteError, match="another state is being copied"):
+        source.copy("b", address, 0.0, "")
+    source.forget(["a"])
+    source.copy("b", address, 0.0, "")
+    assert copied(source) == CopyStatus("b")
+    with closing(found("test-partner")) as keeper:
+        assert [head.id for head in keeper.found.heads] == ["b"]
+
+
+def test_a_copy_that_is_no_longer_wanted_is_not_offered() -> None:
+    """An offer ends the copy of another state of that rank, which may be the newer one."""
+    keeper = Keeper("run", 7, 60.0)
+    address = opened(keeper)
+    with closing(address.connect()) as offering, closing(address.connect()) as joined:
+        newer = ReplicaOffer(part("b").head, NBYTES, 1, "")
+        copy = offering.ask(newer, Accepted | ReplicaRefused)
+        with pytest.raises(NotCopied, match="its memory was needed"):
+            copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: False)
+        assert isinstance(copy, Accepted)
+        assert joined.ask(Join(copy.copy), Ok | ReplicaRefused) == Ok()
+        joined.send(Block(0, BLOCK, xxhash.xxh3_128_digest(bytes(BLOCK))))
+        joined.send_bytes(memoryview(bytearray(BLOCK)))
+        assert joined.ask(Sent(), Ok) == Ok()
+
+
+def test_a_copy_counts_only_beside_its_own_part(
+    source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
+) -> None:
+    """One that is whole stays with its source until all ranks know of it; if it has to go, the copy is given up."""
+    source.keep(part("a"), buffer)
+    source.copy("a", partner.open_to_peers("127.0.0.1", SECRET), 0.0, "")
+    assert copied(source) == CopyStatus("a")
+    source.forget(["a"], but_copied=True)
+    assert (source.kept, source.copy_status()) == ({"a": buffer}, CopyStatus("a"))
+    source.forget(["a"])
+    assert source.kept == {}
+    assert source.copy_status() == CopyStatus("a", problem="its memory was needed", is_given_up=True)
+
+
+def test_a_partner_that_another_run_has_claimed() -> None:
+    """It takes no more copies of this run, also when the claim is over; and says so."""
+    keeper = Keeper("run", 7, 60.0)
+    address = opened(keeper)
+    keeper.orphan()
+    with connected(keeper) as visitor:
+        assert ask(visitor, ClaimRequest("next")) == Done()
+    with pytest.raises(NotCopied, match=r"a later run of this job \(next\) has claimed") as refused:
+        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+    assert refused.value.is_claimed
+
+
+def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
+    """A copy that was in progress when the partner was claimed is not taken, and the older run can remove none."""
+    keeper = Keeper("run", 7, 60.0)
+    address = opened(keeper)
+    data = os.pread(buffer.fd, NBYTES, 0)
+    copy_part(address, content_of(part("a"), data), buffer.fd, "", Throttle(0), lambda: True)
+    keeper.orphan()
+
+    def claim_in_the_midst() -> bool:
+        keeper._claimed_by = "next"
+        return True
+
+    with pytest.raises(NotCopied, match="has claimed"):
+        copy_part(address, content_of(part("b"), data), buffer.fd, "a", Throttle(0), claim_in_the_midst)
+    with pytest.raises(OSError, match="has claimed"):
+        drop_copies(address, part("b").head)
+    ((fd, _),) = keeper.drop_replicas(part("a").head, keep="b")
+    os.close(fd)
+
+
+def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for before anything is allocated, and some of it is left to others."""
+    monkeypatch.setattr(replicas_module, "available_memory", lambda: NBYTES + replicas_module.RESERVE)
+    keeper = Keeper("run", 7, 60.0)
+    address = opened(keeper)
+    before = open_descriptors()
+    with pytest.raises(NotCopied, match="no memory for a replica") as refused:
+        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+    assert refused.value.is_full
+    eventually(lambda: open_descriptors().items() <= before.items())
+
+
+def test_a_partner_that_is_gone() -> None:
+    """The copy has failed, and the words say where it should have gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1], SECRET)
+    with pytest.raises(NotCopied, match=f"the keeper at 127.0.0.1:{address.port} cannot be reached"):
+        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+
+
+def test_what_is_not_whole_is_not_there() -> None:
+    """A source that says that all has been sent, but has left a block out, or changed one."""
+    keeper = Keeper("run", 7, 60.0)
+    address = opened(keeper)
+    data = bytes(BLOCK)
+    content = content_of(part("a", nbytes=2 * BLOCK), bytes(2 * BLOCK))
+    record = encoded(content)
+    for is_changed in (False, True):
+        with closing(address.connect()) as wire:
+            offer = ReplicaOffer(content.state.head, 2 * BLOCK, len(record), "")
+            assert isinstance(wire.ask(offer, Accepted | ReplicaRefused), Accepted)
+            with pytest.raises(ConnectionError):
+                _send_a_part(wire, data, b"other" if is_changed else data, record)
+    assert keeper.content("a", 0, 0.0) is None
+    eventually(lambda: not [name for name in _open_files() if "replica" in name])
+
+
+def _send_a_part(wire: Wire, data: bytes, digested: bytes, record: bytes) -> None:
+    wire.send(Block(0, BLOCK, xxhash.xxh3_128_digest(digested)))
+    wire.send_bytes(memoryview(data))
+    wire.send(Sent())
+    wire.send(Record(xxhash.xxh3_128_digest(record)))
+    wire.send_bytes(memoryview(record))
+    wire.receive(Ok | ReplicaRefused)
+
+
+def _open_files() -> list[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return names
+
+
+def test_a_record_that_describes_more_than_there_is() -> None:
+    """A read would go past the end of the buffer."""
+    content = content_of(part("a"), bytes(NBYTES))
+    assert decoded(encoded(content)) == content
+    for bad in (
+        KeptContent(content.state, content.digests[:1]),
+        KeptContent(part("a", nbytes=2 * BLOCK), ()),
+        KeptContent(Keep(content.state.head, 64, content.state.extents, b"", b"abc", 1.0), content.digests),
+    ):
+        with pytest.raises(WireError, match="more bytes than there are"):
+            decoded(encoded(bad))
+    with pytest.raises(WireError, match="cannot be decoded"):
+        decoded(b"\x80\x05.")
+
+
+def test_the_rate() -> None:
+    """All threads together are let through at it, the first at once."""
+    throttle = Throttle(1e6)
+    threads = [threading.Thread(target=throttle.wait, args=(10_000,)) for _ in range(6)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - started >= 0.05
+
+
+def niceness_of_session(keeper: KeeperProcess) -> int | None:
+    """The priority of a keeper's session; None where the kernel does not schedule sessions."""
+    with suppress(FileNotFoundError):
+        return int(Path(f"/proc/{keeper.pid}/autogroup").read_text().split()[-1])
+    return None
+
+
+def runs_at(keeper: KeeperProcess, priorities: set[int]) -> bool:
+    """Returns whether a keeper has threads of each of these priorities."""
+    found = set[int]()
+    for thread in Path(f"/proc/{keeper.pid}/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            found.add(os.getpriority(os.PRIO_PROCESS, int(thread.name)))
+    return found >= priorities
+
+
+def test_copies_are_of_low_priority(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
+    """Where the kernel schedules threads, and where it schedules sessions. Nothing else at a keeper waits for them."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    address = partner.open_to_peers("127.0.0.1", SECRET)
+    source.open_to_peers("127.0.0.1", SECRET)
+    assert eventually(lambda: niceness_of_session(source) in (None, 10))
+    source.keep(part("a"), buffer)
+    source.copy("a", address, 1e6, "")  # it takes two seconds
+    for keeper in (source, partner):
+        assert eventually(functools.partial(runs_at, keeper, {own, 19}))
+    source.forget(["a"])
+
+
+@pytest.mark.parametrize(("seconds", "lower"), [(0.0, False), (60.0, True)], ids=["live", "kept"])
+def test_digests_have_a_low_priority_unless_replicas_wait_for_them(
+    buffer: SharedBuffer, seconds: float, lower: bool
+) -> None:
+    """Replicas wait for those of a live state; nobody for those of a state that is kept in case the trainer ends."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    keeper = KeeperProcess("test-digests", "run", seconds)
+    try:
+        remote = RemotePart(keeper.open_to_peers("127.0.0.1", SECRET), "a", 0)
+        keeper.keep(part("a"), buffer)
+        remote.record(60.0)  # the digests are taken
+        remote.release()
+        priorities = set[int]()
+        for task in Path(f"/proc/{keeper.pid}/task").iterdir():
+            with suppress(ProcessLookupError):  # that of the connection ends after it is released
+                priorities.add(os.getpriority(os.PRIO_PROCESS, int(task.name)))
+        assert priorities == {own} | ({10} if lower else set())
+    finally:
+        keeper.end()
+
+
+def test_a_successor_does_not_wait_behind_others(source: KeeperProcess) -> None:
+    """A keeper whose trainer is gone has the priority of any other process."""
+    source.leave()
+    assert eventually(lambda: niceness_of_session(source) in (None, 0))
+    with closing(found("test-source")) as keeper:
+        keeper.end()

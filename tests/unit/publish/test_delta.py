@@ -1,0 +1,95 @@
+"""Deltas of tensors: bit for bit, and never more bytes than a tensor has."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from dcp_tensorizer._publish.delta import PIECE, DeltaDecoder, delta_of, digest_of, largest_delta, zstd
+
+SIZES = [1, 7, PIECE - 1, PIECE, 2 * PIECE + 5]
+
+
+def pieces(frame: bytes, size: int = 1000) -> list[bytes]:
+    """A frame as a file is read: in pieces."""
+    return [frame[start : start + size] for start in range(0, len(frame), size)]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_delta_gives_the_new_bytes(nbytes: int) -> None:
+    """Applied to the old bytes in pieces of any size; its digest is that of the new bytes."""
+    random = np.random.default_rng(nbytes)
+    old = random.integers(0, 256, nbytes, dtype=np.uint8)
+    new = old.copy()
+    new[random.integers(0, nbytes, 1 + nbytes // 40)] ^= 3
+    made = delta_of(new.data, old.data)
+    if made is None:
+        assert (new == old).all()
+        return
+    frame, digest = made
+    assert digest == digest_of(new.data)
+    assert len(frame) <= largest_delta(nbytes)
+    result = old.copy()
+    decoder = DeltaDecoder(pieces(frame), nbytes)
+    for start in range(0, nbytes, 99_991):
+        decoder.xor_into(result[start : start + 99_991])
+    assert (result == new).all()
+
+
+def test_random_bytes_fit_into_the_longest_delta() -> None:
+    """What cannot be compressed grows by less than the bound that readers have."""
+    data = np.random.default_rng(0).integers(0, 256, 3 * PIECE, dtype=np.uint8)
+    made = delta_of(data.data, bytes(data.size))
+    assert made is not None
+    assert data.size < len(made[0]) <= largest_delta(data.size)
+
+
+def test_the_same_bytes_have_no_delta() -> None:
+    """So a version holds only what changed."""
+    assert delta_of(b"abc" * 1000, b"abc" * 1000) is None
+
+
+def test_versions_of_different_sizes_have_no_delta() -> None:
+    """Nothing is cut or padded."""
+    with pytest.raises(ValueError, match=r"the new version has 3 bytes, and the old one 2"):
+        delta_of(b"abc", b"ab")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda frame: frame[:-1], "end of its delta is missing|ends .* bytes before the tensor"),
+        (lambda frame: frame[: len(frame) // 2], "bytes before the tensor does"),
+        (lambda frame: b"no zstd at all" + frame, "not of zstd, or damaged"),
+        (lambda frame: frame + b"\0" * 10, "other bytes follow"),
+        (lambda frame: frame + zstd().compress(b"more"), "other bytes follow"),
+        (lambda frame: zstd().compress(b"\0" * 5001, level=1), "holds more bytes than the tensor has"),
+        (lambda frame: zstd().compress(b"\0" * 4999, level=1), "ends 1 bytes before the tensor"),
+        (lambda frame: b"", "ends 5,000 bytes before the tensor"),
+    ],
+    ids=["last byte", "half", "garbage", "zeros behind", "frame behind", "longer", "shorter", "nothing"],
+)
+def test_a_damaged_delta_is_an_error(change: object, message: str) -> None:
+    """Whatever was cut off, added or changed."""
+    old = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
+    made = delta_of((old ^ 1).data, old.data)
+    assert made is not None
+    frame = change(made[0])  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message):
+        DeltaDecoder(pieces(frame), old.size).xor_into(old)
+
+
+def test_a_bomb_takes_no_memory() -> None:
+    """A gigabyte of zeros in 32 kB, in the place of 1,000 bytes: no more than is asked for is ever unpacked."""
+    compressor = zstd().ZstdCompressor(level=1)
+    zeros = bytes(1 << 24)
+    bomb = b"".join(compressor.compress(zeros) for _ in range(64)) + compressor.flush()
+    assert len(bomb) < 200_000
+    target = np.zeros(1000, dtype=np.uint8)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="holds more bytes than the tensor has"):
+        DeltaDecoder(pieces(bomb, PIECE), target.size).xor_into(target)
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()

@@ -1,0 +1,128 @@
+"""Pickles reach nothing in this process, and take no more time than they have bytes."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_tensorizer._trust.inert import Inert, Made, Malformed, Named
+
+
+class Victim:
+    colour = "red"
+
+
+def doubled(levels: int, wrap: bytes) -> bytes:
+    """A pickle of a tuple of two of the tuple before it, ``levels`` deep, that is put into something."""
+    return b"\x80\x02" + wrap.replace(b"PAIRS", b"K\x01" + b"2\x86" * levels) + b"."
+
+
+def test_values_of_builtin_types_are_themselves() -> None:
+    """Of every protocol that has them as they are."""
+    value = {"a": [1, 2.5, None, True, ("x", "y")], (1, ("b",)): {}, "n": 2**100}
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert Inert(pickle.dumps(value, protocol)).read() == value
+    for protocol in range(4, pickle.HIGHEST_PROTOCOL + 1):
+        pickled = pickle.dumps([{3, 4}, frozenset([5]), b"x"], protocol)
+        assert Inert(pickled).read() == [{3, 4}, frozenset([5]), b"x"]
+
+
+def test_objects_stay_names_and_arguments() -> None:
+    """Nothing is called; what would be added to them is a list."""
+    made = Inert(pickle.dumps(collections.OrderedDict(a=1), 2)).read()
+    assert (made.what, made.arguments, made.members) == ("collections.OrderedDict", (), [("a", 1)])
+    size = Inert(pickle.dumps(torch.Size([2, 3]))).read()
+    assert (size.what, size.arguments) == ("torch.Size", ((2, 3),))
+    dtype = Inert(pickle.dumps(torch.float32)).read()
+    assert (type(dtype), dtype.name) == (Named, "torch.float32")
+
+
+def test_a_tuple_that_holds_itself_is_read() -> None:
+    """The pickler writes it by dropping what it began to write (POP)."""
+    value: tuple[list[Any], ...] = ([],)
+    value[0].append(value)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        read = Inert(pickle.dumps(value, protocol)).read()
+        assert type(read) is tuple
+        assert read[0][0] is read
+
+
+def test_names_of_python_2_are_mapped() -> None:
+    """As Python maps them before protocol 3, and a class has one stand-in, however often it is named."""
+    names = Inert(b"\x80\x02c__builtin__\nset\nc__builtin__\nset\n\x86.").read()
+    assert names[0].name == "builtins.set"
+    assert names[0] is names[1]
+
+
+def test_no_class_of_this_process_is_changed() -> None:
+    """BUILD with a state of slots sets attributes on whatever is there: here there are only names."""
+    module = Victim.__module__.encode()
+    attack = b"\x80\x02c" + module + b"\nVictim\nN}\x8c\x06colourX\x05\x00\x00\x00greens\x86b."
+    pickle.loads(attack)
+    assert Victim.colour == "green"
+    Victim.colour = "red"
+    with pytest.raises(Malformed, match="no call has made"):
+        Inert(attack).read()
+    assert Victim.colour == "red"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        b"}PAIRSK\x01s",
+        b"}(PAIRSK\x01u",
+        b"\x8f(PAIRS\x90",
+        b"(PAIRS\x91",
+        b"cbuiltins\nset\n]PAIRSa\x85R",
+        b"c__builtin__\nset\n]PAIRSa\x85R",
+    ],
+    ids=["setitem", "setitems", "set", "frozenset", "set of a list", "set of Python 2"],
+)
+def test_nested_keys_end(wrap: bytes) -> None:
+    """A key that holds the one before it twice, 60 deep, would be hashed for ever; it is refused at once."""
+    assert Inert(doubled(3, wrap)).read() is not None
+    started = time.monotonic()
+    with pytest.raises(Malformed, match="too much time or memory"):
+        Inert(doubled(60, wrap)).read()
+    assert time.monotonic() - started < 5
+
+
+def test_a_key_that_is_used_often_has_an_end_too() -> None:
+    """A long tuple as the key of one item after the other costs its length each time."""
+    long = b"(" + b"K\x01" * 5000 + b"tq\x00"
+    with pytest.raises(Malformed, match="too much time or memory"):
+        Inert(b"\x80\x02}" + long + b"0" + b"h\x00K\x01s" * 5000 + b".").read()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"(S'true'\nios\nsystem\n.",
+        b"(cos\nsystem\nS'true'\no.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02K\x01K\x02R.",
+        b"\x80\x02K\x01}b.",
+        b"\x80\x02K\x01K\x02a.",
+        b"\x80\x02}]K\x01s.",
+        b"\x80\x02\x8b\xff\xff\xff\x7f.",
+        b"\x80\x02X\xff\xff\xff\x7f.",
+        b"\x80\x05\x97.",
+        b".",
+        b"",
+    ],
+    ids=repr,
+)
+def test_hostile_pickles(attack: bytes) -> None:
+    """An error, or a name that nobody has called."""
+    value: Any = None
+    try:
+        value = Inert(attack).read()
+    except Exception as error:
+        assert not isinstance(error, MemoryError | RecursionError)  # noqa: PT017
+    assert value is None or (isinstance(value, Made) and value.what in ("os.system", "posix.system"))
