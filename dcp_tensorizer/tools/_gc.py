@@ -73,7 +73,6 @@ def collect(
     only_data: bool = False,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    keep: int | None = None,
 ) -> tuple[Collected, ...]:
     """Removes old checkpoints in a directory and below it, and what dead saves have left there.
 
@@ -90,14 +89,12 @@ def collect(
         only_data: Leave the files in a checkpoint's directory that this package did not write, and the directory.
         dry_run: Remove nothing, and return what would be removed.
         storage_options: Passed to the fsspec filesystem of a URL.
-        keep: Older name of ``keep_latest``.
 
     Raises:
         ValueError: ``keep_latest`` is less than 1.
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
-    keep_latest = keep if keep_latest is None else keep_latest
     if keep_latest is not None and keep_latest < 1:
         raise ValueError(f"keep_latest={keep_latest} must be at least 1: the newest checkpoint always stays")
     planned = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
