@@ -34,6 +34,11 @@ class _Console(Console):
 _console = functools.partial(_Console, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def fields(record: Any) -> dict[str, Any]:
+    """The fields of a record, by their names in JSON documents."""
+    return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
 def print_json(value: Any) -> None:
     """Prints a document: records as objects, times in ISO format, and null for numbers that JSON does not have."""
     # In ASCII, because names of files may have bytes that no encoding has.
@@ -157,8 +162,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat(timespec="milliseconds")
     if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
-        return {name.replace("nbytes", "bytes"): _plain(getattr(value, name)) for name in names}
+        value = fields(value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
