@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._memory.find import KeptInfo, list_kept
     from .._publish.apply import VersionsVerified, verify_versions
     from .._publish.versions import VersionInfo, collect_versions, list_versions
     from ._diff import Change, Difference, diff
@@ -33,7 +32,6 @@ __all__ = [
     "DataFileInfo",
     "Difference",
     "Inspection",
-    "KeptInfo",
     "ObjectInfo",
     "Reported",
     "TensorInfo",
@@ -47,7 +45,6 @@ __all__ = [
     "diff",
     "inspect",
     "list_checkpoints",
-    "list_kept",
     "list_versions",
     "report",
     "trace",
@@ -64,7 +61,6 @@ _ON_USE = {
     "DataFileInfo": "._inspect",
     "Difference": "._diff",
     "Inspection": "._inspect",
-    "KeptInfo": ".._memory.find",
     "ObjectInfo": "._inspect",
     "Reported": "._report.build",
     "TensorInfo": "._inspect",
@@ -78,7 +74,6 @@ _ON_USE = {
     "diff": "._diff",
     "inspect": "._inspect",
     "list_checkpoints": "._find",
-    "list_kept": ".._memory.find",
     "list_versions": ".._publish.versions",
     "report": "._report.build",
     "trace": "._trace",

@@ -173,13 +173,10 @@ def test_overridden_methods_take_what_torch_passes(ours: type, theirs: type) -> 
         assert not [p for p in actual[len(expected) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
-_OF_COPIES = ("copies", "copy_rate", "failure_domain", "interface")  # the manager has them itself
-
-
 @pytest.mark.parametrize(
     ("options", "cls", "others"),
     [
-        (WriterOptions, TensorizerStorageWriter, {"path", "survive", *_OF_COPIES}),
+        (WriterOptions, TensorizerStorageWriter, {"path"}),
         (ReaderOptions, TensorizerStorageReader, {"path"}),
     ],
     ids=["writer", "reader"],
@@ -211,11 +208,6 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ("limits", SaveLimits()),
         ("local", None),
         ("max_unflushed", 3),
-        ("survive", 0.0),
-        ("copies", 1),
-        ("copy_rate", 500e6),
-        ("failure_domain", None),
-        ("interface", None),
     ]
     assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["path"]
 
