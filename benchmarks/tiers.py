@@ -19,8 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import SaveReport, TensorizerStorageWriter
-from tests.servers import s3_server
-from tests.tcp_proxy import TcpProxy
+from tests.lab.faults import TcpProxy
+from tests.lab.servers import s3_server
 
 from .case import Case
 from .harness import Content, Spread, cell, quotient, run, run_cases, spread, table
