@@ -32,7 +32,6 @@ from .base import (
 )
 from .local_io import (
     LocalFile,
-    LocalSharedSink,
     LocalSink,
     UncachedFile,
     explained,
@@ -125,8 +124,8 @@ class LocalStorage(Storage):
         make_shared(self._root / token, nbytes, preallocate=self._is_local, umask=self.umask)
         return SharedFile(name, token, nbytes, save_id)
 
-    def open_shared(self, file: SharedFile, *, sync: bool) -> LocalSharedSink:
-        return self._looked_for(lambda: LocalSharedSink(self._root / file.token, sync=sync))
+    def open_shared(self, file: SharedFile, *, sync: bool) -> LocalSink:
+        return self._looked_for(lambda: LocalSink(self._root / file.token, None, sync=sync))
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         found = self._looked_for(lambda: _check_kind(self._root / file.token)).st_size

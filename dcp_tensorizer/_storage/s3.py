@@ -35,7 +35,6 @@ from .base import (
     RangeReader,
     Refused,
     SharedFile,
-    SharedSink,
     Sink,
     Storage,
     rest_of,
@@ -365,8 +364,8 @@ class S3Storage(RemoteStorage):
             self.abort_uploads(name, but=upload)  # a lost answer may have named another one
         return SharedFile(name, upload, nbytes, save_id)
 
-    def open_shared(self, file: SharedFile, *, sync: bool) -> SharedSink:
-        return _S3SharedSink(self, file)
+    def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:
+        return _S3Sink(self, file.name, file.nbytes, file.token)
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         if not replace and self.head(file.name) is not None:
@@ -625,21 +624,24 @@ class _Body:
 
 
 class _S3Sink(Sink):
-    """Puts a file of one part, or uploads one of several parts."""
+    """Puts a file of one part, or uploads one of several parts.
+
+    ``shared`` is the id of an upload to which other processes send parts, too. The sink then sends only its own.
+    """
 
     concurrency = _CONCURRENCY
 
-    def __init__(self, storage: S3Storage, name: str, nbytes: int) -> None:
+    def __init__(self, storage: S3Storage, name: str, nbytes: int, shared: str = "") -> None:
         super().__init__()
         self._storage = storage
         self._name = name
         self._nbytes = nbytes
+        self._shared = shared
         self._owner = uuid.uuid4().hex
-        self._parts: dict[int, dict[str, str]] = {}
         self._upload: Future[dict[str, Any]] | None = None
         self._beginnings = 0
-        self.part_bytes = max(_PART, -(-nbytes // _MOST_PARTS))
-        if nbytes > self.part_bytes:
+        self.part_bytes = storage.granule_of(nbytes)
+        if nbytes > self.part_bytes and not shared:
             self._upload = in_background(functools.partial(storage.patiently, self._begin))
 
     def _begin(self) -> dict[str, Any]:
@@ -649,22 +651,28 @@ class _S3Sink(Sink):
         return self._storage.create_upload(self._name, self._owner)
 
     def _put_part(self, number: int, data: memoryview) -> None:
-        storage = self._storage
-        if self._upload is None:
+        storage, nbytes = self._storage, min(self.part_bytes, self._nbytes - number * self.part_bytes)
+        if self._shared and data.nbytes != nbytes:
+            raise OSError(f"part {number} has {nbytes:,} bytes, got {data.nbytes:,}")
+        if self._upload is None and not self._shared:
             storage.patiently(lambda: storage.send("put_object", self._name, data))
         else:
             part = {"PartNumber": number + 1, **self._id()}
             answer = storage.patiently(lambda: storage.send("upload_part", self._name, data, **part))
-            self._parts[number + 1] = storage.part(answer)
+            self.parts[number + 1] = storage.part(answer)
 
     def _complete(self) -> None:
+        if self._shared:
+            return
         if self._upload is not None:
-            self._storage.complete_upload(self._name, self._id()["UploadId"], self._parts, self._owner)
+            self._storage.complete_upload(self._name, self._id()["UploadId"], self.parts, self._owner)
             self._abort_others(self._upload)
         elif not self._nbytes:
             self._storage.call("put_object", self._name, Body=b"")
 
     def _abort(self) -> None:
+        if self._shared:
+            return
         if self._upload is None:
             self._storage.remove(self._name)
             return
@@ -674,6 +682,8 @@ class _S3Sink(Sink):
 
     def _id(self) -> dict[str, Any]:
         """The argument that names the upload in a request; waits until it has begun, or raises why it could not."""
+        if self._shared:
+            return {"UploadId": self._shared}
         assert self._upload is not None
         return {"UploadId": self._upload.result()["UploadId"]}
 
@@ -682,28 +692,3 @@ class _S3Sink(Sink):
         is_repeated = self._beginnings > 1 or upload.exception()
         if is_repeated or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
             self._storage.abort_uploads(self._name)
-
-
-class _S3SharedSink(SharedSink):
-    """This process's parts of an upload to which other processes send parts, too."""
-
-    concurrency = _CONCURRENCY
-
-    def __init__(self, storage: S3Storage, file: SharedFile) -> None:
-        super().__init__()
-        self._storage = storage
-        self._file = file
-        self._part_bytes = storage.granule_of(file.nbytes)
-        self._parts: dict[int, dict[str, str]] = {}
-
-    def _put(self, offset: int, data: memoryview) -> None:
-        number, start = divmod(offset, self._part_bytes)
-        if start or data.nbytes != min(self._part_bytes, self._file.nbytes - offset):
-            raise OSError(f"{data.nbytes:,} bytes at {offset:,} are not a whole part of {self._part_bytes:,} bytes")
-        storage = self._storage
-        part = {"PartNumber": number + 1, "UploadId": self._file.token}
-        answer = storage.patiently(lambda: storage.send("upload_part", self._file.name, data, **part))
-        self._parts[number + 1] = storage.part(answer)
-
-    def _finish(self) -> Mapping[int, Mapping[str, str]]:
-        return self._parts

@@ -294,7 +294,8 @@ def test_a_shared_file_that_another_save_has_aborted(storage: S3Storage) -> None
         sink, size = storage.open_shared(file, sync=True), storage.granule_of(len(CONTENT))
         for start in range(0, len(CONTENT), size):
             sink.put(start, on_a_page(CONTENT[start : start + size]))
-        parts.append(sink.finish())
+        sink.complete()
+        parts.append(sink.parts)
     storage.abort_shared(files[0])
     for _ in range(2):
         storage.complete_shared(files[1], parts[1], replace=True)
