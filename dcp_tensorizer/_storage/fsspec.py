@@ -21,7 +21,7 @@ from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
 from .redact import Scrubber
 from .remote import Ranges, RemoteStorage, is_transient, patience_of
 from .s3 import S3Storage
-from .urls import check_names, check_writable, is_in_process, protocols_of
+from .urls import check_writable, is_in_process, protocols_of
 
 _AZURE = ("az", "abfs", "abfss")
 # Azure's library looks here for keys, proxies and certificates. Other variables are left out: a filesystem is made, and
@@ -38,17 +38,16 @@ def is_known(url: str) -> bool:
     return {*fsspec.available_protocols(), *fsspec.registry}.issuperset(protocols_of(url))
 
 
-def check_url(url: str, options: Mapping[str, Any]) -> str:
-    """Checks a URL's protocols and the names of its options; returns the first protocol.
+def check_url(url: str) -> str:
+    """Returns the first protocol of a URL.
 
-    Raises `ValueError` for an unknown protocol or option, and `ImportError` if a library is missing.
+    Raises `ValueError` for an unknown protocol, and `ImportError` if a library is missing.
     """
     import fsspec
 
     for behind in protocols_of(url):
         fsspec.get_filesystem_class(behind)
     protocol: str = fsspec.utils.get_protocol(url)
-    check_names(protocol, fsspec.get_filesystem_class(protocol), options)
     return protocol
 
 
@@ -63,7 +62,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
 
-    protocol = check_url(url, options)
+    protocol = check_url(url)
     options = {"skip_instance_cache": True} | _timeout_options(protocol, timeout) | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)

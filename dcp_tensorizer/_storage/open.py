@@ -79,8 +79,8 @@ def open_storage(
 def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | Path:
     """Returns the `absolute_path` of a user's path, after all checks that need no connection.
 
-    Raises `TypeError` unless it is a path or a URL, `WriteError` if the URL's protocol is unknown, its library is
-    missing or does not know the options, and what `absolute_path` raises.
+    Raises `TypeError` unless it is a path or a URL, `WriteError` if the URL's protocol is unknown or its library is
+    missing, and what `absolute_path` raises.
     """
     check_path(path)
     resolved = absolute_path(path)
@@ -90,7 +90,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
             _opener(points, resolved, scrub)
         else:
             with _translated(resolved, scrub):
-                _check_url(resolved, options or {})
+                _import_library(resolved)
     return resolved
 
 
@@ -114,16 +114,14 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
         ) from None
 
 
-def _check_url(url: str, options: Mapping[str, Any]) -> None:
-    """Imports the library of a URL, and checks the names of its options; raises whatever the library raises."""
+def _import_library(url: str) -> None:
+    """Imports the library of a URL; raises whatever that raises."""
     if re.match(_SFTP, url):
-        from .sftp import check_options
-
-        check_options(options)
+        from . import sftp  # noqa: F401
     else:
         from .fsspec import check_url
 
-        check_url(url, options)
+        check_url(url)
 
 
 def _open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage:
