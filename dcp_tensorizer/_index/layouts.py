@@ -44,14 +44,14 @@ def check_numbers(layouts: Iterable[Layout], owners: Iterable[Sequence[Run]]) ->
     sides = [side for row in layouts for side in (row.offsets, row.sizes) if side is not None]
     lists = itertools.chain(owners, *sides)
     if (count := sum(run[2] for runs in lists for run in runs)) > _MOST:
-        raise ValueError(f"it has {count:,} numbers")
+        raise ValueError(f"the index expands to {count:,} numbers; the limit is {_MOST:,}")
 
 
 def expand(runs: Sequence[Run]) -> np.ndarray:
     """The numbers of some runs; raises `ValueError` if they are too many, or too large."""
     count = sum(run[2] for run in runs)
     if count > _MOST or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
-        raise ValueError(f"it has {count:,} numbers in a row, or larger ones than there are")
+        raise ValueError(f"a run of {count:,} numbers is too long, or exceeds 62 bits")
     return np.concatenate([first + step * np.arange(times, dtype="i8") for first, step, times in runs] or [_NONE])
 
 
@@ -86,7 +86,7 @@ class ChunkLayout:
                 )
         starts, sizes = (_rows([pair[side] for pair in pairs], len(dims)) for side in (0, 1))
         if starts.size and min(starts.min(), sizes.min()) < 0:
-            raise ValueError(f"a chunk begins before the tensor, or has less than no elements, of shape {dims}")
+            raise ValueError(f"chunk offsets and sizes must not be negative, in a tensor of shape {dims}")
         return cls.of_rows(dims, starts, sizes)
 
     @classmethod

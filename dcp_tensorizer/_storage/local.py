@@ -408,7 +408,7 @@ def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     name = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}.get(kind, "a device")
-    raise OSError(f"it is {name}, and not a file: remove it, or choose another path")
+    raise OSError(f"it is {name}, not a regular file. Remove it, or choose another path")
 
 
 def _link(source: Path, target: Path) -> bool:
@@ -635,13 +635,10 @@ def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
     with suppress(OSError), mounts.open("rb") as lines:
         for line in lines:
             fields, _, rest = line.partition(b" - ")
-            mount = _unescaped(fields.split(b" ")[4])
+            # Characters that would end a field are escaped.
+            escaped = fields.split(b" ")[4]
+            mount = os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), escaped))
             is_inside = real == mount or real.startswith(mount.rstrip("/") + "/")
             if is_inside and len(mount) >= len(nearest):
                 nearest, kind = mount, rest.split(b" ")[0].decode("ascii", "replace")
     return kind
-
-
-def _unescaped(field: bytes) -> str:
-    """A path of the list of mounts, in which characters that would end a field are escaped."""
-    return os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), field))

@@ -90,7 +90,10 @@ class _Uncached:
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
         start = offset // BLOCK * BLOCK
-        buffer = _bounce_buffer(-(-(offset + nbytes - start) // BLOCK) * BLOCK)
+        size = -(-(offset + nbytes - start) // BLOCK) * BLOCK
+        if len(getattr(_bounce, "buffer", b"")) < size:
+            _bounce.buffer = direct_memory(size)
+        buffer = _bounce.buffer[:size]
         try:
             count = os.preadv(self._fd, [buffer], start)
         except OSError as error:
@@ -106,14 +109,7 @@ class _Uncached:
             self._residency.close()
 
 
-_bounce = threading.local()
-
-
-def _bounce_buffer(nbytes: int) -> memoryview:
-    """This thread's buffer. It is replaced when it is too small."""
-    if len(getattr(_bounce, "buffer", b"")) < nbytes:
-        _bounce.buffer = direct_memory(nbytes)
-    return _bounce.buffer[:nbytes]  # type: ignore[no-any-return]
+_bounce = threading.local()  # each thread's buffer, which is replaced when it is too small
 
 
 class UncachedFile(LocalFile):

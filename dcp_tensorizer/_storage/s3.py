@@ -235,8 +235,12 @@ def _code(error: Any) -> str:
 
 def translated(error: Any, bucket: object = None) -> OSError:
     """Translates an error of botocore's to one of Python's, with the server's message."""
+    from botocore.exceptions import ConnectionError as NotConnected  # neither a Python error nor an HTTPClientError
+    from botocore.exceptions import HTTPClientError, SSLError
+
     if getattr(error, "response", None) is None:
-        return (ConnectionError if _is_of_connection(error) else OSError)(f"{type(error).__name__}: {error}")
+        is_of_connection = isinstance(error, HTTPClientError | NotConnected) and not isinstance(error, SSLError)
+        return (ConnectionError if is_of_connection else OSError)(f"{type(error).__name__}: {error}")
     code = _code(error)
     if code in _TAKEN:
         return FileExistsError(TAKEN)
@@ -255,13 +259,6 @@ def translated(error: Any, bucket: object = None) -> OSError:
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     answered.status = _UNAVAILABLE if code in _LATER else status
     return answered
-
-
-def _is_of_connection(error: Exception) -> bool:
-    from botocore.exceptions import ConnectionError as NotConnected  # neither a Python error nor an HTTPClientError
-    from botocore.exceptions import HTTPClientError, SSLError
-
-    return isinstance(error, HTTPClientError | NotConnected) and not isinstance(error, SSLError)
 
 
 class _Answered(OSError):
