@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import SaveReport, TensorizerStorageWriter
+from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer.writer import SaveReport
 from tests.lab.faults import TcpProxy
 from tests.lab.servers import s3_server
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "GoodputReport"]
 
 
 class CheckpointManager:

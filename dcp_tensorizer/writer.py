@@ -57,7 +57,7 @@ _NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its thr
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 """Environment variables that DCP has set in its own process, for its process group."""
 
-__all__ = ["TensorizerStorageWriter", "WriterOptions"]
+__all__ = ["SaveReport", "TensorizerStorageWriter", "WriterOptions"]
 
 
 class WriterOptions(TypedDict, total=False):

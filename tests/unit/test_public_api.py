@@ -22,16 +22,13 @@ from dcp_tensorizer import (
     ConversionError,
     DecryptionError,
     Export,
-    GoodputReport,
     LoadPlanner,
-    LoadReport,
     MetadataError,
     NotCommitted,
     ReadError,
     SafetensorsStorageWriter,
     SaveLimits,
     SavePlanner,
-    SaveReport,
     StagingError,
     StateMismatch,
     TensorizerStorageReader,
@@ -45,8 +42,9 @@ from dcp_tensorizer import (
     storage,
     testing,
 )
-from dcp_tensorizer.reader import ReaderOptions
-from dcp_tensorizer.writer import WriterOptions
+from dcp_tensorizer.manager import GoodputReport
+from dcp_tensorizer.reader import LoadReport, ReaderOptions
+from dcp_tensorizer.writer import SaveReport, WriterOptions
 
 EXCEPTIONS = [
     CheckpointError,
@@ -68,26 +66,20 @@ EXCEPTIONS = [
 def test_exported_names_are_pinned() -> None:
     """Adding or removing a public name is a decision, not an accident."""
     assert dcp_tensorizer.__all__ == [
-        "Applied",
         "CheckpointError",
         "CheckpointManager",
         "ChecksumMismatch",
         "ConversionError",
         "DecryptionError",
         "Export",
-        "GoodputReport",
         "LoadPlanner",
-        "LoadReport",
         "MetadataError",
         "NotCommitted",
-        "Parts",
         "Publish",
-        "PublishedVersion",
         "ReadError",
         "SafetensorsStorageWriter",
         "SaveLimits",
         "SavePlanner",
-        "SaveReport",
         "StagingError",
         "StateMismatch",
         "TensorizerStorageReader",
