@@ -140,7 +140,7 @@ def _gpu_speeds() -> str:
 
 
 def _deltas() -> str:
-    rates = stored("deltas")["rates"]
+    rates = stored("options")["cases"]["deltas"]["rates"]
     percent = [f"{rate['percent']['median']:.2f}%" for rate in rates]
     return table(
         ("learning rate", *(f"{rate['rate']:g}" for rate in rates)), [("bytes of a delta / of the weights", *percent)]
@@ -165,7 +165,7 @@ def _goals() -> str:
     """Every ratio for which there was a goal, reached or not."""
     rows = [
         (f"[{name}](../../benchmarks/results/{name}.md)", title, wanted, value)
-        for name in ("save", "load", "remote", "scale", "verify")
+        for name in ("save", "load", "remote", "scale", "options")
         for title, wanted, value in stored(name)["ratios"]
         if wanted.startswith((">=", "<="))
     ]
