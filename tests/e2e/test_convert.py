@@ -17,7 +17,7 @@ from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import whole
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 from .training import assert_same, random_tensor
 
 WORLD = 3

@@ -13,9 +13,10 @@ from dcp_tensorizer import TensorizerStorageWriter, installed, open_reader
 from dcp_tensorizer._memory.find import list_kept
 from dcp_tensorizer._saving.save import Save
 
-from ..support import keepers_below, wait_until_digested
+from ..lab.processes import keepers_below
+from ..lab.ranks import attempt, eventually, kill_self, run_ranks
+from ..lab.seams import wait_until_digested
 from .kept_state import SECONDS, sharded_state, values_at, values_of
-from .ranks import attempt, eventually, kill_self, run_ranks
 
 
 def _save(rank, path, step, writer=None):

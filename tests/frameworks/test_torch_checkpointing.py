@@ -21,8 +21,8 @@ from dcp_tensorizer import ChecksumMismatch
 from dcp_tensorizer.integrations.torch_checkpointing import TensorizerCheckpointManager
 from dcp_tensorizer.tools import verify
 
-from ..e2e.ranks import eventually, run_ranks
-from ..support import ROOT, workers
+from ..lab.processes import ROOT, workers
+from ..lab.ranks import eventually, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -22,8 +22,8 @@ from dcp_tensorizer.convert import convert
 from dcp_tensorizer.integrations.torchtitan import TensorizerCheckpointManager
 from dcp_tensorizer.tools._formats.common import Options
 
-from ..e2e.ranks import eventually
-from ..support import workers
+from ..lab.processes import workers
+from ..lab.ranks import eventually
 from .jobs import die, digests, is_ours, run_job, takes_what_its_base_takes
 
 

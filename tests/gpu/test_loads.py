@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
 
-from ..support import ALL_DTYPES, filled, same
+from ..lab.states import ALL_DTYPES, filled, same
 from .support import GPU, delay, load_into, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

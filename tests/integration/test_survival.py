@@ -40,9 +40,9 @@ from dcp_tensorizer._tensor_file.digests import Digester
 from dcp_tensorizer._tensor_file.names import block_size
 from dcp_tensorizer._writer_process.protocol import WriteDone
 
-from ..managers import wait_kept
-from ..support import keepers_below
-from ..waiting import WAIT, Gate
+from ..lab.processes import keepers_below
+from ..lab.seams import wait_kept
+from ..lab.waiting import WAIT, Gate
 
 
 def manager_of(folder: Path, **options: Any) -> CheckpointManager:

@@ -25,8 +25,8 @@ from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._staging.buffer_pool import StagedSaves
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 
-from ...support import end_keepers, keepers_below, run_python
-from ...waiting import WAIT
+from ...lab.processes import end_keepers, keepers_below, run_python
+from ...lab.waiting import WAIT
 
 
 def keeping_of_process() -> Keeping:

@@ -15,7 +15,7 @@ from dcp_tensorizer import ConversionError, MetadataError, ReadError
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats.common import Options
 
-from ....checkpoints import tensors_of
+from ....lab.checkpoints import tensors_of
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

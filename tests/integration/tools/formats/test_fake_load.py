@@ -13,7 +13,7 @@ from dcp_tensorizer import ConversionError
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats.common import Options
 
-from ....support import filled
+from ....lab.states import filled
 
 UNREADABLE: dict[str, Callable[[], object]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),

@@ -12,7 +12,7 @@ from dcp_tensorizer import ConversionError
 from dcp_tensorizer.convert import convert
 from dcp_tensorizer.tools._formats.common import Options
 
-from ....checkpoints import tensors_of
+from ....lab.checkpoints import tensors_of
 
 
 def test_nested_state_is_nested_again(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def process(command: list[str], folder: Path, ready: Any, environment: dict[str,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             env=os.environ | (environment or {}),
         )
     _running.add(process.pid)

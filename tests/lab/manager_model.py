@@ -25,7 +25,7 @@ from dcp_tensorizer._loading.validate import read_head
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 
-from .support import quietly
+from .processes import quietly
 
 __all__ = ["ManagerModel"]
 

@@ -1,7 +1,7 @@
 """A job for torchrun that may be told to stop at any moment, and whoever tells it to.
 
-``python -m tests.preempted_job FOLDER LOG STEPS``, started by torchrun. Its steps are element by element, so that its
-losses are the same on any number of ranks, to the last bit.
+``python -m tests.lab.preempted_job FOLDER LOG STEPS``, started by torchrun. Its steps are element by element, so that
+its losses are the same on any number of ranks, to the last bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dcp_tensorizer import CheckpointManager
 
 __all__ = ["Preempted", "losses"]
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _ROWS, _COLUMNS = 12, 1024  # whole rows for each rank, and whole vectors of the processor in each row
 _SAVE_EVERY = 40
 _SECONDS = 600.0
@@ -83,7 +83,7 @@ class Preempted:
             stop_at: The step after which SIGTERM is sent.
             one_rank: Not to torchrun, which passes it on to all, but to one rank.
         """
-        arguments = ["-m", "tests.preempted_job", self.checkpoints, self._log, self._steps]
+        arguments = ["-m", "tests.lab.preempted_job", self.checkpoints, self._log, self._steps]
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments]
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
@@ -111,7 +111,7 @@ class Preempted:
             while process.poll() is None:
                 line = log.readline()
                 if line.endswith("\n") and int(line.split()[0]) >= step:
-                    workers = [child for child in _children(process) if "tests.preempted_job" in child.cmdline()]
+                    workers = [child for child in _children(process) if "tests.lab.preempted_job" in child.cmdline()]
                     os.kill(workers[step % len(workers)].pid if one_rank else process.pid, signal.SIGTERM)
                     return
 

@@ -28,14 +28,15 @@ MARK = "DCP_TENSORIZER_E2E"
 _IMPORTED = [
     *(
         f"dcp_tensorizer.{name}"
-        for name in ("writer", "reader", "planner", "manager", "any_format", "tools", "_install")
+        for name in ("writer", "reader", "planner", "manager", "any_format", "tools", "integrations.install")
     ),
     "torch._dynamo",  # torch imports it when the first tensor is distributed
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "pytest",
     "psutil",
-    "tests.support",
+    "tests.lab.processes",
+    "tests.lab.states",
 ]
 _GRACE = 60.0  # for the other ranks, when one has failed: they may wait for it in a collective
 

@@ -1,4 +1,4 @@
-"""An SFTP server (``python -m tests.sftp_server PORT FOLDER``): one user, from the environment, and one folder."""
+"""An SFTP server (``python -m tests.lab.sftp_server PORT FOLDER``): one user, from the environment, and one folder."""
 
 from __future__ import annotations
 

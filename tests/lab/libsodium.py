@@ -1,4 +1,4 @@
-"""Gives a virtual environment a libsodium if the system has none (``python -m tests.libsodium``).
+"""Gives a virtual environment a libsodium if the system has none (``python -m tests.lab.libsodium``).
 
 tensorizer needs the library through libnacl, which looks for the system's first and in its own folder last. pyzmq's
 wheels for Linux contain the library. So a fresh machine only needs a link from one folder to the other.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -147,3 +148,10 @@ def _bytes_of(contents: Mapping[str, torch.Tensor], source: TensorSource) -> mem
 def tensors_of(path: str | Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint of any format."""
     return {key: tensor.read_all() for key, tensor in open_checkpoint(path, {}).tensors.items()}
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: Sequence[int]) -> Region:
+    """A region of a tensor; it has elements if the tensor has some."""
+    bounds = [sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)))) for n in shape]
+    return Region(tuple(a for a, _ in bounds), tuple(b - a + 1 for a, b in bounds))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from . import servers
-from .support import is_a_servant, memory_files, open_descriptors
+from .processes import is_a_servant, memory_files, open_descriptors
 
 # Two busy cores make single examples slow now and then; the number of examples bounds the time.
 settings.register_profile(
