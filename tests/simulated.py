@@ -105,12 +105,12 @@ class SimulatedDevice:
         self.most_pinned = 0
         self.on_copy: Callable[[], object] = lambda: None
         self.side_streams = SideStreams(self)
-        self._memory: list[torch.Tensor] = []
+        self._memory: dict[int, torch.Tensor] = {}  # by the address of its storage
         self._running = threading.Lock()
 
     def declare(self, tensor: torch.Tensor) -> torch.Tensor:
         """Declares a tensor, and all views of its storage, to be on this device."""
-        self._memory.append(tensor)
+        self._memory[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def queue(self, work: Callable[[], object]) -> None:
@@ -131,8 +131,7 @@ class SimulatedDevice:
                         progress = True
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        storage = tensor.untyped_storage().data_ptr()
-        return 0 if storage in {memory.untyped_storage().data_ptr() for memory in self._memory} else None
+        return 0 if tensor.untyped_storage().data_ptr() in self._memory else None
 
     def new_stream(self, index: int) -> SimulatedStream:
         assert index == 0

@@ -194,10 +194,8 @@ def _batches(small: Iterable[_Small], most: int) -> Iterator[list[_Small]]:
 
 def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -> None:
     """Copies small tensors side by side on the device, and from there to their staged tensors in one copy."""
-    dtypes = {one.staged.dtype for one in batch}
-    unit = next(iter(dtypes))
-    if len(dtypes) > 1 or unit not in _FUSED:
-        unit = _INTEGER.get(unit.itemsize, torch.int64)
+    units = {unit_of(one.staged.dtype) for one in batch}
+    unit = units.pop() if len(units) == 1 else _INTEGER.get(batch[0].staged.itemsize, torch.int64)
     size = unit.itemsize
     extents = [n // size for one in batch for n in (one.nbytes, aligned(one.nbytes) - one.nbytes)]
     total = sum(extents) * size
@@ -214,6 +212,11 @@ def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -
         if not is_same:
             stream.copy([slot.view(staged.dtype).view(staged.shape)], [source])
     stream.copy([_memory(batch[0].staged, total)], [buffer[:total]])
+
+
+def unit_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which a fused kernel copies elements of a dtype without a change to their bits."""
+    return dtype if dtype in _FUSED else _INTEGER.get(dtype.itemsize, torch.int64)
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:
