@@ -306,6 +306,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         queued inside on the current stream waits for them. Otherwise entering waits until the state may be changed.
 
         Raises:
+            StagingError: a CUDA graph is being captured, whose replays would not wait.
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
         self._saver.raise_refusal()
@@ -316,7 +317,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Makes each step of an optimizer wait as inside `lock`, for ``overlap_staging`` without a change to the loop.
 
         It applies only to `optimizer.step()`. Other code that changes the state needs `lock`: a forward pass with
-        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8.
+        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8. A step
+        that a CUDA graph captures raises `StagingError`: take `lock` around the graph's replays.
 
         Args:
             optimizer: Its steps wait as long as the writer lives.
