@@ -13,8 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._memory.find import KeptInfo as KeptInfo
-    from .._memory.find import list_kept as list_kept
     from .._publish.apply import Applied as Applied
     from .._publish.apply import VersionsVerified as VersionsVerified
     from .._publish.apply import verify_versions as verify_versions
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
 _MODULES = {
     name: module
     for module, names in {
-        ".._memory.find": "KeptInfo list_kept",
         ".._publish.apply": "Applied VersionsVerified verify_versions",
         ".._publish.publisher": "PublishedVersion",
         ".._publish.versions": "VersionInfo collect_versions list_versions",

@@ -16,7 +16,7 @@ from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import whole
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 from .training import assert_same, random_tensor
 
 WORLD = 3

@@ -21,8 +21,8 @@ from torchtitan.models.llama3 import model_registry
 from dcp_tensorizer.integrations.torchtitan import TensorizerCheckpointManager
 from dcp_tensorizer.tools import ConvertOptions, convert
 
-from ..e2e.ranks import eventually
-from ..support import workers
+from ..lab.processes import workers
+from ..lab.ranks import eventually
 from .jobs import die, digests, is_ours, run_job, takes_what_its_base_takes
 
 

@@ -44,7 +44,7 @@ from dcp_tensorizer import (
 )
 from dcp_tensorizer.tools import convert
 
-from ..servers import S3Server
+from ..lab.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ..support import run_python
+from ..lab.processes import run_python
 
 
 def test_who_does_not_encrypt_does_not_pay_for_it() -> None:

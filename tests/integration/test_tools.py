@@ -19,7 +19,7 @@ from dcp_tensorizer.tools._formats.registry import TARGETS
 from dcp_tensorizer.tools._inspect import ChunkInfo, TensorInfo, Total
 from dcp_tensorizer.tools._verify import Damage
 
-from ..checkpoints import make_checkpoint
+from ..lab.checkpoints import make_checkpoint
 
 KEY = "a key"
 RECORDS = [getattr(tools, name) for name in tools.__all__ if inspect.isclass(getattr(tools, name))]

@@ -21,9 +21,9 @@ from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._storage.claim import Ownership
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
-from ..servers import S3Server
-from ..support import directories_in
-from ..waiting import WAIT
+from ..lab.servers import S3Server
+from ..lab.states import directories_in
+from ..lab.waiting import WAIT
 
 
 def state_of(value: int) -> dict[str, Any]:

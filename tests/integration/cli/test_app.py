@@ -42,8 +42,9 @@ from dcp_tensorizer.tools._view import read_parts
 from dcp_tensorizer.trace import TraceFile
 
 from ... import warm
-from ...checkpoints import ODD, make_checkpoint
-from ...support import filled, raw, run_python
+from ...lab.checkpoints import ODD, make_checkpoint
+from ...lab.processes import run_python
+from ...lab.states import filled, raw
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer._tiers.target import FlushTarget
 from dcp_tensorizer.writer import SaveReport
 
-from ...support import memory_files, writer_process
-from ...waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread, interrupted_inside
+from ...lab.processes import memory_files, writer_process
+from ...lab.waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread, interrupted_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -15,8 +15,8 @@ from dcp_tensorizer.tools._formats import safetensors
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import STRIDED
 
-from ...checkpoints import tensors_of
-from ...support import filled, same
+from ...lab.checkpoints import tensors_of
+from ...lab.states import filled, same
 
 
 def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from dcp_tensorizer import ConversionError, ReadError, UntrustedObject
 from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 
-from ...checkpoints import ODD, make_checkpoint, save_wrapper, tensors_of
-from ...support import ALL_DTYPES, filled, same
+from ...lab.checkpoints import ODD, make_checkpoint, save_wrapper, tensors_of
+from ...lab.states import ALL_DTYPES, filled, same
 
 SAFETENSORS_LACKS = {torch.complex32, torch.complex128}
 SAFETENSORS_LACKS |= {dtype for dtype in ALL_DTYPES if "bcomplex" in str(dtype)}  # of torch 2.14

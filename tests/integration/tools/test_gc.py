@@ -27,10 +27,10 @@ from dcp_tensorizer.tools import CheckpointInfo, Collected, collect, list_checkp
 from dcp_tensorizer.tools._find import Folder, walk
 from dcp_tensorizer.tools._gc import plan_collection, remove
 
-from ...checkpoints import make_checkpoint
-from ...index_edits import edit_index
-from ...proxy import Fault, always, s3_proxy
-from ...servers import S3Server
+from ...lab.checkpoints import make_checkpoint
+from ...lab.faults import Fault, always, s3_proxy
+from ...lab.index_edits import edit_index
+from ...lab.servers import S3Server
 
 LEFTOVER = data_file_name(0, 0, "f" * 32)
 NOW = 0.0

@@ -20,7 +20,7 @@ from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 from dcp_tensorizer.tools._view import read_parts, unlock_parts
 
-from ...checkpoints import make_checkpoint, tensors_of
+from ...lab.checkpoints import make_checkpoint, tensors_of
 
 
 def test_ranks_that_saved_for_themselves_are_put_together(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import ConversionError, MetadataError, ReadError
 from dcp_tensorizer.tools import ConvertOptions, convert
 
-from ....checkpoints import tensors_of
+from ....lab.checkpoints import tensors_of
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,7 +12,7 @@ import torch
 from dcp_tensorizer import ConversionError
 from dcp_tensorizer.tools import ConvertOptions, convert
 
-from ....support import filled
+from ....lab.states import filled
 
 UNREADABLE: dict[str, Callable[[], object]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),

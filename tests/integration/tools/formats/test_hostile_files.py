@@ -22,7 +22,7 @@ from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import torch_file
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
-from ....checkpoints import make_checkpoint
+from ....lab.checkpoints import make_checkpoint
 from ....unit.trust.test_inert import doubled
 
 

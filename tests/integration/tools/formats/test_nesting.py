@@ -11,7 +11,7 @@ from torch import nn
 from dcp_tensorizer import ConversionError
 from dcp_tensorizer.tools import ConvertOptions, convert
 
-from ....checkpoints import tensors_of
+from ....lab.checkpoints import tensors_of
 
 
 def test_nested_state_is_nested_again(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import safetensors, torch_file
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 
-from ....checkpoints import make_checkpoint, tensors_of
-from ....support import filled, raw, same
+from ....lab.checkpoints import make_checkpoint, tensors_of
+from ....lab.states import filled, raw, same
 
 
 def test_a_stock_module_comes_back_with_its_buffers(tmp_path: Path) -> None:

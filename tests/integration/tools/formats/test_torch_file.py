@@ -19,8 +19,8 @@ from dcp_tensorizer.tools._formats import torch_file
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import CheckpointView
 
-from ....checkpoints import make_checkpoint, tensors_of
-from ....support import ALL_DTYPES, filled, same
+from ....lab.checkpoints import make_checkpoint, tensors_of
+from ....lab.states import ALL_DTYPES, filled, same
 
 
 @pytest.mark.parametrize(
