@@ -70,8 +70,16 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
     """
     from .terminal import print_error, print_json
 
-    code = _exit_code(error, damaged)
-    message, hint = _message(error)
+    code, message, hint = NOT_DONE, str(error), ""
+    if isinstance(error, KeyboardInterrupt):
+        code, message = INTERRUPTED, "interrupted"
+    elif isinstance(error, UnsupportedFormat):
+        code = UNSUPPORTED
+    elif isinstance(error, usage_error):
+        command = error.ctx.command_path if error.ctx else "dcp-tensorizer"
+        message, hint = error.format_message(), f"{command} --help shows how it is used"
+    elif isinstance(error, CheckpointError) and _is_damage(error):
+        code = damaged
     if as_json:
         print_json({"error": type(error).__name__, "message": message, "exit_code": code})
     else:
@@ -100,30 +108,12 @@ def unwritten(error: OSError) -> int:
     return NOT_DONE
 
 
-def _exit_code(error: BaseException, damaged: int) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    if isinstance(error, UnsupportedFormat):
-        return UNSUPPORTED
-    return damaged if isinstance(error, CheckpointError) and _is_damage(error) else NOT_DONE
-
-
 def _is_damage(error: CheckpointError) -> bool:
     """Returns whether the checkpoint itself is the cause, not a server, a key or permissions."""
     if isinstance(error, NotCommitted | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
     return gone or isinstance(error, ChecksumMismatch | MetadataError)
-
-
-def _message(error: BaseException) -> tuple[str, str]:
-    """The message for an error, with a hint at help."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", ""
-    if isinstance(error, usage_error):
-        command = error.ctx.command_path if error.ctx else "dcp-tensorizer"
-        return error.format_message(), f"{command} --help shows how it is used"
-    return str(error), ""
 
 
 _app = typer.Typer(

@@ -171,7 +171,7 @@ def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest
 
     monkeypatch.setattr(_find, "read_parts", saved_again)
     code, _, err = run("verify", checkpoint)
-    assert (code, "verify it again" in err) == (2, True)
+    assert (code, "Verify it again" in err) == (2, True)
     assert run("verify", checkpoint)[0] == 0
 
 
