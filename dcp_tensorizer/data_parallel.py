@@ -39,7 +39,7 @@ class DataParallelState(Stateful):
         rank = rank_of_job() if rank is None else rank
         size = world_size_of_job() if size is None else size
         if not 0 <= rank < size:
-            raise ValueError(f"rank={rank} must be at least 0, and less than size={size}")
+            raise ValueError(f"rank must be at least 0 and less than size={size}, got {rank}.")
         self._value = value
         self._key = f"data-parallel-{rank}-of-{size}"
 

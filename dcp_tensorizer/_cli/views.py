@@ -50,7 +50,7 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str) -> None:
     if "torch" in states:
         print_line(_TORCHS, "dim")
     if broken := sorted(states & {"incomplete", "unreadable"}):
-        print_line(f"{', '.join(broken)}: verify says why", "dim")
+        print_line(f"{', '.join(broken)}: verify reports why", "dim")
 
 
 def _metrics(metrics: Mapping[str, float], best: str | None) -> str:

@@ -223,7 +223,10 @@ class _Publisher:
         try:
             manifest = self._write_whole(others) if base is None else self._write_delta(base, previous)
             self._target.sync_directory()
-            content = self._encoded_manifest(manifest, notes if base is None else {})
+            content = encode_manifest(manifest, notes if base is None else {})
+            path = f"{self._target.path}/{INDEX}"
+            if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
+                raise MetadataError(f"the manifest of {self._source.path} cannot be read back from {path}")
             self.ownership.check()
         except BaseException:
             self._drop()
@@ -240,13 +243,6 @@ class _Publisher:
         except (CheckpointError, OSError) as error:
             logger.warning("%s is published, and the next publication tidies it: %s", self._target.path, str(error))
         return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why)
-
-    def _encoded_manifest(self, manifest: Manifest, notes: Mapping[str, Any]) -> bytes:
-        """Encodes a manifest; raises `MetadataError` if a reader would not get back what it says."""
-        content, path = encode_manifest(manifest, notes), f"{self._target.path}/{INDEX}"
-        if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
-            raise MetadataError(f"the manifest of {self._source.path} would not be read from {path} as it was written")
-        return content
 
     def _drop(self) -> None:
         """Removes the files of this publication, which cannot commit any more."""
@@ -483,7 +479,7 @@ def _notes_of(model: Model) -> dict[str, Any]:
     """
     path = model.storage.path
     if odd := [name for name in model.others if name != name.encode("utf-8", "replace").decode()]:
-        raise MetadataError(f"{path} has files whose names are not UTF-8: {listed(odd)}. Rename or remove them")
+        raise MetadataError(f"{path} has files whose names are not UTF-8: {listed(odd)}. Rename or remove them.")
     try:
         notes = {} if model.index is None else decode_notes(model.index)
     except ValueError as error:

@@ -249,7 +249,7 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
         said = f"{cls.__name__}({name}=...)"
         if name not in silent and value != bound.signature.parameters[name].default and said not in _said:
             _said.add(said)
-            logger.warning("%s means nothing to dcp_tensorizer, and is ignored", said)
+            logger.warning("%s has no effect in dcp_tensorizer, and is ignored", said)
     return dict(given)
 
 

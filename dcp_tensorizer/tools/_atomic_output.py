@@ -50,17 +50,17 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
     storage = open_storage(target, options)
     with suppress(NotCommitted):
         if any(storage.listing()):
-            raise ConversionError(f"{storage.path} exists, and is not empty: choose another destination")
+            raise ConversionError(f"{storage.path} exists and is not empty. Choose another destination.")
     if isinstance(storage, LocalStorage):
         real, is_here = Path(os.path.realpath(storage.location)), False
         if real.exists() and not real.is_dir():
-            raise ConversionError(f"{storage.path} exists, and is not a directory: choose another destination")
+            raise ConversionError(f"{storage.path} exists and is not a directory. Choose another destination.")
         with suppress(OSError):  # one of them does not exist
             is_here = real.samefile(os.curdir)
         if is_here:
-            raise ConversionError(f"{storage.path} is the working directory, and would be replaced: name another one")
+            raise ConversionError(f"{storage.path} is the working directory and would be replaced. Name another one.")
         if real.is_mount():
-            raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
+            raise ConversionError(f"{storage.path} is a mount point and cannot be replaced. Name a directory in it.")
         with _renamed(real) as temporary:
             temporary.mkdir()
             if real.exists():  # its owner, mode and extended attributes may be there to protect it
@@ -94,7 +94,7 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
     """
     storage, name = beside(path, options)
     if storage.head(name) is not None:
-        raise ConversionError(f"{storage.path}/{name} exists: choose another destination")
+        raise ConversionError(f"{storage.path}/{name} exists. Choose another destination.")
     if isinstance(storage, LocalStorage):
         real = Path(os.path.realpath(Path(storage.location) / name))
         with _renamed(real) as temporary:

@@ -121,7 +121,7 @@ def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
         if isinstance(value, StoredTensor):
             value = _cast(value, options.dtype)
         elif value.fault:
-            raise ConversionError(f"{view.path}: {key!r} {value.fault}, and cannot be converted: leave it out")
+            raise ConversionError(f"{view.path}: {key!r} {value.fault}, and cannot be converted. Leave it out.")
         named = value if path == value.path else replace(value, key=key_of(path), path=path)
         values[named.key] = named
     return replace(view, values=values)
@@ -138,7 +138,7 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
         torch.empty(1, dtype=tensor.dtype, device="cpu").to(dtype)
     except NotImplementedError:
         raise ConversionError(
-            f"{tensor.key!r} is of {tensor.dtype}, which torch cannot convert to {dtype}: leave it out"
+            f"{tensor.key!r} is of {tensor.dtype}, which torch cannot convert to {dtype}. Leave it out."
         ) from None
     return replace(tensor, dtype=dtype, read=read, chunks=())
 

@@ -73,7 +73,7 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
         WriteError: the trace cannot be written.
     """
     if not sources:
-        raise ValueError("sources is empty: name at least one folder")
+        raise ValueError("sources is empty. Name at least one folder.")
     records = [
         record for source in sources for file in _files(Path(os.path.expanduser(source))) for record in _records(file)
     ]
@@ -115,9 +115,7 @@ class _Record(NamedTuple):
 def _files(source: Path) -> list[Path]:
     files = sorted(source.glob("*.spans.jsonl")) if source.is_dir() else [source]
     if not files or not files[0].exists():
-        raise NotCommitted(
-            f"{source}: there is no trace file; pass TraceFile({str(source)!r}) as on_report on each rank"
-        )
+        raise NotCommitted(f"{source} has no trace file. Pass TraceFile({str(source)!r}) as on_report on each rank.")
     return files
 
 

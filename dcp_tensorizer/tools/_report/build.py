@@ -74,7 +74,7 @@ def report(
         CheckpointError: one of the checkpoints is damaged, or cannot be read.
     """
     if not checkpoints:
-        raise ValueError("checkpoints is empty: name at least one")
+        raise ValueError("checkpoints is empty. Name at least one.")
     started = time.monotonic()
     options = storage_options or {}
     views = in_order_of_steps(open_all(checkpoints, options, encryption))
