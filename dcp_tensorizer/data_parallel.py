@@ -18,12 +18,12 @@ _NAME = re.compile(r"(.*?)\.?\bdata-parallel-\d+-of-(\d+)(?:\.|$)")
 class DataParallelState(Stateful):
     """The state of something that each data-parallel rank has for itself: its data loader, or its random generators.
 
-    Each rank's state has a key of its own, which also says how many there are::
+    Each rank's state has a key of its own, which also has the number of ranks::
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
     So a job with another number of data-parallel ranks cannot load it by mistake. Otherwise some shares of the data
-    would be read twice, or never. `CheckpointManager.restore` says so before anything changes.
+    would be read twice, or never. `CheckpointManager.restore` raises before anything changes.
 
     Args:
         value: Has ``state_dict`` and ``load_state_dict``.

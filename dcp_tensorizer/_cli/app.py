@@ -444,7 +444,9 @@ def publish_add(
     previous: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The model at the version before, to compare with.")
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Of training, to be noted.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The step of training, recorded in the version.")
+    ] = None,
     max_deltas: Annotated[
         int, typer.Option(min=1, metavar="N", help="How many deltas may follow a whole version.")
     ] = 20,

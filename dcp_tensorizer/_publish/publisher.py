@@ -87,7 +87,7 @@ def publish(
     """Publishes a model as the next version of a directory: the whole model, or its changes since the version before.
 
     A version is whole if it is the first one, or if ``max_deltas`` follow the last whole one. It is also whole if the
-    model has other tensors, dtypes, shapes, places in the files, or other files beside the weights.
+    model has other tensors, dtypes, shapes, locations in the files, or other files beside the weights.
 
     A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused. If
     the earlier one's manifest arrives first nevertheless, its version stays, and the later one is refused.
@@ -97,7 +97,7 @@ def publish(
         published: The directory of versions. It is made if it is not there.
         previous: The same model at the version before. It is compared with the published one. By default, that version
             is put together from the published files.
-        step: The step of training, to be noted in the version.
+        step: The step of training, recorded in the version.
         max_deltas: How many deltas may follow a whole version. A new reader has to read at most as many.
         keep_latest: Keep so many of the newest versions, and those on which they build; remove the others.
         storage_options: Passed to the fsspec filesystems of URLs.
@@ -159,7 +159,7 @@ class Publication:
     keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
-    """The model's index, because another one may be in its place by now."""
+    """The model's index, because another one may have replaced it by now."""
     previous_index: bytes | None = None
     """The index of ``previous``, for the same reason."""
 
@@ -276,7 +276,7 @@ class _Publisher:
         pairs = [(file, headers.pop(file.header, None)) for file in self._model.weights.values()]
         matched = [(new, old) for new, old in pairs if old is not None]
         if headers or len(matched) < len(pairs):
-            return None, f"its tensors, or their places in the files, are not those of version {first.version}"
+            return None, f"its tensors, or their locations in the files, are not those of version {first.version}"
         built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
         return _Base(storage, first, built, matched), ""
 
@@ -375,12 +375,12 @@ class _Publisher:
         written: dict[str, tuple[dict[str, str], int]] = {}
         frames: dict[str, tuple[bytes, str]] = {}
         held = 0
-        places = {tensor.key: tensor for tensor in file.tensors}
+        by_key = {tensor.key: tensor for tensor in file.tensors}
         with reading_tensors(self._source, new.name) as reader, reading_tensors(storage, file.name) as old_reader:
             for tensor in new.tensors:
                 encoder, of_old = DeltaEncoder(), xxhash.xxh3_128()
                 pieces = self._blocks(reader, tensor, PIECE)
-                for piece, piece_before in zip(pieces, changes.pieces(old_reader, places[tensor.key]), strict=True):
+                for piece, piece_before in zip(pieces, changes.pieces(old_reader, by_key[tensor.key]), strict=True):
                     hashed.update(piece.data)
                     of_old.update(piece_before.data)
                     encoder.update(piece, piece_before)

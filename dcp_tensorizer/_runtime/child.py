@@ -53,7 +53,7 @@ class ChildProcess:
             children of its parent.
 
     Raises:
-        OSError: memory, processes or descriptors are short; says what to do.
+        OSError: memory, processes or descriptors are short.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ChildProcess:
 
         Raises:
             TimeoutError: the process made no progress for ``timeout`` seconds.
-            EOFError: the process has ended; says how.
+            EOFError: the process has ended; the message has its exit and its last output.
         """
         try:
             answer, _ = self._channel.ask(request, fds, timeout=timeout, check=self._check_alive, progress=progress)
@@ -150,16 +150,12 @@ class ChildProcess:
         if code is None:
             return f"{process} does not end, although it was killed: it hangs in the kernel"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{process} {how}{self._said()}"
-
-    def _said(self) -> str:
-        """The end of the process's output, to append to a message; empty if there is none."""
         content = b""
         with suppress(OSError):
             nbytes = os.fstat(self._output.number).st_size
             content = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
-        said = content.decode(errors="replace").strip()
-        return f"; the end of its output:\n{said}" if said else ""
+        output = content.decode(errors="replace").strip()
+        return f"{process} {how}" + (f"; the end of its output:\n{output}" if output else "")
 
 
 def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
@@ -223,7 +219,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Starts a process at the other end of a socket; raises `OSError`."""
     trainer = -1
-    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
+    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone shows our end
         trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
         # The process inherits the mask, and unblocks these signals when it ignores them.

@@ -222,7 +222,7 @@ _CLASSES: dict[type, type] = {
 
 
 def _make_instead(cls: type, ours: type) -> None:
-    """Lets one of torch's classes make an object of ours while this package is installed.
+    """Makes one of torch's classes create objects of ours while this package is installed.
 
     It stays after `uninstall`, and then makes torch's own: a class whose ``__new__`` was removed takes no arguments.
     """

@@ -232,7 +232,7 @@ class _Loader(CheckpointLoader):
         checkpoint.load_state_dict({key: state[name] for key, name in names.items()})
 
     def _names_at(self, path: str | os.PathLike[str]) -> set[str]:
-        """The names of all items; none if they cannot be read, which the load then says on all ranks."""
+        """The names of all items; none if they cannot be read: then the load raises on all ranks."""
         reader = self._reader(path)
         reader.reset(path)
         with suppress(CheckpointError):

@@ -73,7 +73,7 @@ class TensorizerTransport:
     Args:
         state_dict: Returns the state to load into, nested as the one that is sent: what torchft's manager sends is
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
-            place. Others are new, in host memory. Without it all are. A state with DTensors needs it.
+            place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
         interface: The name or address of the network interface to listen on. None: the one towards torchft's
             lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of

@@ -1,4 +1,4 @@
-"""Lists the contents of a checkpoint: the places of its tensors, and its objects."""
+"""Lists the contents of a checkpoint: the locations of its tensors, and its objects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ChunkInfo:
         offset, shape: The part of the tensor.
         nbytes: Stored bytes.
         rank: The rank that wrote it; None if it has no bytes, or its format has no ranks.
-        file, file_offset: The place of its first byte; None if it has no bytes.
+        file, file_offset: The location of its first byte; None if it has no bytes.
     """
 
     offset: tuple[int, ...]

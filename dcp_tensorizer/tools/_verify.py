@@ -109,7 +109,7 @@ def verify(
         UnsupportedFormat: it is of a newer version.
         MetadataError: its metadata is damaged, so that there is nothing to compare with.
         ConversionError: it is of another format, and damaged, or has values that cannot be read.
-        ReadError: it cannot be read, which says nothing of damage; or it was replaced or removed while it was verified.
+        ReadError: it cannot be read, which proves no damage; or it was replaced or removed while it was verified.
     """
     storage = open_storage(checkpoint, storage_options)
     try:
@@ -181,8 +181,8 @@ def _verify_foreign(
                 on_progress(done, total)
         except ChecksumMismatch as error:
             chunk = value.chunks[0].item if isinstance(value, StoredTensor) else None
-            place = ("", 0) if chunk is None else (chunk.file, chunk.offset)
-            damages.append(Damage(place[0], key, place[1], str(error)))
+            file, offset = ("", 0) if chunk is None else (chunk.file, chunk.offset)
+            damages.append(Damage(file, key, offset, str(error)))
     items = sum(len(value.chunks) or 1 if isinstance(value, StoredTensor) else 1 for value in view.values.values())
     seconds = time.monotonic() - started
     return Verified(len(files), items, done, seconds, tuple(damages), digests=view.format == "tensorizer")
@@ -364,8 +364,8 @@ class _Check:
     def _check_damage(self, file: str, error: Exception) -> None:
         """Raises `ReadError` if the error does not show whether the file is damaged."""
         if not _is_damage(self._storage, error):
-            said = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
-            raise ReadError(self._storage.scrub(said)) from self._storage.cause(error)
+            message = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
+            raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
 
     def _count(self, nbytes: int) -> None:
         with self._counting:

@@ -292,7 +292,7 @@ def test_unknown_tensors_and_unlisted_ones_are_errors(tmp_path: Path, versions: 
         with pytest.raises(MetadataError, match="the deltas up to version 2 change unknown tensors: 'unknown'"):
             apply_delta(target, versions, version=2)
     edit_index(versions / "weight_v000002", lambda index: change_one(index, "scale"))
-    with pytest.raises(MetadataError, match="does not hold the tensors that the manifest says"):
+    with pytest.raises(MetadataError, match="does not hold the tensors that the manifest lists"):
         apply_delta(tmp_path / "copy", versions, version=2)
 
 
