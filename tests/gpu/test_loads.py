@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._loading.gpu import POOLS
 
-from ..support import ALL_DTYPES, filled, same
+from ..lab.states import ALL_DTYPES, filled, same
 from .support import GPU, delay, load_into, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

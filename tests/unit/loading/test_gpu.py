@@ -24,8 +24,9 @@ from dcp_tensorizer._tensor_file import digests
 from dcp_tensorizer._tensor_file.digests import DigestCheck
 from dcp_tensorizer._tensor_file.names import StoredItem
 
-from ...simulated import SimulatedDevice
-from ...support import ALL_DTYPES, dtype_name, filled, is_mapped, is_so_in_child, same
+from ...lab.processes import is_mapped, is_so_in_child
+from ...lab.simulated import SimulatedDevice
+from ...lab.states import ALL_DTYPES, dtype_name, filled, same
 from .stored import as_plain, part, target_for, write_file
 
 

@@ -25,8 +25,8 @@ from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
 
-from ...simulated import SimulatedDevice
-from ...waiting import WAIT, in_thread
+from ...lab.simulated import SimulatedDevice
+from ...lab.waiting import WAIT, in_thread
 
 
 class Refusing:

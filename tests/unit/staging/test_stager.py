@@ -21,9 +21,10 @@ from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
 
-from ...simulated import SimulatedDevice
-from ...support import memory_files, same
-from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, wait_until_inside
+from ...lab.processes import memory_files
+from ...lab.simulated import SimulatedDevice
+from ...lab.states import same
+from ...lab.waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, wait_until_inside
 from .staging import inode, staged
 
 

@@ -11,8 +11,8 @@ from dcp_tensorizer._staging.device import SideStreams
 from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
 from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
-from ...simulated import SimulatedDevice
-from ...support import ALL_DTYPES, dtype_name, filled, raw, same
+from ...lab.simulated import SimulatedDevice
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 
 
 def following(tensors: Sequence[torch.Tensor], device: SimulatedDevice) -> SideStreams:

@@ -15,7 +15,8 @@ from dcp_tensorizer._tensor_file import digests as checksums
 from dcp_tensorizer._tensor_file.digests import DigestCheck, Digester, all_match, check_digests
 from dcp_tensorizer._tensor_file.names import StoredItem, block_size
 
-from ...support import filled, stored_item
+from ...lab.seams import stored_item
+from ...lab.states import filled
 
 
 def digests_of(content: bytes | bytearray, block: int | None = None) -> bytes:
