@@ -262,5 +262,5 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
             known[name] = TensorValue(layout, own, entry.is_whole, rows.properties[entry.properties])
         values[key] = known[name]
     if len(values) < len(rows.entries):
-        raise ValueError("it has a key twice")
+        raise ValueError("a key occurs twice")
     return values

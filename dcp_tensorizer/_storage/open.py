@@ -75,7 +75,7 @@ def open_storage(
         with _named(url, name, scrub):
             storage: object = opener(url, options, timeout)
         if not isinstance(storage, Storage):
-            raise WriteError(scrub(f"cannot open {url}: {name} gives no Storage, but {type(storage).__name__}"))
+            raise WriteError(scrub(f"cannot open {url}: {name} must return a Storage, got {type(storage).__name__}"))
         return storage
     with _translated(url, scrub):
         # Imported only for URLs: these imports take time in the writer process of every rank.
@@ -155,7 +155,7 @@ def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
     """The object of an entry point. Errors become `WriteError`."""
     if len({point.value for point in points}) > 1:
         named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
-        raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}: remove all but one"))
+        raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}. Remove all but one"))
     with _named(url, points[0].value, scrub):
         opener: Opener = points[0].load()
     return opener

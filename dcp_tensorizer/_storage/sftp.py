@@ -458,7 +458,7 @@ def _of_address(address: str) -> dict[str, Any]:
     try:
         port = parts.port
     except ValueError:
-        raise ValueError("the port is not a number: user and password must be percent-encoded in a URL") from None
+        raise ValueError("the port is not a number. Percent-encode user and password in the URL") from None
     options = {
         "hostname": parts.hostname,
         "port": port,

@@ -100,7 +100,7 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
     from tensorizer import EncryptionParams
 
     if not isinstance(params, EncryptionParams):
-        raise TypeError(f"encryption must be tensorizer.EncryptionParams, and is {type(params).__name__}")
+        raise TypeError(f"encryption must be tensorizer.EncryptionParams, got {type(params).__name__}")
     require_libsodium()
     made = params._crypt_info_chunk()  # tensorizer shows no more than the salt in public
     if made is not None and made.opslimit > _MOST_OPERATIONS:
@@ -121,7 +121,7 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
     require_libsodium(DecryptionError)
     if (key is None) == (passphrase is None):
-        raise ValueError("a checkpoint has one key, or one passphrase")
+        raise ValueError("give a key or a passphrase, and not both")
     return DecryptionParams.from_key(key) if key is not None else DecryptionParams.from_string(passphrase)
 
 
@@ -130,7 +130,7 @@ def check_decryption(params: DecryptionParams) -> None:
     from tensorizer import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
-        raise TypeError(f"encryption must be tensorizer.DecryptionParams, and is {type(params).__name__}")
+        raise TypeError(f"encryption must be tensorizer.DecryptionParams, got {type(params).__name__}")
     require_libsodium(DecryptionError)
     if params.key is None and params.source is None:
         raise TypeError("encryption must be made by DecryptionParams.from_key or DecryptionParams.from_string")
@@ -146,11 +146,9 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
     if params.key is not None:
         return Cipher(bytes(params.key))
     if derivation is None:
-        raise DecryptionError(
-            "was encrypted with a key and not with a passphrase: use tensorizer.DecryptionParams.from_key"
-        )
+        raise DecryptionError("was encrypted with a key, not a passphrase. Use tensorizer.DecryptionParams.from_key")
     if derivation.opslimit > _MOST_OPERATIONS:  # the metadata cannot be trusted before there is a key
-        raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to make a key: it is damaged")
+        raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to derive a key: it is damaged")
     try:
         made = EncryptionParams.from_string(
             params.source, opslimit=derivation.opslimit, memlimit=derivation.memlimit, salt=derivation.salt
@@ -179,11 +177,11 @@ def unlock(
         return None
     if params is None:
         raise DecryptionError(
-            f"{path} is encrypted: give its key (encryption=tensorizer.DecryptionParams..., or --key-file)"
+            f"{path} is encrypted. Give its key (encryption=tensorizer.DecryptionParams..., or --key-file)"
         )
     if record is None:
         raise DecryptionError(
-            f"{path} is not encrypted, and a key was given: leave the key out, or name another checkpoint"
+            f"{path} is not encrypted, but a key was given. Leave the key out, or load another checkpoint"
         )
     derivation = None if record["derivation"] is None else Derivation(*record["derivation"])
     try:
@@ -191,7 +189,7 @@ def unlock(
     except DecryptionError as error:
         raise DecryptionError(f"{path} {error}") from None
     if not cipher.opens(record["check"]):
-        raise DecryptionError(f"{path} was encrypted with another key, or passphrase, than was given")
+        raise DecryptionError(f"{path} was encrypted with another key or passphrase")
     _check_seal(cipher, record["seal"], path)
     return cipher
 

@@ -107,7 +107,7 @@ class Flusher:
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _try(self, operation: Callable[..., object], entry: FlushEntry, *details: object) -> None:
-        """Runs an operation on a record, unless another process has claimed it. Notes failures, and retries later."""
+        """Runs an operation on a record, unless another process has claimed it. Records failures, and retries later."""
         with self._queue.claimed(entry) as is_free:
             if not is_free:
                 return
@@ -161,7 +161,7 @@ class Flusher:
         return is_over or not self._queue.is_writable
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
-        """Returns the gate, which also notes progress."""
+        """Returns the gate, which also records progress."""
         last = time.monotonic()
 
         def gate() -> None:
@@ -412,7 +412,7 @@ _FORGET_SECONDS = 60.0  # how long a record stays for processes that wait for it
 
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
-    """Notes that a checkpoint is on the remote. First removes the local copies of all such checkpoints but the newest.
+    """Records that a checkpoint is on the remote. First removes the local copies of all such but the newest.
 
     A process that waits for the record to change then finds no copy half removed. ``named`` are the data files of the
     checkpoint on the remote.

@@ -162,7 +162,7 @@ class Queue:
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
-        """Says why the disk cannot read a record; empty if it can, or the record no longer exists."""
+        """Returns why the disk cannot read a record; empty if it can, or the record no longer exists."""
         try:
             (self.folder / entry.name).read_bytes()
         except FileNotFoundError:
@@ -197,7 +197,7 @@ class Queue:
                 os.close(descriptor)
 
     def admit(self, name: str, run: str) -> None:
-        """Notes that a run saves to this local folder. Idempotent.
+        """Records that a run saves to this local folder. Idempotent.
 
         ``name`` is the name of the file with the run's claim in the remote folder.
         """
@@ -239,7 +239,7 @@ class Queue:
         return moved
 
     def progress(self, entry: FlushEntry) -> None:
-        """Notes that the flush of a record makes progress."""
+        """Records that the flush of a record makes progress."""
         with suppress(OSError):
             try:
                 os.utime((self._aside if self._is_aside(entry.name) else self.folder) / entry.name)
@@ -249,7 +249,7 @@ class Queue:
                 self._put_aside(entry.name, self._content(entry), error)
 
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
-        """Notes that a save will not be on the remote. Then its files can be removed.
+        """Records that a save will not be on the remote. Then its files can be removed.
 
         ``state`` is `TOLD` if the loss has been reported already.
         """
@@ -277,7 +277,7 @@ class Queue:
                 self._aside.rmdir()
 
     def confirm(self, entry: FlushEntry) -> None:
-        """Notes, on a rank that does not commit, that the save is committed. Then its loss is an error."""
+        """Records, on a rank that does not commit, that the save is committed. Then its loss is an error."""
         self._note(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
@@ -292,7 +292,7 @@ class Queue:
         return None
 
     def set_trouble(self, entry: FlushEntry, text: str | None) -> None:
-        """Notes the problem in flushing a record."""
+        """Records the problem in flushing a record."""
         name = f"{entry.stem}.trouble"
         if text is None:
             self._unlink(name)
