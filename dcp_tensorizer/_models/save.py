@@ -30,7 +30,6 @@ from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
 from .._saving.commit import files_of_models, put_records, remove, remove_records
 from .._saving.item_bytes import ItemBytes
-from .._saving.keeping import KeptSave
 from .._saving.rank_group import RankGroup
 from .._saving.report import SaveCallbacks
 from .._saving.save import Save, SaveDescription
@@ -92,7 +91,6 @@ class ModelSave(Save):
         save_id: str,
         storage: Storage,
         staged: StagedSave | None,
-        kept: KeptSave | None = None,
     ) -> None:
         super().__init__(saver, save_id, storage, staged)
         self.model = saver.model

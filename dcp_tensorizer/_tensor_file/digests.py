@@ -129,13 +129,14 @@ def _digest(data: memoryview) -> bytes:
 
 
 def all_match(items: Sequence[StoredItem], contents: Sequence[memoryview]) -> bool:
-    """Returns whether whole items of one block match their digests; False for other items.
+    """Returns whether whole items match their digests of all; False also for parts of items, and items without one.
 
     One comparison of all takes a third of the time of one for each.
     """
-    if any(len(item.digests) != 8 or data.nbytes != item.length for item, data in zip(items, contents, strict=True)):
+    wholes = [item.digests if len(item.digests) == 8 else _digest_of_all(item) for item in items]
+    if not all(wholes) or any(data.nbytes != item.length for item, data in zip(items, contents, strict=True)):
         return False
-    return b"".join(map(_digest, contents)) == b"".join([item.digests for item in items])
+    return b"".join(map(_digest, contents)) == b"".join(wholes)
 
 
 def check_digests(item: StoredItem, start: int, data: memoryview) -> None:

@@ -30,8 +30,8 @@ from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.writer import DescribedStager
 
-from ..support import kill, memory_files, open_descriptors, writer_process
-from ..waiting import WAIT, Gate, HeldPlanner, save_thread
+from ..lab.processes import kill, memory_files, open_descriptors, writer_process
+from ..lab.waiting import WAIT, Gate, HeldPlanner, save_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -20,9 +20,9 @@ from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
 
-from ...proxy import Fault, Request, S3Proxy, always, once
-from ...servers import KEY, OTHER_KEY, SECRET, S3Server
-from ...support import read_range
+from ...lab.faults import Fault, Request, S3Proxy, always, once
+from ...lab.seams import read_range
+from ...lab.servers import KEY, OTHER_KEY, SECRET, S3Server
 
 NAME = data_file_name(0, 0, "a" * 32)
 CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)  # three parts

@@ -25,9 +25,9 @@ from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
 from dcp_tensorizer.tools import verify
 
-from ...proxy import Fault, S3Proxy, always, once, s3_proxy
-from ...servers import SECRET, S3Server
-from ...support import read_range
+from ...lab.faults import Fault, S3Proxy, always, once, s3_proxy
+from ...lab.seams import read_range
+from ...lab.servers import SECRET, S3Server
 
 NAME = data_file_name(0, 0, "a" * 32)
 CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)  # three parts

@@ -31,8 +31,8 @@ from dcp_tensorizer._tiers.queue import Queue, Writing
 from dcp_tensorizer.errors import unwrap
 
 from ... import warm
-from ...servers import S3Server
-from ...support import quietly
+from ...lab.processes import quietly
+from ...lab.servers import S3Server
 from .support import Run, begun, files_below, state_of, unlistable
 
 

@@ -21,7 +21,7 @@ from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.testing import put_file
 
-from ...support import open_descriptors
+from ...lab.processes import open_descriptors
 
 NAME = f"__0_0_{'a' * 32}.tensors"
 

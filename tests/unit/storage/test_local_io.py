@@ -20,7 +20,8 @@ from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._storage import local_io
 from dcp_tensorizer._storage.local_io import LocalFile, read_into
 
-from ...support import cached, forget, open_descriptors
+from ...lab.processes import forget, open_descriptors
+from ...lab.seams import cached
 
 MIB = 1 << 20
 PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()
