@@ -19,7 +19,7 @@ from .._runtime.forks import free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import Patience, in_threads
 from .._storage.base import Refused, Sink, Storage, temporary_file_name
-from .._storage.claim import read_claim
+from .._storage.lease import read_lease
 from .._storage.local import LocalStorage
 from .._tensor_file.names import data_file_rank, metadata_file_name
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, listed_ranks
@@ -233,17 +233,17 @@ class Flusher:
         arrive(self._queue, entry, record, set(commit.files))
 
     def _check_owner(self) -> None:
-        """Checks that no other run has claimed the remote folder.
+        """Checks that no other run has taken the lease of the remote folder.
 
-        Raises `Superseded` if the claim is of a run that does not save to this local folder, and `ReadError` if the
-        claim cannot be read.
+        Raises `Superseded` if a run has it that does not save to this local folder, and `ReadError` if it cannot be
+        read.
         """
         for name, runs in self._queue.runs().items():
-            claim = read_claim(self._remote(""), name)
-            if claim is not None and claim.id not in runs:
+            lease = read_lease(self._remote(""), name)
+            if lease is not None and lease.id not in runs:
                 raise Superseded(
                     f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: "
-                    f"process {claim.process} on host {claim.host} has claimed it at {claim.claimed_at}"
+                    f"process {lease.process} on host {lease.host} took its lease at {lease.claimed_at}"
                 )
 
     def _index(self, entry: FlushEntry) -> bytes | None:

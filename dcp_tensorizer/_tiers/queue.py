@@ -38,7 +38,7 @@ OPEN = frozenset({UNFLUSHED, SENT})
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
-_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its claim's file
+_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its lease's file
 _TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a record takes milliseconds
 _ALIVE = ".writer"
 _TRIES = 100  # attempts to list records while others rename them
@@ -199,7 +199,7 @@ class Queue:
     def admit(self, name: str, run: str) -> None:
         """Records that a run saves to this local folder. Idempotent.
 
-        ``name`` is the name of the file with the run's claim in the remote folder.
+        ``name`` is the name of the lease's file in the remote folder.
         """
         if run not in self.runs().get(name, ()):
             with suppress(CheckpointError):  # then a save reports the error
@@ -207,7 +207,7 @@ class Queue:
             self._note(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
-        """The ids of the runs that have saved to this local folder, by the names of their claims' files.
+        """The ids of the runs that have saved to this local folder, by the names of their leases' files.
 
         Raises `ReadError`.
         """
