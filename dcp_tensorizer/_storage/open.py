@@ -115,7 +115,6 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
 
 @contextmanager
 def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
-    """Translates errors of the libraries that open a URL."""
     try:
         yield
     except Exception as error:
@@ -163,7 +162,6 @@ def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
 
 @contextmanager
 def _named(url: str, opener: str, scrub: Scrubber) -> Iterator[None]:
-    """Translates errors of a package that opens a URL."""
     try:
         yield
     except CheckpointError:

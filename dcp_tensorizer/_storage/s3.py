@@ -518,17 +518,14 @@ class S3Storage(RemoteStorage):
         return str(error)  # begins with botocore's class or the server's code
 
     def _uploads_to(self, name: str) -> list[str]:
-        """The ids of the uploads to a file."""
         return [str(upload["UploadId"]) for upload in self._uploads(name) if upload["Key"] == self._full(name)]
 
     def _uploads(self, start: str) -> Iterator[dict[str, Any]]:
-        """The server's description of each upload to a name that begins with ``start``."""
         markers = ("KeyMarker", "UploadIdMarker")
         for page in self._pages("list_multipart_uploads", start, markers, MaxUploads=self.uploads_per_page):
             yield from page.get("Uploads", [])
 
     def _pages(self, operation: str, start: str, markers: Sequence[str], **query: Any) -> Iterator[dict[str, Any]]:
-        """The pages of the server's answer about names that begin with ``start``."""
         query |= {"Bucket": self.bucket, "Prefix": self._full(start)}
         while True:
             page = self.retries.call(functools.partial(self._client.call, operation, **query))

@@ -215,7 +215,6 @@ class _Encoding(Generic[T]):
         return np.frombuffer(header, dtype=np.uint8)
 
     def _fill_data(self, number: int) -> None:
-        """Fills a tensor's parts from first to last, after it was hashed or encrypted ahead."""
         entry, item = self._layout.entries[number], self._items[number]
         data = self._contents(entry.tensor)
         if self._layout.cipher is None:
@@ -248,7 +247,6 @@ class _Encoding(Generic[T]):
         return entry.with_hashes(*hashes.values())
 
     def _encrypt(self, number: int, job: _Encryption) -> bytes:
-        """Encrypts one tensor and keeps its item; returns its header."""
         others = []
         if self._helpers is not None:
             others = [self._helpers.submit(self._encrypt_blocks, job) for _ in job.macs[1 : self._threads]]

@@ -195,7 +195,6 @@ def unlock(
 
 
 def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
-    """Raises `DecryptionError` for an index that was not made with its checkpoint's key."""
     if not hmac.compare_digest(cipher.sign(seal.fingerprint), seal.mac):
         raise DecryptionError(
             f"{path}: its metadata was changed without its key after the save. Nothing in it can be "
@@ -330,12 +329,10 @@ def _aead() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def _address_of(data: memoryview | bytes) -> Any:
-    """The address of bytes; None if there are none."""
     return _address(data) if len(data) else None
 
 
 def _counted(nonce: bytes, number: int) -> bytes:
-    """The nonce of an item's ``number``-th block."""
     return ((int.from_bytes(nonce, "little") + number) % (1 << 8 * NONCE_BYTES)).to_bytes(NONCE_BYTES, "little")
 
 

@@ -121,7 +121,6 @@ class Flusher:
     # --- files -------------------------------------------------------------------------------------------------
 
     def _send(self, entry: FlushEntry, record: FlushRecord) -> None:
-        """Sends a rank's files to the remote."""
         self._gate()
         is_first = self._queue.trouble(entry) is None
         if not is_first and self._ends_with_its_save(entry, record):
@@ -188,7 +187,6 @@ class Flusher:
                 self._try(self._look, entry, record)
 
     def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
-        """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
         # If the check fails, the time begins anew with the next one.
         patience = self._waits.pop(entry.stem, None) or self.target.patience()
@@ -290,7 +288,6 @@ class Flusher:
         return True
 
     def _committed_here(self, record: FlushRecord) -> tuple[FlushEntry, FlushRecord] | None:
-        """The record of the rank that commits, if it is on this node."""
         for entry, other in self._queue.records():
             if other.commit is not None and set(other.commit.files) & set(record.files):
                 return entry, other
@@ -377,7 +374,6 @@ def _begun_name(name: str) -> str:
 
 
 def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
-    """Copies the parts of a file with several threads, each with one buffer."""
     starts = list(range(0, nbytes, sink.part_bytes))
     threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
     numbers = iter(enumerate(starts))

@@ -390,7 +390,6 @@ class Queue:
         return Path(base, f"dcp_tensorizer-flush-{os.getuid()}-{name}")
 
     def _has_aside(self) -> bool:
-        """Returns whether this user has written something aside."""
         with suppress(OSError):
             status = os.lstat(self._aside)
             return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

@@ -81,8 +81,6 @@ def takes(*kinds: type, cost: int | None = 1) -> Maker:
 
 
 def _nothing(make: Callable[[str], Any]) -> Maker:
-    """Makes a maker without arguments."""
-
     def make_of_none(name: str, args: Arguments) -> Any:
         need(not args)
         return make(name)
