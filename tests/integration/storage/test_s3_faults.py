@@ -161,8 +161,8 @@ def test_a_server_that_has_never_answered(s3: S3Server, prefix: str) -> None:
     sink = storage.create(NAME, len(CONTENT), sync=True)
     with pytest.raises(ConnectionError, match=f"Could not connect to the endpoint URL.*{endpoint}"):
         sink.put_part(0, on_a_page(CONTENT[: sink.part_bytes]))
-    sink.abort()
     assert len(waits) == 5
+    sink.abort()
 
 
 def test_a_read_outlasts_bodies_that_break_off(open_s3: Opener, proxy: S3Proxy) -> None:
