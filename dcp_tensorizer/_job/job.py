@@ -18,7 +18,7 @@ from typing import Any
 from .._index.schema import SaveRecord
 from .._runtime.threads import NEVER, Deadline
 from .._storage.base import Storage
-from .._storage.claim import Ownership, claim_file_name
+from .._storage.lease import Lease, lease_file_name
 from .._tensor_file.names import metadata_file_name
 from .._tiers.tiered_storage import NearestStorage
 from ..errors import CheckpointError, ReadError, WriteError
@@ -83,7 +83,7 @@ class Job:
         self._policy = policy
         self._clock = clock
         self._flushing = None if is_alone else writer.saver.flushing
-        self._owner = Ownership(remote, claim_file_name(options.names.shown))  # a restore claims nothing
+        self._owner = Lease(remote, lease_file_name(options.names.shown))  # a restore claims nothing
         self._has_claimed = False
         self._serial = 0  # of the last save of this run
         if not is_alone:
@@ -152,7 +152,7 @@ class Job:
             self._flushing.admit(self._owner.name, self._agreement.decided(lambda: self._owner.id))
             self._agreement.largest(0)
         if self._agreement.is_first:
-            self._owner.claim()
+            self._owner.take()
 
     def _is_gone(self, step: int) -> bool:
         """Returns whether a saved step was deleted. If so, the job goes on among the remaining steps.
