@@ -221,7 +221,7 @@ def copied(case: Case) -> None:
     manager = CheckpointManager(
         SHARED / "run", save_every=1000, survive=_SURVIVE, survive_every=1, copies=2, copy_rate=None, stop_signals=()
     )
-    survival = manager._job.survival
+    survival = manager._survival
     for step in range(1, 1000):
         for tensor in state.values():
             tensor.fill_(step)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from .._index.schema import SaveRecord
 from .._memory.checkpoint import KeptReader, described
 from .._memory.client import KeeperProcess, connect_to_keepers
-from .._memory.copies import MemoryVote, PeerCopies, this_host
+from .._memory.copies import CopyOptions, MemoryVote, PeerCopies, this_host
 from .._memory.find import AllMemory, Predecessors
 from .._memory.protocol import Found, KeptHead
 from .._memory.runtime_directory import identity, job_name
@@ -44,7 +44,6 @@ from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
 from .lineage import Place, RestoreChoice
 from .optimizer_state import dtypes_kept
-from .options import JobOptions
 from .ranks import Agreement
 from .restore import Selection, SelectivePlanner, StatePart, error_of_load
 from .steps import Step
@@ -75,8 +74,12 @@ class Survival:
     Args:
         saver: Stages the states.
         folder: The job's folder.
+        template: The template of the names of steps' directories.
         agreement: Makes the decisions of all ranks.
-        options: The options of the job.
+        seconds: How long keepers hold states when this process is gone; 0: they hold none.
+        buffers: The largest number of staging buffers, without one for copies.
+        copies: The options for copies on other hosts.
+        reader_options: The options of the readers of restores.
 
     Attributes:
         run: The id of this run of the job, the same on all ranks; empty if nothing is kept.
@@ -85,19 +88,29 @@ class Survival:
         copies: Copies states to other hosts.
     """
 
-    def __init__(self, saver: Saver, folder: Storage, agreement: Agreement, options: JobOptions) -> None:
-        seconds = options.survive
+    def __init__(
+        self,
+        saver: Saver,
+        folder: Storage,
+        template: str,
+        agreement: Agreement,
+        *,
+        seconds: float,
+        buffers: int,
+        copies: CopyOptions,
+        reader_options: Mapping[str, Any],
+    ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
         # With staging="device" the writer process copies, and it cannot do so while it writes.
-        self.holds = bool(seconds) and options.buffers > 2 and saver.options.staging != "device"
+        self.holds = bool(seconds) and buffers > 2 and saver.options.staging != "device"
         self._saver = saver
         self._folder = folder
-        self._template = options.names.template
+        self._template = template
         self._agreement = agreement
         self._seconds = seconds
-        self._reader_options = options.reader_options
-        self._buffers = options.buffers
-        self.copies = PeerCopies(agreement, options.copies)
+        self._reader_options = reader_options
+        self._buffers = buffers
+        self.copies = PeerCopies(agreement, copies)
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None

@@ -20,7 +20,6 @@ from .. import warm
 from ..lab.preempted_job import Preempted, losses
 from ..lab.processes import quietly
 from ..lab.ranks import run_ranks
-from ..lab.seams import job_of
 from ..lab.states import directories_in
 
 ROWS = 24
@@ -265,7 +264,7 @@ def _save_replicas(rank, folder):
         save(5)
         manager.wait()
         # One of the ranks has to write it.
-        job_of(manager).saves.planner.written_elsewhere = frozenset({"model.layer1"})
+        manager._saves.planner.written_elsewhere = frozenset({"model.layer1"})
         with pytest.raises(WriteError) as caught:
             manager.save(6, state, wait=True)
         save(7)
@@ -299,7 +298,7 @@ def _goes_back(rank, folder):
             manager.save(step, {"w": torch.full((4,), step)}, wait=True)
         with pytest.raises(ValueError, match="the ranks save different steps, from 1 to 3"):
             manager.save(1 if rank.index else 3, {"w": torch.zeros(4)})
-        return manager.steps(), job_of(manager).place.branch
+        return manager.steps(), manager._place.branch
 
 
 def test_ranks_that_go_back_by_themselves(tmp_path):

@@ -57,7 +57,7 @@ def main(words: str) -> None:
         local = distribute_tensor(full + step, mesh, [Shard(0)]).to_local()
         tell("restored", step, right=torch.equal(state["w"].to_local(), local) and state["step"] == step)
         last = last or (step + more if more else 0)
-        survival = manager._job.survival
+        survival = manager._survival
         copies = survival.copies
         steps: dict[str, int] = {}  # by the ids of states
         while not last or step < last:

@@ -87,7 +87,7 @@ def main(words: str) -> None:
             first = manager.restore(training.state) or 0
             tell("restored", first, right=training.is_at(first))
             training.step = first
-            copies = manager._job.survival.copies
+            copies = manager._survival.copies
             ordered: dict[str, int] = {}
             while not more or training.step < first + more:
                 step = training.next()
@@ -100,7 +100,7 @@ def main(words: str) -> None:
                     ordered.setdefault(copies.ordered, step)
                 if found := ordered.pop(copies.confirmed, 0):
                     tell("copied", found)
-                if halt.is_due("copy") and copies.is_ready and manager._job.survival._keeper.copy_status().is_running:
+                if halt.is_due("copy") and copies.is_ready and manager._survival._keeper.copy_status().is_running:
                     halt.at("copy", stands=False)
                 tell("made", step)
                 time.sleep(_STEP_SECONDS)
