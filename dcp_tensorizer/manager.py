@@ -6,7 +6,7 @@ save() ──every rank──▶ one small reduction: due? stopping? the same st
 restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
 
 CheckpointManager ── SavePolicy, decide       is a save due? what do all ranks do?               policy
-                  ── Place                    the job's position among the checkpoints           steps
+                  ── Position                    the job's position among the checkpoints           steps
                   ── Saves ── Exports         one save at a time; models of the saved state      saves, exports
                   ── Retaining                after a commit: `latest`, deletions                retention
                   ── Survival ── PeerCopies   states in memory, and their copies on other hosts  _memory
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ._index.schema import SaveRecord
 from ._job.exports import Exports
-from ._job.lineage import Place, RestoreChoice, begin, choose, newest_of, read_members
 from ._job.metrics import GoodputClock, GoodputReport
 from ._job.options import (
     check_export,
@@ -42,13 +41,24 @@ from ._job.options import (
 )
 from ._job.policy import Action, Decision, SaveInterval, SavePolicy, StopSignals, Vote, decide
 from ._job.ranks import Agreement, Heartbeats, make_groups
-from ._job.restart import Problem, Survival
-from ._job.restore import Selection, StatePart, load_first
+from ._job.restore import Problem, Selection, StatePart, load_first, load_from_memory
 from ._job.retention import Retaining, Retention
 from ._job.saves import Saves, StepSave
-from ._job.steps import Step, StepNames, leave, read_steps
+from ._job.steps import (
+    Position,
+    RestoreChoice,
+    Step,
+    StepNames,
+    begin,
+    choose,
+    leave,
+    newest_of,
+    read_members,
+    read_steps,
+)
 from ._job.unflushed import finish_unflushed
 from ._memory.copies import DEFAULT_RATE, check_copies
+from ._memory.survival import Survival
 from ._runtime.forks import Home
 from ._runtime.threads import NEVER, Deadline
 from ._runtime.validation import check_flags, check_path, check_timeout
@@ -213,7 +223,7 @@ class CheckpointManager:
             self._save_last: Callable[[], object] = lambda: None  # saves the last step, unless it is saved
             self._stopping = self._closed = self._is_over = False
             self._home = Home()
-            self._place: Place | None = None  # the job's position; None before its first save or restore
+            self._position: Position | None = None  # the job's position; None before its first save or restore
             self._serial = 0  # of the last save of this run
             self._has_claimed = False
             self._begin(agreement, heartbeats, survive, export)
@@ -240,10 +250,9 @@ class CheckpointManager:
             seconds=survive,
             buffers=self._buffers,
             copies=self._copying,
-            reader_options=self._reader_options,
         )
         rules = self._retention if agreement.is_first else None
-        self._retaining = Retaining(remote, self._names, rules, self._owner, self._flushing, lambda: self._place)
+        self._retaining = Retaining(remote, self._names, rules, self._owner, self._flushing, lambda: self._position)
         self._exports = None
         if export is not None:
             self._exports = Exports(export, self._writer, heartbeats, self._owner, holds_states=survive > 0)
@@ -502,10 +511,10 @@ class CheckpointManager:
 
     def _warn_of_last_step(self) -> None:
         """Warns if the last step is not committed."""
-        place, saved, step = self._place, self._saves.saved, self._last_step
-        if place is None or step is None or step in place.numbers or (saved is not None and saved.number == step):
+        position, saved, step = self._position, self._saves.saved, self._last_step
+        if position is None or step is None or step in position.numbers or (saved is not None and saved.number == step):
             return
-        last = saved or place.tip
+        last = saved or position.tip
         logger.warning(
             "%s: the job ends at step %d, and %s. To save its last step, pass save_at_end=True to the manager, or "
             "force=True to the last save",
@@ -543,7 +552,7 @@ class CheckpointManager:
         """Returns the path or URL of a step's checkpoint, even if it does not exist yet."""
         self._come_home()
         step = check_step(step)
-        name = self._names.name_of(step) if self._place is None else self._place.name_of(step, self._names)
+        name = self._names.name_of(step) if self._position is None else self._position.name_of(step, self._names)
         return self._folder.child(name).location
 
     def wait_remote(self, timeout: float | None = None) -> bool:
@@ -558,7 +567,7 @@ class CheckpointManager:
     def _members(self) -> list[Step]:
         """The checkpoints of the job's branch; raises what `read_members` raises."""
         self._come_home()
-        return read_members(self._folder, self._names, self._place)
+        return read_members(self._folder, self._names, self._position)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -603,16 +612,16 @@ class CheckpointManager:
         self._survival.start_keeper()
         self._survival.begin_copies()
         self._claim()
-        if self._place is None:
+        if self._position is None:
             finish_unflushed(self._flushing, self._agreement)
-            self._place = self._agreement.decided(lambda: begin(self._folder, self._names, step))
+            self._position = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         if decision.vote.is_lost or decision.vote.memory.is_superseded:
             raise WriteError(self._agreement.decided(lambda: self._owner.lost or _superseded(self._folder.path)))
-        if step < self._place.step:  # true on all ranks or none: they have just compared their steps
+        if step < self._position.step:  # true on all ranks or none: they have just compared their steps
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
-        self._place.step = step
+        self._position.step = step
         self._survival.advance(decision.vote.memory, is_busy=self._saves.is_busy)
         self._saves.failures.check(self._max_failures, decision.vote.failures)
         if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
@@ -635,33 +644,33 @@ class CheckpointManager:
 
         Every rank calls it. It costs a request, so it is called only if a step would not be saved because it exists.
         """
-        place = self._agreement.decided(lambda: self._place_without(step))
-        if place is None:
+        position = self._agreement.decided(lambda: self._position_without(step))
+        if position is None:
             return False
         logger.warning("%s: step %d was saved, but is gone: it is saved again", self._folder.path, step)
         self._saves.wait()
         self._saves.forget()
-        self._place = place
+        self._position = position
         return True
 
-    def _place_without(self, step: int) -> Place | None:
-        """Finds the job's place without a step; None if the step exists, is being saved, or cannot be looked up."""
-        assert self._place is not None
+    def _position_without(self, step: int) -> Position | None:
+        """Finds the job's position without a step; None if the step exists, is being saved, or cannot be looked up."""
+        assert self._position is not None
         if self._saves.is_last(step) and self._saves.is_busy:
             return None
         try:
-            name = self._place.name_of(step, self._names)
+            name = self._position.name_of(step, self._names)
             if self._folder.child(name).head(metadata_file_name()) is not None:
                 return None
             steps = read_steps(self._folder, self._names)
         except CheckpointError as error:
             logger.warning("cannot check whether step %d still exists: %s", step, str(error))
             return None
-        return Place.at(self._place.branch, newest_of(steps, self._place.branch), steps, self._place.step)
+        return Position.at(self._position.branch, newest_of(steps, self._position.branch), steps, self._position.step)
 
     def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
-        """Decides on all ranks what to do for a step, given the job's place."""
-        assert self._place is not None
+        """Decides on all ranks what to do for a step, given the job's position."""
+        assert self._position is not None
         memory = self._survival.vote()
         holds = self._survival.holds
         vote = Vote(
@@ -670,7 +679,7 @@ class CheckpointManager:
             force=force,
             is_due=self._policy.is_due(step),
             is_last=self._saves.is_last(step),
-            is_there=step in self._place.numbers,
+            is_there=step in self._position.numbers,
             failures=self._saves.failures.count,
             must_write=must_write,
             is_busy=holds and self._saves.is_busy,
@@ -682,32 +691,32 @@ class CheckpointManager:
 
     def _go_back(self, step: int) -> None:
         """Begins a branch, because the job has gone back to an earlier step without restoring it."""
-        assert self._place is not None
+        assert self._position is not None
         logger.warning(
             "%s: the job has gone back from step %d to step %d, and not by restore: from here on its saves are a "
             "branch of their own",
             self._folder.path,
-            self._place.step,
+            self._position.step,
             step,
         )
         self._write_held()
         self._saves.wait()
         self._advance()
-        self._place.begin_anew(self._agreement.decided(lambda: leave(None)))
+        self._position.begin_anew(self._agreement.decided(lambda: leave(None)))
         self._survival.forget()
         self._continue_from(max(0, step - 1))
 
     def _advance(self) -> None:
         """Waits for the last save. If it is committed, the job resumes from it."""
-        assert self._place is not None
-        self._place.advance(self._saves.wait_committed())
+        assert self._position is not None
+        self._position.advance(self._saves.wait_committed())
 
     def _continue_from(self, step: int) -> None:
         """Notes that the job resumes from another step than that of its last save."""
-        assert self._place is not None
+        assert self._position is not None
         self._saves.forget()
         if self._agreement.is_first:
-            self._place.warn_of_others(self._folder.path)
+            self._position.warn_of_others(self._folder.path)
         self._policy.continue_from(step)
         if self._exports is not None:
             self._exports.continue_from(step)
@@ -715,7 +724,7 @@ class CheckpointManager:
     def _act(
         self, decision: Decision, step: int, state: Mapping[str, Any], part: StatePart, metrics: dict[str, float]
     ) -> Future[str] | None:
-        assert self._place is not None
+        assert self._position is not None
         action = decision.action
         if action is Action.NOTHING:
             self._saves.warm_up(state, part)
@@ -729,13 +738,13 @@ class CheckpointManager:
         if action is Action.SAVE or not self._saves.is_busy:
             self._advance()  # staging would wait for that save, too
         self._policy.begin(step, is_due=decision.is_due)
-        name = self._place.name_of(step, self._names)
-        self._serial = max(self._serial, self._place.serial) + 1
+        name = self._position.name_of(step, self._names)
+        self._serial = max(self._serial, self._position.serial) + 1
         rules = self._retention
         record = SaveRecord(
             step,
-            parent=(self._place.tip.save_id or None) if self._place.tip else None,
-            branch=self._place.branch,
+            parent=(self._position.tip.save_id or None) if self._position.tip else None,
+            branch=self._position.branch,
             metrics=metrics,
             job=self._survival.run,
             lived=self._clock.lived,
@@ -746,7 +755,7 @@ class CheckpointManager:
             keep_every=rules.every,
             keep_best=None if rules.metric is None else (rules.metric, rules.mode),
         )
-        keep = self._survival.next_state(record, self._place)
+        keep = self._survival.next_state(record, self._position)
         save = StepSave(self._folder.child(name), name, record, is_due=decision.is_due)
         if action is Action.SAVE:
             return self._saves.start(save, state, part, keep)
@@ -756,7 +765,7 @@ class CheckpointManager:
 
     def _write_held(self) -> None:
         """Begins the save of the newest step if it is only in memory."""
-        if self._place is not None and self._saves.held_step is not None:
+        if self._position is not None and self._saves.held_step is not None:
             self._advance()
             self._saves.write_held()
 
@@ -770,25 +779,33 @@ class CheckpointManager:
         self._survival.begin()
         self._survival.forget()
         found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
-        kept = None if step is not None else self._survival.restore(state, selection, found, lost)
-        if isinstance(kept, SaveRecord):
-            place: Place | None = _place_of(kept, found)
-            record: SaveRecord | None = kept
+        loaded: SaveRecord | Problem | None = None
+        record: SaveRecord | None
+        tip = found.candidates[0][0] if found.candidates else None
+        chosen = None if step is not None else self._survival.choose(tip, {s.save_id for s in found.steps}, lost)
+        if chosen is not None:
+            options, predecessors = self._reader_options, self._survival.predecessors
+            loaded = load_from_memory(
+                predecessors, *chosen, self._folder.path, self._agreement, state, selection, options
+            )
+        if isinstance(loaded, SaveRecord):
+            tip, record = newest_of(found.steps, loaded.branch), loaded
+            position: Position | None = Position.at(loaded.branch, tip, found.steps, loaded.step)
         else:
-            place = self._restore_from_storage(state, selection, found, kept)
-            record = None if place is None or place.tip is None else place.tip.record
+            position = self._restore_from_storage(state, selection, found, loaded)
+            record = None if position is None or position.tip is None else position.tip.record
         self._survival.start_keeper()
-        if place is None:
+        if position is None:
             return None
-        self._place = place
-        self._continue_from(place.step)
+        self._position = position
+        self._continue_from(position.step)
         self._clock.resume(record)
-        return place.step
+        return position.step
 
     def _restore_from_storage(
         self, state: dict[str, Any], selection: Selection, found: RestoreChoice, problem: Problem | None
-    ) -> Place | None:
-        """Loads the first checkpoint that is not damaged; returns the job's new place, or None if there is none.
+    ) -> Position | None:
+        """Loads the first checkpoint that is not damaged; returns the job's new position, or None if there is none.
 
         ``problem`` says why a state in memory was not loaded, if there is one. States in memory may be all that is
         left of the job. So they are freed only once a checkpoint has been loaded, or if they are damaged.
@@ -797,7 +814,7 @@ class CheckpointManager:
         options = self._reader_options
         number = load_first(self._folder, steps, state, selection, self._heartbeats, options)
         if number is not None or (problem is not None and problem.is_damage):
-            self._survival.discard()
+            self._survival.predecessors.end()
         if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):
             raise ReadError(
                 f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
@@ -814,7 +831,7 @@ class CheckpointManager:
                 step.record.step,
                 step.number,
             )
-        return found.place(number)
+        return found.position(number)
 
 
 def _superseded(path: str) -> str:
@@ -822,8 +839,3 @@ def _superseded(path: str) -> str:
         f"{path}: a later run of this job has claimed the memory of another host, where this run's states are copied "
         f"to. This run saves no more: end it. If the other run is the wrong one, end that, and start this one again"
     )
-
-
-def _place_of(record: SaveRecord, found: RestoreChoice) -> Place:
-    """The place of a job that has loaded a state from memory."""
-    return Place.at(record.branch, newest_of(found.steps, record.branch), found.steps, record.step)

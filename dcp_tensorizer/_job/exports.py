@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .._memory.survival import OnStaged
 from .._models.save import ModelSaver
 from .._models.versions import NotPublished
 from .._runtime.threads import Deadline
@@ -23,7 +24,6 @@ from ..models import Export, SafetensorsStorageWriter
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
 from .ranks import Heartbeats
-from .restart import OnStaged
 from .steps import Step
 
 logger = logging.getLogger("dcp_tensorizer")

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from .._index.schema import SaveRecord
+from .._memory.survival import OnStaged
 from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
 from .._saving.commit import WrittenFiles, is_uncommitted
 from .._saving.engine import FailuresInARow
@@ -30,7 +31,6 @@ from ..writer import DescribedStager, TensorizerStorageWriter
 from .exports import Exports, ties_in
 from .metrics import GoodputClock
 from .ranks import Agreement, Heartbeats
-from .restart import OnStaged
 from .restore import StatePart
 from .steps import Step
 

@@ -60,14 +60,14 @@ class KeptCheckpoint(Storage):
     Attributes:
         save_id: The id of the save.
         is_whole: The states of all ranks are there.
-        places: The place of each rank's part, for messages.
+        holders: The holder of each rank's part, for messages.
 
     Raises:
         CheckpointError: an item cannot be described; names its key.
     """
 
     def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor | RemotePart]]) -> None:
-        self.places: dict[int, str] = {}
+        self.holders: dict[int, str] = {}
         self.save_id = states[0][0].state.head.id
         self.is_whole = len(states) == states[0][0].state.head.world_size
         self.path = self.location = path
@@ -103,7 +103,7 @@ class KeptCheckpoint(Storage):
             buffer.release()
 
     def _add(self, content: KeptContent, index: Metadata) -> RankPlaces:
-        """Adds a rank's state; returns the places of its items."""
+        """Adds a rank's state; returns the locations of its items."""
         state, head = content.state, content.state.head
         names = _names(head)
         self._files[names[1]] = memoryview(state.inline)
@@ -111,11 +111,11 @@ class KeptCheckpoint(Storage):
             (names[extent.is_inline], extent.offset, extent.nbytes): digests
             for extent, digests in zip(state.extents, content.digests, strict=True)
         }
-        places = {
+        locations = {
             key: item._replace(digests=digests[item.file, item.offset, item.length]) if item.file else item
             for key, item in index.storage_data["items"].items()
         }
-        return RankPlaces.of(head.rank, places, {names[0]: state.nbytes, names[1]: len(state.inline)})
+        return RankPlaces.of(head.rank, locations, {names[0]: state.nbytes, names[1]: len(state.inline)})
 
     def open(self, name: str) -> RangeReader:
         return self._buffers.get(name) or MemoryReader(self._files[name])
@@ -222,7 +222,7 @@ def described(
             extents.append(extent)
             if offset is None:
                 inline += host_bytes(item.tensor)
-        items.append((planned, kept_place(head, item.name, item.kind, item.dtype, extent)))
+        items.append((planned, location_of(head, item.name, item.kind, item.dtype, extent)))
     description = description_of(head, items, plan.planner_data, buffer.nbytes, len(inline))
     return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
 
@@ -232,25 +232,25 @@ def description_of(
 ) -> bytes:
     """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes beside it.
 
-    ``items`` are those of the plan, each with its `kept_place`. Raises `CheckpointError`, naming the key, if an item
+    ``items`` are those of the plan, each with its `location_of`. Raises `CheckpointError`, naming the key, if an item
     cannot be described.
     """
     names = _names(head)
     entries: dict[str, Any] = {}
-    places: dict[ItemKey, StoredItem] = {}
-    for planned, place in items:
+    locations: dict[ItemKey, StoredItem] = {}
+    for planned, location in items:
         data = planned.tensor_data
         entry = (
             BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [data.chunk])
         )
         _add_entries({planned.index.fqn: entry}, entries)
-        places[item_key(planned.index)] = place
+        locations[item_key(planned.index)] = location
     paths = planner_data if isinstance(planner_data, dict) else None
-    part = RankPlaces.of(head.rank, places, {names[0]: nbytes, names[1]: inline_nbytes})
+    part = RankPlaces.of(head.rank, locations, {names[0]: nbytes, names[1]: inline_nbytes})
     return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
 
 
-def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
+def location_of(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
     """The location of an item in the files of a state; ``extent`` is None if the item has no bytes."""
     if extent is None:
         return StoredItem.empty(dtype, kind)

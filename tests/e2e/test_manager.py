@@ -298,7 +298,7 @@ def _goes_back(rank, folder):
             manager.save(step, {"w": torch.full((4,), step)}, wait=True)
         with pytest.raises(ValueError, match="the ranks save different steps, from 1 to 3"):
             manager.save(1 if rank.index else 3, {"w": torch.zeros(4)})
-        return manager.steps(), manager._place.branch
+        return manager.steps(), manager._position.branch
 
 
 def test_ranks_that_go_back_by_themselves(tmp_path):

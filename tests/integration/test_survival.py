@@ -24,9 +24,8 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._job import restart
 from dcp_tensorizer._loading.validate import read_head
-from dcp_tensorizer._memory import client, runtime_directory
+from dcp_tensorizer._memory import client, runtime_directory, survival
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.protocol import Extent, Keep, KeptContent, KeptHead
 from dcp_tensorizer._runtime.threads import Deadline
@@ -105,7 +104,7 @@ def test_a_run_that_is_suspended_counts_as_alive(
     fail(tmp_path / "run", 8, 9)
     (keeper,) = keepers_below(sockets)
     keeper.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(restart, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(survival, "_LOOK_SECONDS", 0.1)
     state = state_of(0)
     with manager_of(tmp_path / "run", save_every=1000) as manager:
         with pytest.raises(WriteError, match=f"its keeper on .* does not answer at {sockets}/"):

@@ -13,26 +13,16 @@ import logging
 import socket
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import closing
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.stateful import Stateful
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._index.schema import SaveRecord
-from .._memory.checkpoint import KeptReader, described
-from .._memory.client import KeeperProcess, connect_to_keepers
-from .._memory.copies import CopyOptions, MemoryVote, PeerCopies, this_host
-from .._memory.find import AllMemory, Predecessors
-from .._memory.protocol import Found, KeptHead
-from .._memory.runtime_directory import identity, job_name
-from .._memory.wire import Address
+from .._runtime.forks import Descriptor
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.saver import Saver
@@ -40,17 +30,25 @@ from .._staging.buffer_pool import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
-from ..errors import CheckpointError, ReadError, WriteError, describe
+from ..errors import ReadError, WriteError, describe
 from ..planner import SavePlanner
-from .lineage import Place, RestoreChoice
-from .optimizer_state import dtypes_kept
-from .ranks import Agreement
-from .restore import Selection, SelectivePlanner, StatePart, error_of_load
-from .steps import Step
+from .checkpoint import KeptCheckpoint, described
+from .client import KeeperConnection, KeeperProcess, connect_to_keepers
+from .copies import CopyOptions, MemoryVote, PeerCopies, this_host
+from .protocol import Found, KeptContent, KeptHead
+from .replicas import RemotePart
+from .runtime_directory import identity, job_name
+from .wire import Address
+
+if TYPE_CHECKING:
+    from .._job.ranks import Agreement
+    from .._job.steps import Position, Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _ROOM = 1.05  # of a buffer: what is allocated beside it
+_DEATH_SECONDS = 5.0  # the time that a keeper gets to see that its trainer is gone
+_CLAIM_SECONDS = 0.05  # the pause between two claims
 _LOOK_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
@@ -79,13 +77,13 @@ class Survival:
         seconds: How long keepers hold states when this process is gone; 0: they hold none.
         buffers: The largest number of staging buffers, without one for copies.
         copies: The options for copies on other hosts.
-        reader_options: The options of the readers of restores.
 
     Attributes:
         run: The id of this run of the job, the same on all ranks; empty if nothing is kept.
         holds: States may be kept that no save writes.
         has_left: The kept states have been left to a later run.
         copies: Copies states to other hosts.
+        predecessors: The keepers of earlier runs on this host.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class Survival:
         seconds: float,
         buffers: int,
         copies: CopyOptions,
-        reader_options: Mapping[str, Any],
     ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
         # With staging="device" the writer process copies, and it cannot do so while it writes.
@@ -108,14 +105,13 @@ class Survival:
         self._template = template
         self._agreement = agreement
         self._seconds = seconds
-        self._reader_options = reader_options
         self._buffers = buffers
         self.copies = PeerCopies(agreement, copies)
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None
         self._has_begun_copies = False
-        self._predecessors = Predecessors()
+        self.predecessors = Predecessors()
         self._keeping: Future[None] | None = None
         self._count = 0
         self._newest: str | None = None  # the last state, until all ranks have said whether they keep it
@@ -134,10 +130,10 @@ class Survival:
         for keeper in found:
             if keeper.found.job == self.run:  # the keeper of another rank of this run
                 keeper.close()
-        self._predecessors = Predecessors([keeper for keeper in found if keeper.found.job != self.run])
-        refusal = _stopped(silent[0]) if silent else self._predecessors.claim(self.run)
+        self.predecessors = Predecessors([keeper for keeper in found if keeper.found.job != self.run])
+        refusal = _stopped(silent[0]) if silent else self.predecessors.claim(self.run)
         if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
-            self._predecessors.close()
+            self.predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
 
@@ -228,17 +224,17 @@ class Survival:
                 self._forget_all_but([newest])
         asks_again = self.copies.look_for_room(nbytes, max(0, self._most_buffers - len(in_use)))
         if asks_again or not self.copies.are_awaited:
-            self._predecessors.end()
+            self.predecessors.end()
 
     @property
     def _most_buffers(self) -> int:
         """The largest number of staging buffers; with copies one more."""
         return self._buffers + self.copies.is_on
 
-    def next_state(self, record: SaveRecord, place: Place) -> OnStaged | None:
+    def next_state(self, record: SaveRecord, position: Position) -> OnStaged | None:
         """Returns a function that keeps the next staged state; None if it is not kept.
 
-        ``record`` describes the state in the index, and ``place`` is the job's.
+        ``record`` describes the state in the index, and ``position`` is the job's.
         """
         if self._stage is _Stage.OFF:  # unlike ENDING, this is the same on all ranks
             return None
@@ -251,11 +247,11 @@ class Survival:
             rank=self._agreement.rank,
             world_size=self._agreement.size,
             record=record,
-            parent_step=None if place.tip is None else place.tip.number,
-            left=(place.left.save_id or None) if place.left else None,
+            parent_step=None if position.tip is None else position.tip.number,
+            left=(position.left.save_id or None) if position.left else None,
             folder=identity(self._folder.location),
             host=this_host(),
-            line=place.line,
+            line=position.line,
         )
         is_copied = self.copies.order(number)
 
@@ -268,18 +264,44 @@ class Survival:
 
         return keep
 
-    def restore(
-        self, state: dict[str, Any], selection: Selection, choice: RestoreChoice, lost: Collection[str] = ()
-    ) -> SaveRecord | Problem | None:
-        """Loads a state that an earlier run has kept; see `load_kept`."""
+    def choose(
+        self, tip: Step | None, ids: Collection[str], lost: Collection[str]
+    ) -> tuple[KeptHead, AllMemory] | None:
+        """Finds the newest state of an earlier run that all ranks can reach, unless it is outdated.
+
+        All ranks call it, and find the same. ``tip`` is the newest checkpoint on storage, ``ids`` are the ids of all
+        checkpoints, and ``lost`` those of saves that were lost with a node before they were on storage.
+        """
         if self._stage is _Stage.OFF:
             return None
-        options = self._reader_options
-        return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice, lost)
+        there = identity(self._folder.location)
+        offers = self._agreement.gathered(_Offer(self.predecessors.found, there, this_host()))
+        memory = AllMemory([offer.keepers for offer in offers])
+        reached = memory.states()
+        if not reached:
+            if any(offer.heads for offer in offers):
+                logger.warning(
+                    "%s: no state in memory is there for all ranks, perhaps because a machine was replaced%s: this run "
+                    "resumes from storage, which may be some steps older",
+                    self._folder.path,
+                    _parts_of_newest(offers),
+                )
+            return None
+        head = max(reached, key=lambda h: (h.step, h.number, h.id))
+        is_other = any(offer.has_other_folder(head) for offer in offers)
+        is_known = any(offer.knows(head) for offer in offers)
 
-    def discard(self) -> None:
-        """Frees the states of earlier runs, which are no longer wanted."""
-        self._predecessors.end()
+        def refusal() -> str:
+            if is_known:
+                return outdated(head, tip, None if is_other else head.folder, ids, lost)
+            # The hosts that kept it are gone. Other hosts number devices in another way, but see the same inode.
+            is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
+            return outdated(head, tip, head.folder if is_same else None, ids, lost)
+
+        if words := self._agreement.decided(refusal):
+            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, words)
+            return None
+        return head, memory
 
     def forget(self) -> None:
         """Forgets all states of this run, because the job does not resume from them."""
@@ -297,8 +319,8 @@ class Survival:
         if self._keeping is not None:
             wait_for([self._keeping], deadline.left)
         if has_saved:
-            self._predecessors.end()
-        self._predecessors.close()
+            self.predecessors.end()
+        self.predecessors.close()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.end(deadline)
@@ -309,7 +331,7 @@ class Survival:
         if self._keeping is not None:
             wait_for([self._keeping], deadline.left)
         self.has_left = True
-        self._predecessors.close()
+        self.predecessors.close()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.leave(deadline)
@@ -343,7 +365,7 @@ class Survival:
             return
         saves = self._saver.engine.saves
         saves.reclaim()
-        nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
+        nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
         why = _lack_of_room(saves, nbytes) if nbytes else ""
         if not why:
             return
@@ -351,7 +373,7 @@ class Survival:
             self._stop_keeping(why)
         else:
             logger.warning("what an earlier run has kept in memory is freed: %s", why)
-            self._predecessors.end()
+            self.predecessors.end()
 
     def _stop_keeping(self, why: str) -> None:
         """Stops keeping states on this rank. The other ranks learn of it at the next step."""
@@ -387,73 +409,171 @@ def _stopped(path: Path) -> str:
     )
 
 
-# --- loading a state of an earlier run, if all ranks can reach it and it is not outdated ------------------------------
+# --- the states of earlier runs ---------------------------------------------------------------------------------------
 
 
-class Problem(NamedTuple):
-    """The reason why a state in memory could not be loaded."""
+class Predecessors:
+    """The keepers of earlier trainers on this machine. ``nbytes`` is the size of the buffer that `open` has opened."""
 
-    error: CheckpointError
-    is_damage: bool  # the state is damaged; otherwise it does not fit the target
-    is_whole: bool  # all parts of the state were at hand; otherwise it may fit with all of them
-    has_touched: bool  # some of the target may have been overwritten
+    def __init__(self, keepers: Sequence[KeeperConnection] = ()) -> None:
+        self.nbytes = 0
+        self._keepers = list(keepers)
+
+    def __bool__(self) -> bool:
+        return bool(self._keepers)
+
+    def claim(self, run: str) -> str:
+        """Reserves the keepers for a run of the job. Returns why one refuses: another run is alive; otherwise empty."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        for keeper in self._keepers:
+            while True:
+                try:
+                    if keeper.claim(run):
+                        break
+                except ReadError:  # it has just ended
+                    break
+                if time.monotonic() > deadline:
+                    return (
+                        f"another run of this job is alive (its trainer is process {keeper.found.trainer} on "
+                        f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
+                        f"replace each other's checkpoints"
+                    )
+                time.sleep(_CLAIM_SECONDS)
+        return ""
+
+    @property
+    def found(self) -> list[Found]:
+        """The parts of states that these keepers have."""
+        return [keeper.found for keeper in self._keepers]
+
+    def open(
+        self,
+        state_id: str,
+        rank: int,
+        path: str,
+        elsewhere: Mapping[int, Sequence[Address]] = MappingProxyType({}),
+        damaged: Collection[tuple[int, str]] = (),
+    ) -> KeptCheckpoint:
+        """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
+
+        ``elsewhere`` says where other hosts have parts, by the parts' ranks. ``damaged`` are the rank and the holder of
+        parts that are not used. Raises `ReadError` if no keeper has the state any more, or it cannot be read.
+        """
+        holders: dict[int, list[KeeperConnection | Address]] = {}
+        for keeper in self._keepers:
+            for head in keeper.found.heads:
+                if head.id == state_id:
+                    holders.setdefault(head.rank, []).append(keeper)
+        here = {keeper.found.address for keeper in self._keepers}
+        for other, addresses in elsewhere.items():
+            holders.setdefault(other, []).extend(address for address in addresses if address not in here)
+        parts: list[tuple[KeptContent, Descriptor | RemotePart]] = []
+        used: dict[int, str] = {}
+        try:
+            for other in sorted(holders, key=lambda other: (other == rank, other)):
+                usable = [holder for holder in holders[other] if (other, _name_of(holder)) not in damaged]
+                holder, part = _taken(usable, state_id, other)
+                used[other] = _name_of(holder)
+                parts.append(part)
+            checkpoint = KeptCheckpoint(path, parts)
+        except BaseException as error:
+            for _, buffer in parts:
+                (buffer.release if isinstance(buffer, RemotePart) else buffer.close)()
+            if not isinstance(error, Exception):  # a KeyboardInterrupt
+                raise
+            # For example, it was kept by another release.
+            raise ReadError(f"{path} cannot be read: {describe(error)}") from error
+        checkpoint.holders = used
+        last = parts[-1][1]
+        self.nbytes = parts[-1][0].state.nbytes if isinstance(last, Descriptor) else 0
+        return checkpoint
+
+    def forget_all_but(self, state_id: str) -> None:
+        """Lets the keepers forget all other states."""
+        for keeper in self._keepers:
+            keeper.forget_all_but(state_id)
+
+    def end(self) -> None:
+        """Ends the keepers, and frees their memory, because the states are no longer wanted. Idempotent."""
+        self.nbytes = 0
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.end()
+
+    def close(self) -> None:
+        """Closes the connections, and leaves the keepers as they are. Idempotent."""
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.close()
 
 
-def load_kept(
-    found: Predecessors,
-    folder: Storage,
-    agreement: Agreement,
-    state: dict[str, Any],
-    selection: Selection,
-    options: Mapping[str, Any],
-    choice: RestoreChoice,
-    lost: Collection[str] = (),
-) -> SaveRecord | Problem | None:
-    """Loads the newest state that all ranks can reach in memory, if it resumes from the newest checkpoint.
+def _name_of(holder: KeeperConnection | Address) -> str:
+    """The name of a holder that has a part, for messages."""
+    if isinstance(holder, Address):
+        return f"the keeper at {holder!r}"
+    return f"the keeper of process {holder.found.trainer} on {socket.gethostname()}"
 
-    Args:
-        found: The keepers of earlier runs.
-        folder: The job's folder.
-        agreement: Makes the decisions of all ranks.
-        state: The target.
-        selection: The keys to load.
-        options: The options of the reader.
-        choice: The checkpoints on storage.
-        lost: The ids of the saves that were lost with a node before they were on storage.
 
-    Returns:
-        The record of the loaded state. Otherwise load from storage: None if memory has no state to load, or the problem
-        with it. The log says why.
+def _taken(
+    holders: Sequence[KeeperConnection | Address], state_id: str, rank: int
+) -> tuple[KeeperConnection | Address, tuple[KeptContent, Descriptor | RemotePart]]:
+    """Takes a part from the first holder that gives it; raises `ReadError` if none does."""
+    failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
+    for holder in holders:
+        try:
+            if isinstance(holder, KeeperConnection):
+                return holder, holder.take(state_id, rank)
+            remote = RemotePart(holder, state_id, rank)
+            return holder, (remote.record(), remote)
+        except ReadError as error:
+            failure = error
+            logger.warning("rank %d's part is not taken from %s: %s", rank, _name_of(holder), str(error))
+    raise failure
 
-    Raises:
-        CheckpointError: a complete state does not fit the target, or a rank is gone; on all ranks.
-    """
-    chosen = _chosen(found, folder, agreement, choice, lost)
-    if chosen is None:
-        return None
-    head, memory = chosen
-    started = time.perf_counter()
-    path = f"the memory of step {head.step} on rank {agreement.rank}"
-    load = functools.partial(_loaded, found, head, agreement.rank, path, state, selection, options)
-    loaded, own = load(memory.places(head, agreement.rank))
-    problems = agreement.gathered(own)
-    is_part = head.world_size == agreement.size and memory.places(head)
-    if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
-        loaded, own = load(memory.places(head))  # the target is sharded in another way: all parts are needed
-        problems = agreement.gathered(own)
-    if problem := joint_problem(problems):
-        logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
-        return problem
-    found.forget_all_but(head.id)
-    with dtypes_kept(state.values()):
-        for key, value in loaded.items():
-            if isinstance(state[key], Stateful):
-                state[key].load_state_dict(value)
-            else:
-                state[key] = value
-    seconds = time.perf_counter() - started
-    logger.info("%s: step %d is restored from memory (%.3f s)", folder.path, head.step, seconds)
-    return head.record
+
+class AllMemory:
+    """The states in the memory of all hosts of the job. ``found`` has, for each rank, the keepers on its host."""
+
+    def __init__(self, found: Sequence[Sequence[Found]]) -> None:
+        self._found = found
+        self._parts: dict[str, dict[int, KeptHead]] = {}
+        self._holders: dict[str, dict[int, list[Address]]] = {}
+        for keeper in chain.from_iterable(found):
+            for head in keeper.heads:
+                self._parts.setdefault(head.id, {}).setdefault(head.rank, head)
+                if keeper.address is not None:
+                    holders = self._holders.setdefault(head.id, {}).setdefault(head.rank, [])
+                    holders += [keeper.address] * (keeper.address not in holders)
+
+    def states(self) -> list[KeptHead]:
+        """The states that all ranks can load, each from its own host or from others, by the heads of their first parts.
+
+        A keeper without an address serves only its own host.
+        """
+        first = [parts[min(parts)] for parts in self._parts.values()]
+        return [head for head in first if self._is_whole(head) and self._serves_all(head)]
+
+    def holders(self, head: KeptHead, rank: int | None = None) -> dict[int, list[Address]]:
+        """The keepers that give parts of a state to other hosts, by the parts' ranks; with ``rank`` those it needs."""
+        holders = self._holders.get(head.id, {})
+        return (
+            holders if rank is None else {part: holders[part] for part in self._needed(head, rank) if part in holders}
+        )
+
+    def _is_whole(self, head: KeptHead) -> bool:
+        return len(self._parts[head.id]) == head.world_size
+
+    def _serves_all(self, head: KeptHead) -> bool:
+        given = set(self._holders.get(head.id, ()))
+        for rank, keepers in enumerate(self._found):
+            here = {part.rank for keeper in keepers for part in keeper.heads if part.id == head.id}
+            if not given | here >= self._needed(head, rank):
+                return False
+        return True
+
+    def _needed(self, head: KeptHead, rank: int) -> set[int]:
+        """The parts that a rank needs: its own, or all if another number of ranks had saved."""
+        return {rank} if head.world_size == len(self._found) else set(range(head.world_size))
 
 
 class _Offer(NamedTuple):
@@ -478,42 +598,6 @@ class _Offer(NamedTuple):
         return any(part.folder not in (None, self.folder) for part in own)
 
 
-def _chosen(
-    found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice, lost: Collection[str]
-) -> tuple[KeptHead, AllMemory] | None:
-    """Finds the newest state that all ranks can reach, with its places, unless it is outdated. All find the same."""
-    there = identity(folder.location)
-    offers = agreement.gathered(_Offer(found.found, there, this_host()))
-    memory = AllMemory([offer.keepers for offer in offers])
-    reached = memory.states()
-    if not reached:
-        if any(offer.heads for offer in offers):
-            logger.warning(
-                "%s: no state in memory is there for all ranks, perhaps because a machine was replaced%s: this run "
-                "resumes from storage, which may be some steps older",
-                folder.path,
-                _parts_of_newest(offers),
-            )
-        return None
-    head = max(reached, key=lambda h: (h.step, h.number, h.id))
-    tip = choice.candidates[0][0] if choice.candidates else None
-    ids = {step.save_id for step in choice.steps}
-    is_other = any(offer.has_other_folder(head) for offer in offers)
-    is_known = any(offer.knows(head) for offer in offers)
-
-    def refusal() -> str:
-        if is_known:
-            return outdated(head, tip, None if is_other else head.folder, ids, lost)
-        # The hosts that kept it are gone. Other hosts number devices in another way, but see the same inode.
-        is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
-        return outdated(head, tip, head.folder if is_same else None, ids, lost)
-
-    if words := agreement.decided(refusal):
-        logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, words)
-        return None
-    return head, memory
-
-
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
     """Describes which parts of the newest state are left on hosts that give them to others; empty if there are none."""
     heads = [head for offer in offers for keeper in offer.keepers if keeper.address for head in keeper.heads]
@@ -522,60 +606,6 @@ def _parts_of_newest(offers: Sequence[_Offer]) -> str:
     newest = max(heads, key=lambda head: (head.step, head.number, head.id))
     ranks = sorted({head.rank for head in heads if head.id == newest.id})
     return f" (of step {newest.step}, of {newest.world_size} ranks only the parts of {ranks})"
-
-
-def _loaded(
-    found: Predecessors,
-    head: KeptHead,
-    rank: int,
-    path: str,
-    state: dict[str, Any],
-    selection: Selection,
-    options: Mapping[str, Any],
-    elsewhere: Mapping[int, Sequence[Address]],
-) -> tuple[dict[str, Any], Problem | None]:
-    """Loads a state, on this rank by itself. Returns the loaded values, and the problem if there was one.
-
-    ``elsewhere`` has the keepers on any host that have parts of the state, by the parts' ranks. If a part is damaged,
-    or can no longer be read, it is taken from the next keeper that has it.
-    """
-    damaged: set[tuple[int, str]] = set()
-    is_whole, has_begun = True, False
-    first: CheckpointError | None = None
-    while True:
-        planner = SelectivePlanner(path, selection, state)
-        checkpoint = None
-        try:
-            plain = StatePart().of(state)
-            checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
-            is_whole = checkpoint.is_whole
-            with closing(checkpoint), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch warns of a load in a single process
-                dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
-        except (Exception, CheckpointException) as error:
-            cause = error_of_load(path, error)
-            has_begun = has_begun or planner.has_begun
-            first = first or cause
-            part = checkpoint.part_in(str(cause)) if checkpoint is not None and isinstance(cause, ReadError) else None
-            if checkpoint is None or part is None:
-                return {}, Problem(first, isinstance(cause, ReadError), is_whole, has_begun)
-            place = checkpoint.places[part]
-            damaged.add((part, place))
-            logger.error("rank %d's part of step %d, from %s, is not used: %s", part, head.step, place, str(cause))
-        else:
-            return plain, None
-
-
-def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
-    """The joint problem of all ranks' loads; raises `CheckpointError` if a complete state does not fit a rank."""
-    found = [problem for problem in problems if problem is not None]
-    if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
-        raise misfit.error
-    if not found:
-        return None
-    # A rank that succeeded has changed its target, too.
-    has_touched = any(problem is None or problem.has_touched for problem in problems)
-    return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
 
 def outdated(

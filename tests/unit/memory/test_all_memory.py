@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_tensorizer._memory.find import AllMemory
 from dcp_tensorizer._memory.protocol import Found, KeptHead
+from dcp_tensorizer._memory.survival import AllMemory
 from dcp_tensorizer._memory.wire import Address
 
 
@@ -53,7 +53,7 @@ def test_where_the_parts_of_a_state_are() -> None:
     keepers = [found(0, 1, given=True), found(1, given=True, host="b")]
     memory = AllMemory(keepers)
     (head,) = memory.states()
-    assert memory.places(head) == {0: [here], 1: [here, there]}
-    assert memory.places(head, 1) == {1: [here, there]}
-    assert AllMemory([*keepers, []]).places(head, 1) == {0: [here], 1: [here, there]}
-    assert memory.places(head._replace(id="b")) == {}
+    assert memory.holders(head) == {0: [here], 1: [here, there]}
+    assert memory.holders(head, 1) == {1: [here, there]}
+    assert AllMemory([*keepers, []]).holders(head, 1) == {0: [here], 1: [here, there]}
+    assert memory.holders(head._replace(id="b")) == {}

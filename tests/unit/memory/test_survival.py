@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._index.schema import SaveRecord
-from dcp_tensorizer._job.lineage import RestoreChoice
 from dcp_tensorizer._job.ranks import Agreement
-from dcp_tensorizer._job.restart import Problem, joint_problem, load_kept, outdated
-from dcp_tensorizer._job.restore import Selection
+from dcp_tensorizer._job.restore import Problem, Selection, joint_problem, load_from_memory
 from dcp_tensorizer._job.steps import Step
 from dcp_tensorizer._memory.client import KeeperConnection
-from dcp_tensorizer._memory.find import Predecessors
 from dcp_tensorizer._memory.protocol import Found, Keep, KeptContent, KeptHead
+from dcp_tensorizer._memory.survival import AllMemory, Predecessors, outdated
 from dcp_tensorizer._runtime.forks import Descriptor
-from dcp_tensorizer._storage.local import LocalStorage
 
 from ...lab.processes import open_descriptors, quietly
 
@@ -93,14 +89,14 @@ class _Keeper(KeeperConnection):
         )
 
 
-def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:
+def test_a_keeper_that_ends_while_others_give_their_states() -> None:
     """The descriptors that the others gave are closed, and storage is asked."""
     keepers = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
     before = open_descriptors()
     with quietly():
-        problem = load_kept(
-            Predecessors(keepers), LocalStorage(tmp_path), Agreement(None), {}, Selection(), {}, RestoreChoice([], [])
-        )
+        found = Predecessors(keepers)
+        state = keepers[0].found.heads[0]
+        problem = load_from_memory(found, state, AllMemory([found.found]), "run", Agreement(None), {}, Selection(), {})
     assert isinstance(problem, Problem)
     assert (problem.is_damage, problem.has_touched) == (True, False)
     assert "a keeper has ended" in str(problem.error)
