@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "GoodputReport"]
 
 logger = logging.getLogger("dcp_tensorizer")
 

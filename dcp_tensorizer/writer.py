@@ -57,7 +57,7 @@ _NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its thr
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 """Environment variables that DCP has set in its own process, for its process group."""
 
-__all__ = ["TensorizerStorageWriter", "WriterOptions"]
+__all__ = ["SaveReport", "TensorizerStorageWriter", "WriterOptions"]
 
 
 class WriterOptions(TypedDict, total=False):
@@ -306,6 +306,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         queued inside on the current stream waits for them. Otherwise entering waits until the state may be changed.
 
         Raises:
+            StagingError: a CUDA graph is being captured, whose replays would not wait.
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
         self._saver.raise_refusal()
@@ -316,7 +317,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Makes each step of an optimizer wait as inside `lock`, for ``overlap_staging`` without a change to the loop.
 
         It applies only to `optimizer.step()`. Other code that changes the state needs `lock`: a forward pass with
-        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8.
+        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8. A step
+        that a CUDA graph captures raises `StagingError`: take `lock` around the graph's replays.
 
         Args:
             optimizer: Its steps wait as long as the writer lives.

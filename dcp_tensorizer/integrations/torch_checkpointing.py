@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torch.utils import _pytree as pytree
 
 from .._job.ranks import OwnGroup
-from .._runtime.extras import needed
 from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.torch_compat import load_state_dict_from_keys
 from .._storage.base import TIMEOUT
@@ -36,6 +35,7 @@ from ..errors import CheckpointError, NotCommitted, unwrap
 from ..planner import LoadPlanner, SavePlanner
 from ..reader import ReaderOptions
 from ..writer import TensorizerStorageWriter, WriterOptions
+from ._needed import needed
 
 with needed(__name__, "torch_checkpointing"):
     from torch_checkpointing import CheckpointManager

@@ -22,16 +22,13 @@ from dcp_tensorizer import (
     ConversionError,
     DecryptionError,
     Export,
-    GoodputReport,
     LoadPlanner,
-    LoadReport,
     MetadataError,
     NotCommitted,
     ReadError,
     SafetensorsStorageWriter,
     SaveLimits,
     SavePlanner,
-    SaveReport,
     StagingError,
     StateMismatch,
     TensorizerStorageReader,
@@ -45,8 +42,9 @@ from dcp_tensorizer import (
     storage,
     testing,
 )
-from dcp_tensorizer.reader import ReaderOptions
-from dcp_tensorizer.writer import WriterOptions
+from dcp_tensorizer.manager import GoodputReport
+from dcp_tensorizer.reader import LoadReport, ReaderOptions
+from dcp_tensorizer.writer import SaveReport, WriterOptions
 
 EXCEPTIONS = [
     CheckpointError,
@@ -68,26 +66,20 @@ EXCEPTIONS = [
 def test_exported_names_are_pinned() -> None:
     """Adding or removing a public name is a decision, not an accident."""
     assert dcp_tensorizer.__all__ == [
-        "Applied",
         "CheckpointError",
         "CheckpointManager",
         "ChecksumMismatch",
         "ConversionError",
         "DecryptionError",
         "Export",
-        "GoodputReport",
         "LoadPlanner",
-        "LoadReport",
         "MetadataError",
         "NotCommitted",
-        "Parts",
         "Publish",
-        "PublishedVersion",
         "ReadError",
         "SafetensorsStorageWriter",
         "SaveLimits",
         "SavePlanner",
-        "SaveReport",
         "StagingError",
         "StateMismatch",
         "TensorizerStorageReader",
@@ -223,17 +215,17 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ({"on_report": "print"}, TypeError, "on_report must be callable, or None, and is str"),
         ({"on_progress": "print"}, TypeError, "on_progress must be callable, or None, and is str"),
         ({"limits": 600.0}, TypeError, "limits must be SaveLimits, and is float"),
-        ({"local": 7, "path": "/a"}, TypeError, "local must be a str or an os.PathLike, and is int"),
+        ({"local": 7, "path": "/a"}, TypeError, "local must be a str or an os.PathLike, got int"),
         ({"local": "/b"}, ValueError, "local=... mirrors a path: give the writer the path as well"),
         (
             {"local": "/a/b", "path": "/a"},
             ValueError,
-            "local='/a/b' and the path must be two folders, and one is in the other",
+            "local='/a/b' and path='/a' must not contain each other",
         ),
         (
             {"local": "s3://b", "path": "/a"},
             ValueError,
-            "local must be a folder on a disk of this machine, and is a URL",
+            "local must be a folder on a disk of this machine, got a URL",
         ),
         ({"max_unflushed": 0}, ValueError, "max_unflushed=0 must be an int of at least 1"),
     ],
