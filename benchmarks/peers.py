@@ -226,7 +226,7 @@ def copied(case: Case) -> None:
         for tensor in state.values():
             tensor.fill_(step)
         manager.save(step, state, force=step == 1, wait=step == 1)
-        survival.wait_kept()
+        survival.wait_held()
         while survival.copies.ordered and survival._keeper is not None and survival._keeper.copy_status().is_running:
             time.sleep(0.01)
         if survival.copies.confirmed:

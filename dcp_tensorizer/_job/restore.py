@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
 from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
-from .._memory.checkpoint import KeptReader
-from .._memory.protocol import KeptHead
+from .._memory.checkpoint import StateReader
+from .._memory.protocol import StateHead
 from .._memory.survival import AllMemory, Predecessors
 from .._memory.wire import Address
 from .._planning.read_items import has_older_keys
@@ -190,7 +190,7 @@ class Problem(NamedTuple):
 
 def load_from_memory(
     found: Predecessors,
-    head: KeptHead,
+    head: StateHead,
     memory: AllMemory,
     path: str,
     agreement: Agreement,
@@ -230,7 +230,7 @@ def load_from_memory(
 
 def _loaded(
     found: Predecessors,
-    head: KeptHead,
+    head: StateHead,
     rank: int,
     path: str,
     state: dict[str, Any],
@@ -255,7 +255,7 @@ def _loaded(
             is_whole = checkpoint.is_whole
             with closing(checkpoint), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch warns of a load in a single process
-                dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
+                dcp_load(plain, storage_reader=StateReader(checkpoint, options), planner=planner, no_dist=True)
         except (Exception, CheckpointException) as error:
             cause = error_of_load(path, error)
             has_begun = has_begun or planner.has_begun

@@ -40,7 +40,7 @@ from .._tensor_file.names import (
 )
 from ..errors import WriteError
 from ..reader import TensorizerStorageReader
-from .protocol import Extent, Keep, KeptContent, KeptHead
+from .protocol import Extent, Hold, StateContent, StateHead
 from .replicas import RemotePart
 
 _READER_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
@@ -49,7 +49,7 @@ _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cac
 _STREAMS = 4  # the fewest parallel reads from other hosts, however few cores this one has
 
 
-class KeptCheckpoint(Storage):
+class StateCheckpoint(Storage):
     """The kept states of ranks, as a checkpoint's directory. Nothing is written there.
 
     Args:
@@ -66,7 +66,7 @@ class KeptCheckpoint(Storage):
         CheckpointError: an item cannot be described; names its key.
     """
 
-    def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor | RemotePart]]) -> None:
+    def __init__(self, path: str, states: Sequence[tuple[StateContent, Descriptor | RemotePart]]) -> None:
         self.holders: dict[int, str] = {}
         self.save_id = states[0][0].state.head.id
         self.is_whole = len(states) == states[0][0].state.head.world_size
@@ -102,7 +102,7 @@ class KeptCheckpoint(Storage):
         for buffer in self._buffers.values():
             buffer.release()
 
-    def _add(self, content: KeptContent, index: Metadata) -> RankPlaces:
+    def _add(self, content: StateContent, index: Metadata) -> RankPlaces:
         """Adds a rank's state; returns the locations of its items."""
         state, head = content.state, content.state.head
         names = _names(head)
@@ -161,14 +161,14 @@ class _Buffer(RangeReader):
         self._descriptor.close()
 
 
-class KeptReader(TensorizerStorageReader):
+class StateReader(TensorizerStorageReader):
     """Loads a checkpoint that is kept in memory, on each rank by itself.
 
     The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
     memory are left out.
     """
 
-    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: StateCheckpoint, options: Mapping[str, Any]) -> None:
         kept = {name: value for name, value in options.items() if name in _READER_OPTIONS}
         super().__init__("/", **kept, page_cache=False)  # there is none: ranges are read once
         self._open = lambda path: checkpoint
@@ -186,7 +186,7 @@ class KeptReader(TensorizerStorageReader):
             self.checkpoint.close()
 
 
-def _names(head: KeptHead) -> list[str]:
+def _names(head: StateHead) -> list[str]:
     """The files of a rank's state: its buffer, and the bytes that are not in the buffer."""
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
@@ -198,15 +198,15 @@ def _names(head: KeptHead) -> list[str]:
 
 
 @collector_paused()
-def described(
-    head: KeptHead,
+def hold_request(
+    head: StateHead,
     plan: SavePlan,
     planner: SavePlanner,
     buffer: SharedBuffer,
     seconds: float,
     *,
     digests_follow: bool = False,
-) -> Keep:
+) -> Hold:
     """Describes a staged state dict for a keeper; ``plan`` has all items that this rank could write.
 
     Raises `CheckpointError`, naming the key, if an item cannot be saved.
@@ -224,11 +224,15 @@ def described(
                 inline += host_bytes(item.tensor)
         items.append((planned, location_of(head, item.name, item.kind, item.dtype, extent)))
     description = description_of(head, items, plan.planner_data, buffer.nbytes, len(inline))
-    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
+    return Hold(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
 
 
 def description_of(
-    head: KeptHead, items: Iterable[tuple[WriteItem, StoredItem]], planner_data: object, nbytes: int, inline_nbytes: int
+    head: StateHead,
+    items: Iterable[tuple[WriteItem, StoredItem]],
+    planner_data: object,
+    nbytes: int,
+    inline_nbytes: int,
 ) -> bytes:
     """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes beside it.
 
@@ -250,7 +254,7 @@ def description_of(
     return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
 
 
-def location_of(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
+def location_of(head: StateHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
     """The location of an item in the files of a state; ``extent`` is None if the item has no bytes."""
     if extent is None:
         return StoredItem.empty(dtype, kind)
@@ -260,7 +264,7 @@ def location_of(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent
     return StoredItem(data_file_name(head.rank, int(is_inline), head.id), name, offset, nbytes, dtype, kind, digests)
 
 
-def _index(state: Keep) -> Metadata:
+def _index(state: Hold) -> Metadata:
     """Decodes the description; raises `MetadataError` if it is invalid."""
     path = f"the description of rank {state.head.rank}"
     return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()

@@ -32,10 +32,10 @@ from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
 from ..errors import ReadError, WriteError, describe
 from ..planner import SavePlanner
-from .checkpoint import KeptCheckpoint, described
+from .checkpoint import StateCheckpoint, hold_request
 from .client import KeeperConnection, KeeperProcess, connect_to_keepers
 from .copies import CopyOptions, MemoryVote, PeerCopies, this_host
-from .protocol import Found, KeptContent, KeptHead
+from .protocol import Found, StateContent, StateHead
 from .replicas import RemotePart
 from .runtime_directory import identity, job_name
 from .wire import Address
@@ -112,7 +112,7 @@ class Survival:
         self._keeper: KeeperProcess | None = None
         self._has_begun_copies = False
         self.predecessors = Predecessors()
-        self._keeping: Future[None] | None = None
+        self._holding: Future[None] | None = None
         self._count = 0
         self._newest: str | None = None  # the last state, until all ranks have said whether they keep it
         self._written = ""  # the last state that a save writes
@@ -152,7 +152,7 @@ class Survival:
             timeout = self._saver.options.limits.timeout
             self._keeper = KeeperProcess(self._job_name, self.run, self._seconds, timeout)
         except WriteError as error:
-            self._stop_keeping(str(error))
+            self._stop_holding(str(error))
 
     def begin_copies(self) -> None:
         """Finds the partners of all ranks, on the first call. Every rank calls it after `start_keeper`.
@@ -166,22 +166,22 @@ class Survival:
         if self._stage is _Stage.ON:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
-    def wait_kept(self) -> tuple[bool, bool]:
+    def wait_held(self) -> tuple[bool, bool]:
         """Waits until the newest state is kept; returns whether that failed, and whether this rank has stopped."""
-        keeping, self._keeping = self._keeping, None
-        error = None if keeping is None else keeping.exception()
+        holding, self._holding = self._holding, None
+        error = None if holding is None else holding.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
-            self._stop_keeping("the keeper has ended" if error is None else describe(error))
+            self._stop_holding("the keeper has ended" if error is None else describe(error))
         elif error is not None:
             logger.warning("a state is not kept in memory: %s", describe(error))
         if self._stage is _Stage.ON:
             self._look_for_room()
-        has_failed = self._newest is not None and self._newest not in self._kept
+        has_failed = self._newest is not None and self._newest not in self._held
         return has_failed, self._stage is _Stage.ENDING
 
     def vote(self) -> MemoryVote:
         """Returns this rank's vote about states in memory; waits until the newest state is kept."""
-        has_failed, ends = self.wait_kept()
+        has_failed, ends = self.wait_held()
         about_copies = self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
         return about_copies._replace(has_failed=has_failed, ends=ends)
 
@@ -198,11 +198,11 @@ class Survival:
         if was_on and not self.copies.is_on:
             self.copies.forget(self._keeper)
         if vote.ends:
-            self._stop_keeping("another rank has stopped keeping them")
+            self._stop_holding("another rank has stopped keeping them")
             self._stage, self.holds = _Stage.OFF, False
             self.end()
         elif newest is not None and vote.has_failed:
-            self._forget_all_but([number for number in self._kept if number != newest])
+            self._forget_all_but([number for number in self._held if number != newest])
         elif newest is not None:
             self._forget_for(newest, is_busy=is_busy)
 
@@ -213,11 +213,11 @@ class Survival:
         ranks need their own parts of that state. A state that is being copied stays until saves need its buffer.
         """
         saves, copied = self._saver.engine.saves, self.copies.ordered
-        nbytes = self._kept[newest].nbytes if newest in self._kept else 0
-        staying = {newest, self.copies.confirmed, copied} & self._kept.keys()
+        nbytes = self._held[newest].nbytes if newest in self._held else 0
+        staying = {newest, self.copies.confirmed, copied} & self._held.keys()
         in_use = {*staying, *([self._written] if is_busy else [])}
         self._forget_all_but([newest, self.copies.confirmed], but_copied=len(in_use) < self._most_buffers)
-        if self.copies.is_on and len(self._kept) > 1:
+        if self.copies.is_on and len(self._held) > 1:
             saves.reclaim()
             if why := _lack_of_room(saves, nbytes):
                 self.copies.give_up(why)
@@ -240,7 +240,7 @@ class Survival:
             return None
         self._count += 1
         number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
-        head = KeptHead(
+        head = StateHead(
             id=number,
             number=self._count,
             job=self.run,
@@ -255,18 +255,18 @@ class Survival:
         )
         is_copied = self.copies.order(number)
 
-        def keep(staged: StagedStateDict) -> None:
+        def hold(staged: StagedStateDict) -> None:
             if not staged.staged_save.abandoned:  # a save writes this state
                 self._written = number
                 if self._keeper is not None:
                     staged.staged_save.on_written = functools.partial(self._keeper.written, number)
-            self._keeping = in_background(lambda: self._keep(head, staged, is_copied=is_copied), name="keep")
+            self._holding = in_background(lambda: self._hold(head, staged, is_copied=is_copied), name="hold")
 
-        return keep
+        return hold
 
     def choose(
         self, tip: Step | None, ids: Collection[str], lost: Collection[str]
-    ) -> tuple[KeptHead, AllMemory] | None:
+    ) -> tuple[StateHead, AllMemory] | None:
         """Finds the newest state of an earlier run that all ranks can reach, unless it is outdated.
 
         All ranks call it, and find the same. ``tip`` is the newest checkpoint on storage, ``ids`` are the ids of all
@@ -305,7 +305,7 @@ class Survival:
 
     def forget(self) -> None:
         """Forgets all states of this run, because the job does not resume from them."""
-        self.wait_kept()
+        self.wait_held()
         self._newest = None
         self._forget_all_but([])
         self.copies.forget(self._keeper)
@@ -316,8 +316,8 @@ class Survival:
         ``has_saved``: the newest step of this run is on storage. Then the states of earlier runs are freed, too.
         Otherwise they are left as they are.
         """
-        if self._keeping is not None:
-            wait_for([self._keeping], deadline.left)
+        if self._holding is not None:
+            wait_for([self._holding], deadline.left)
         if has_saved:
             self.predecessors.end()
         self.predecessors.close()
@@ -328,8 +328,8 @@ class Survival:
 
     def leave(self, deadline: Deadline = NEVER) -> None:
         """Leaves the kept states to a later run, because this run has failed. Idempotent."""
-        if self._keeping is not None:
-            wait_for([self._keeping], deadline.left)
+        if self._holding is not None:
+            wait_for([self._holding], deadline.left)
         self.has_left = True
         self.predecessors.close()
         keeper, self._keeper = self._keeper, None
@@ -337,11 +337,11 @@ class Survival:
             keeper.leave(deadline)
 
     @property
-    def _kept(self) -> dict[str, SharedBuffer]:
+    def _held(self) -> dict[str, SharedBuffer]:
         """The buffers of the kept states, by the states' ids, the oldest first."""
-        return {} if self._keeper is None else self._keeper.kept
+        return {} if self._keeper is None else self._keeper.held
 
-    def _keep(self, head: KeptHead, staged: StagedStateDict, *, is_copied: bool) -> None:
+    def _hold(self, head: StateHead, staged: StagedStateDict, *, is_copied: bool) -> None:
         staged_save = staged.staged_save
         try:
             staged_save.wait_copied()
@@ -350,8 +350,8 @@ class Survival:
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # `dict` does not call `items`, which ties the state to a save
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
-            message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
-            self._keeper.keep(message, buffer)
+            message = hold_request(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
+            self._keeper.hold(message, buffer)
         except BaseException:
             if staged_save.buffer is not None:
                 staged_save.buffer.is_kept = False
@@ -361,21 +361,21 @@ class Survival:
 
     def _look_for_room(self) -> None:
         """Frees kept states if there is too little memory to stage the next one beside them."""
-        if len(self._kept) > 1:  # the older one is about to be forgotten
+        if len(self._held) > 1:  # the older one is about to be forgotten
             return
         saves = self._saver.engine.saves
         saves.reclaim()
-        nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
+        nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._held.values())])
         why = _lack_of_room(saves, nbytes) if nbytes else ""
         if not why:
             return
-        if self._kept:
-            self._stop_keeping(why)
+        if self._held:
+            self._stop_holding(why)
         else:
             logger.warning("what an earlier run has kept in memory is freed: %s", why)
             self.predecessors.end()
 
-    def _stop_keeping(self, why: str) -> None:
+    def _stop_holding(self, why: str) -> None:
         """Stops keeping states on this rank. The other ranks learn of it at the next step."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
@@ -383,12 +383,12 @@ class Survival:
         self._forget_all_but([])
 
     def _forget_all_but(self, kept: Sequence[str], *, but_copied: bool = False) -> None:
-        forgotten = [state_id for state_id in self._kept if state_id not in kept]
+        forgotten = [state_id for state_id in self._held if state_id not in kept]
         try:
             if self._keeper is not None:
                 self._keeper.forget(forgotten, but_copied=but_copied)
         except WriteError as error:
-            self._stop_keeping(str(error))
+            self._stop_holding(str(error))
 
 
 def _lack_of_room(saves: StagedSaves, nbytes: int) -> str:
@@ -453,7 +453,7 @@ class Predecessors:
         path: str,
         elsewhere: Mapping[int, Sequence[Address]] = MappingProxyType({}),
         damaged: Collection[tuple[int, str]] = (),
-    ) -> KeptCheckpoint:
+    ) -> StateCheckpoint:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
         ``elsewhere`` says where other hosts have parts, by the parts' ranks. ``damaged`` are the rank and the holder of
@@ -467,7 +467,7 @@ class Predecessors:
         here = {keeper.found.address for keeper in self._keepers}
         for other, addresses in elsewhere.items():
             holders.setdefault(other, []).extend(address for address in addresses if address not in here)
-        parts: list[tuple[KeptContent, Descriptor | RemotePart]] = []
+        parts: list[tuple[StateContent, Descriptor | RemotePart]] = []
         used: dict[int, str] = {}
         try:
             for other in sorted(holders, key=lambda other: (other == rank, other)):
@@ -475,7 +475,7 @@ class Predecessors:
                 holder, part = _taken(usable, state_id, other)
                 used[other] = _name_of(holder)
                 parts.append(part)
-            checkpoint = KeptCheckpoint(path, parts)
+            checkpoint = StateCheckpoint(path, parts)
         except BaseException as error:
             for _, buffer in parts:
                 (buffer.release if isinstance(buffer, RemotePart) else buffer.close)()
@@ -516,7 +516,7 @@ def _name_of(holder: KeeperConnection | Address) -> str:
 
 def _taken(
     holders: Sequence[KeeperConnection | Address], state_id: str, rank: int
-) -> tuple[KeeperConnection | Address, tuple[KeptContent, Descriptor | RemotePart]]:
+) -> tuple[KeeperConnection | Address, tuple[StateContent, Descriptor | RemotePart]]:
     """Takes a part from the first holder that gives it; raises `ReadError` if none does."""
     failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
     for holder in holders:
@@ -536,7 +536,7 @@ class AllMemory:
 
     def __init__(self, found: Sequence[Sequence[Found]]) -> None:
         self._found = found
-        self._parts: dict[str, dict[int, KeptHead]] = {}
+        self._parts: dict[str, dict[int, StateHead]] = {}
         self._holders: dict[str, dict[int, list[Address]]] = {}
         for keeper in chain.from_iterable(found):
             for head in keeper.heads:
@@ -545,7 +545,7 @@ class AllMemory:
                     holders = self._holders.setdefault(head.id, {}).setdefault(head.rank, [])
                     holders += [keeper.address] * (keeper.address not in holders)
 
-    def states(self) -> list[KeptHead]:
+    def states(self) -> list[StateHead]:
         """The states that all ranks can load, each from its own host or from others, by the heads of their first parts.
 
         A keeper without an address serves only its own host.
@@ -553,17 +553,17 @@ class AllMemory:
         first = [parts[min(parts)] for parts in self._parts.values()]
         return [head for head in first if self._is_whole(head) and self._serves_all(head)]
 
-    def holders(self, head: KeptHead, rank: int | None = None) -> dict[int, list[Address]]:
+    def holders(self, head: StateHead, rank: int | None = None) -> dict[int, list[Address]]:
         """The keepers that give parts of a state to other hosts, by the parts' ranks; with ``rank`` those it needs."""
         holders = self._holders.get(head.id, {})
         return (
             holders if rank is None else {part: holders[part] for part in self._needed(head, rank) if part in holders}
         )
 
-    def _is_whole(self, head: KeptHead) -> bool:
+    def _is_whole(self, head: StateHead) -> bool:
         return len(self._parts[head.id]) == head.world_size
 
-    def _serves_all(self, head: KeptHead) -> bool:
+    def _serves_all(self, head: StateHead) -> bool:
         given = set(self._holders.get(head.id, ()))
         for rank, keepers in enumerate(self._found):
             here = {part.rank for keeper in keepers for part in keeper.heads if part.id == head.id}
@@ -571,7 +571,7 @@ class AllMemory:
                 return False
         return True
 
-    def _needed(self, head: KeptHead, rank: int) -> set[int]:
+    def _needed(self, head: StateHead, rank: int) -> set[int]:
         """The parts that a rank needs: its own, or all if another number of ranks had saved."""
         return {rank} if head.world_size == len(self._found) else set(range(head.world_size))
 
@@ -584,15 +584,15 @@ class _Offer(NamedTuple):
     host: str
 
     @property
-    def heads(self) -> list[KeptHead]:
+    def heads(self) -> list[StateHead]:
         """The heads of all parts."""
         return [head for keeper in self.keepers for head in keeper.heads]
 
-    def knows(self, head: KeptHead) -> bool:
+    def knows(self, head: StateHead) -> bool:
         """Returns whether this host kept a part of the state itself, and so knows the folder's identity of then."""
         return any(own.id == head.id and own.host in ("", self.host) for own in self.heads)
 
-    def has_other_folder(self, head: KeptHead) -> bool:
+    def has_other_folder(self, head: StateHead) -> bool:
         """Returns whether this host kept a part of the state itself, for a folder that has been replaced since."""
         own = [own for own in self.heads if own.id == head.id and own.host in ("", self.host)]
         return any(part.folder not in (None, self.folder) for part in own)
@@ -609,7 +609,7 @@ def _parts_of_newest(offers: Sequence[_Offer]) -> str:
 
 
 def outdated(
-    head: KeptHead,
+    head: StateHead,
     tip: Step | None,
     folder: tuple[int, int] | None,
     ids: Collection[str] = (),
@@ -635,7 +635,7 @@ def outdated(
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
 
 
-def _has_saved(head: KeptHead, tip: Step) -> bool:
+def _has_saved(head: StateHead, tip: Step) -> bool:
     """Returns whether the run that kept a state has saved a checkpoint after that state's parent."""
     assert head.record is not None
     is_newer = head.parent_step is None or tip.number > head.parent_step

@@ -72,7 +72,7 @@ def main(words: str) -> None:
             if not waits and (found := steps.pop(copies.confirmed, 0)):
                 tell("copied", found)
             while waits and copies.is_ready:
-                survival.wait_kept()
+                survival.wait_held()
                 if not (status := survival._keeper.copy_status()).is_running:
                     if not status.problem:
                         tell("copied", step)

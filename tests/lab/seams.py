@@ -23,9 +23,9 @@ from dcp_tensorizer._writer_process.protocol import TensorSource
 from .states import dtype_name, raw
 
 
-def wait_kept(manager: CheckpointManager) -> None:
+def wait_held(manager: CheckpointManager) -> None:
     """Waits until the newest state is kept in memory (``survive``)."""
-    manager._survival.wait_kept()
+    manager._survival.wait_held()
 
 
 def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: bytes = b"") -> StoredItem:

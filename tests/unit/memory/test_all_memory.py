@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_tensorizer._memory.protocol import Found, KeptHead
+from dcp_tensorizer._memory.protocol import Found, StateHead
 from dcp_tensorizer._memory.survival import AllMemory
 from dcp_tensorizer._memory.wire import Address
 
 
 def found(*ranks: int, given: bool = False, world_size: int = 2, host: str = "a") -> list[Found]:
     """A keeper that has the parts of these ranks, and maybe gives them to other hosts."""
-    heads = tuple(KeptHead("a", 1, "run", rank, world_size, None) for rank in ranks)
+    heads = tuple(StateHead("a", 1, "run", rank, world_size, None) for rank in ranks)
     return [Found("run", 1, True, heads, Address(host, 1, b"secret") if given else None)]
 
 
