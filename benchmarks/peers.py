@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer import CheckpointManager, CopyOptions
 from dcp_tensorizer._memory.checkpoint import _STREAMS
 from dcp_tensorizer._memory.copies import DEFAULT_RATE
 from dcp_tensorizer._memory.replicas import Throttle
@@ -219,7 +219,13 @@ def copied(case: Case) -> None:
     rank = _begin()
     state = _state_of_lost(case["gib"], 1.0)
     manager = CheckpointManager(
-        SHARED / "run", save_every=1000, survive=_SURVIVE, survive_every=1, copies=2, copy_rate=None, stop_signals=()
+        SHARED / "run",
+        save_every=1000,
+        survive=_SURVIVE,
+        survive_every=1,
+        copies=2,
+        copy_options=CopyOptions(rate=None),
+        stop_signals=(),
     )
     survival = manager._survival
     for step in range(1, 1000):

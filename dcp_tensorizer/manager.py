@@ -57,7 +57,7 @@ from ._job.steps import (
     read_steps,
 )
 from ._job.unflushed import finish_unflushed
-from ._memory.copies import DEFAULT_RATE, check_copies
+from ._memory.copies import CopyOptions, check_copies
 from ._memory.survival import Survival
 from ._runtime.forks import Home
 from ._runtime.threads import NEVER, Deadline
@@ -127,11 +127,7 @@ class CheckpointManager:
             still runs is kept only in memory, and training does not wait. 2: training waits for that save.
         copies: How many hosts keep each state, with ``survive``. 2: another host has a copy of the newest state in its
             memory. A job that has lost a host resumes from it. Copies are encrypted on the network.
-        copy_rate: The most bytes a second that each host sends for copies; None: no limit.
-        failure_domain: A name for what fails together with this host, such as a rack. Its copies go to a host with
-            another name. By default each host fails by itself.
-        interface: The network interface for copies, by its name or its address. By default the one that reaches the
-            coordinator.
+        copy_options: How states are copied: see `CopyOptions`.
         export: The models for inference that are also saved, and when: see `Export`.
         save_at_end: When the manager is closed, also save the last step that `save` was given, unless it is saved. It
             saves the objects of that call as they are by then, so nothing may have changed them since. If an error
@@ -166,9 +162,7 @@ class CheckpointManager:
         survive_every: int | None = None,
         buffers: int = 3,
         copies: int = 1,
-        copy_rate: float | None = DEFAULT_RATE,
-        failure_domain: str | None = None,
-        interface: str | None = None,
+        copy_options: CopyOptions = CopyOptions(),  # noqa: B008 - it is frozen
         export: Export | None = None,
         save_at_end: bool = False,
         process_group: dist.ProcessGroup | None = None,
@@ -184,7 +178,7 @@ class CheckpointManager:
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
         check_survival(survive, survive_every, buffers, options)
-        self._copying = check_copies(copies, copy_rate, failure_domain, interface, survive)
+        check_copies(copies, copy_options, survive)
         check_export(export, options)
         check_flags(save_at_end=save_at_end)
         limits, self._max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
@@ -218,7 +212,8 @@ class CheckpointManager:
             )
             heartbeats.watch_saves(self._writer, limits.timeout)
             self._writer.saver.freshness.must_change = must_change
-            self._save_at_end, self._buffers = save_at_end, buffers
+            self._save_at_end = save_at_end
+            self._buffers, self._copies, self._copy_options = buffers, copies, copy_options
             self._last_step: int | None = None
             self._save_last: Callable[[], object] = lambda: None  # saves the last step, unless it is saved
             self._stopping = self._closed = self._is_over = False
@@ -249,7 +244,8 @@ class CheckpointManager:
             agreement,
             seconds=survive,
             buffers=self._buffers,
-            copies=self._copying,
+            copies=self._copies,
+            copy_options=self._copy_options,
         )
         rules = self._retention if agreement.is_first else None
         self._retaining = Retaining(remote, self._names, rules, self._owner, self._flushing, lambda: self._position)

@@ -76,7 +76,8 @@ class Survival:
         agreement: Makes the decisions of all ranks.
         seconds: How long keepers hold states when this process is gone; 0: they hold none.
         buffers: The largest number of staging buffers, without one for copies.
-        copies: The options for copies on other hosts.
+        copies: How many hosts hold each state.
+        copy_options: How they are copied.
 
     Attributes:
         run: The id of this run of the job, the same on all ranks; empty if nothing is kept.
@@ -95,7 +96,8 @@ class Survival:
         *,
         seconds: float,
         buffers: int,
-        copies: CopyOptions,
+        copies: int,
+        copy_options: CopyOptions,
     ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
         # With staging="device" the writer process copies, and it cannot do so while it writes.
@@ -106,7 +108,7 @@ class Survival:
         self._agreement = agreement
         self._seconds = seconds
         self._buffers = buffers
-        self.copies = PeerCopies(agreement, copies)
+        self.copies = PeerCopies(agreement, copies, copy_options)
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_tensorizer import CheckpointManager, SaveLimits, StagingError, WriteError
+from dcp_tensorizer import CheckpointManager, CopyOptions, SaveLimits, StagingError, WriteError
 from dcp_tensorizer._saving import save as saving
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._storage import local
@@ -125,7 +125,10 @@ _COPIES = {"survive": 60.0, "copies": 2}
             "keep_best is 'loss' on rank 0, ('loss', 'max') on rank 1, None on rank 2",
         ),
         (
-            (_COPIES | {"interface": "lo"}, _COPIES | {"interface": "127.0.0.1"}, _COPIES | {"failure_domain": "a"}),
+            tuple(
+                _COPIES | {"copy_options": CopyOptions(**option)}
+                for option in ({"interface": "lo"}, {"interface": "127.0.0.1"}, {"failure_domain": "a"})
+            ),
             None,
         ),
     ],
