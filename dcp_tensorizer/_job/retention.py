@@ -23,8 +23,7 @@ from .._storage.base import Storage
 from .._storage.lease import Lease
 from .._tensor_file.names import is_ours
 from ..errors import CheckpointError, NotCommitted, ReadError, describe, listed
-from .lineage import Place, sound
-from .steps import LATEST, Step, StepNames, members, read_steps
+from .steps import LATEST, Position, Step, StepNames, members, read_steps, sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +154,14 @@ class Retaining:
         rules: Retention | None,
         owner: Lease,
         flushing: Flushing | None,
-        place: Callable[[], Place | None],
+        position: Callable[[], Position | None],
     ) -> None:
         self._folder = folder
         self._names = names
         self._rules = rules
         self._owner = owner
         self._flushing = flushing
-        self._place = place
+        self._position = position
         self._lock = free_in_child(threading.Lock())
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
@@ -219,10 +218,10 @@ class Retaining:
     def _retain(self, saved: Step) -> None:
         assert self._rules is not None
         with self._lock:
-            place = self._place()
+            position = self._position()
             if saved.number in self._deleted:
                 return  # a later step has arrived first, and the rules have deleted this one
-            if place is not None and place.branch != saved.branch:
+            if position is not None and position.branch != saved.branch:
                 return  # the job has left that branch, and the step to which it went back must stay
             try:
                 self._owner.check()
@@ -234,8 +233,8 @@ class Retaining:
                 return
             for step in self._delete_old(saved, self._rules):
                 self._deleted.add(step.number)
-                if place is not None:
-                    place.numbers.discard(step.number)
+                if position is not None:
+                    position.numbers.discard(step.number)
 
     def _delete_old(self, saved: Step, rules: Retention) -> Iterator[Step]:
         """Deletes the checkpoints of the branch that no rule keeps, except ``saved``; yields those that are deleted.

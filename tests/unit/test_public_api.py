@@ -20,6 +20,7 @@ from dcp_tensorizer import (
     CheckpointManager,
     ChecksumMismatch,
     ConversionError,
+    CopyOptions,
     DecryptionError,
     Export,
     LoadPlanner,
@@ -70,6 +71,7 @@ def test_exported_names_are_pinned() -> None:
         "CheckpointManager",
         "ChecksumMismatch",
         "ConversionError",
+        "CopyOptions",
         "DecryptionError",
         "Export",
         "LoadPlanner",
@@ -311,6 +313,7 @@ def test_not_committed_is_a_file_not_found_error() -> None:
     "cls",
     [
         CheckpointManager,
+        CopyOptions,
         Export,
         GoodputReport,
         LoadPlanner,

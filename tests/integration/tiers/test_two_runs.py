@@ -12,7 +12,6 @@ from dcp_tensorizer._storage.lease import Lease, read_lease
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.flush import Flusher
 
-from ...lab.seams import job_of
 from ...lab.states import directories_in
 from ...lab.waiting import WAIT
 from .support import Run, state_of
@@ -68,7 +67,7 @@ def test_an_older_run_is_told_by_its_flush(tmp_path: Path) -> None:
         older.save(2, state_of(20), wait=True)
         with pytest.raises(WriteError, match="now belongs to another run, which does not save to"):
             older.wait_remote(60)
-        job_of(older).retaining.wait(Deadline(WAIT))
+        older._retaining.wait(Deadline(WAIT))
         with pytest.raises(WriteError, match="as run 2; this is run 1"):
             older.save(3, state_of(30))
         newer.save(3, state_of(3), wait=True)
