@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
+from .._models.ties import identity_of
 from .._planning.read_items import has_older_keys
 from .._runtime.torch_compat import local_parts, whole_size
 from .._runtime.validation import check_flags
-from .._saving.ties import identity_of
 from .._storage.base import Storage
 from ..any_format import open_reader
 from ..data_parallel import other_sizes

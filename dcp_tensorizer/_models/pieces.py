@@ -4,26 +4,33 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from .._index.layouts import Region
-from .._saving.item_bytes import ItemBytes
-from .._saving.rank_group import RankGroup
+from .._runtime.forks import free_in_child
+from .._runtime.torch_compat import group_devices
 from .._saving.write_plan import Item
 from .._storage.base import Storage
-from .._tensor_file.dtypes import dtype_name
+from .._tensor_file.dtypes import dtype_name, host_bytes
 from .._tensor_file.regions import Integers, runs_of_region
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
 from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob
+from ..errors import WriteError
 from .layout import GranuleOwners, RankLayout
 
 _WINDOW = 64 << 20  # bytes of the files per rank in one exchange
 _FIELDS = 3  # sent with each piece: file, offset, bytes
+_CONVERTED = 4  # tensors to keep: threads go through them in the order of the files
+
+_T = TypeVar("_T")
 
 
 class TensorPart(NamedTuple):
@@ -124,6 +131,36 @@ def round_count(layout: RankLayout) -> int:
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
+class ItemBytes:
+    """Returns the bytes of tensors by their numbers, converted to ``dtypes``. Several threads may ask.
+
+    Converted tensors, and copies from a GPU, are only kept for a moment, so that they are never all in memory.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
+        self._tensors = tensors
+        self._dtypes = dtypes
+        self._converted: OrderedDict[int, memoryview] = OrderedDict()
+        self._converting = free_in_child(threading.Lock())
+
+    def fill(self, number: int, start: int, memory: np.ndarray) -> None:
+        """Fills memory with a tensor's bytes from ``start`` on."""
+        data = self._bytes(number)[start : start + memory.nbytes]
+        memory[:] = np.frombuffer(data, dtype=np.uint8)
+
+    def _bytes(self, number: int) -> memoryview:
+        tensor, dtype = self._tensors[number], self._dtypes[number]
+        if tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous():
+            return host_bytes(tensor)
+        with self._converting:
+            if number not in self._converted:
+                self._converted[number] = host_bytes(tensor.detach().to(dtype))
+                if len(self._converted) > _CONVERTED:
+                    self._converted.popitem(last=False)
+            self._converted.move_to_end(number)
+            return self._converted[number]
+
+
 class SharedFiles(NamedTuple):
     """Pieces of the files that all ranks write, as `WriterClient.write` takes them.
 
@@ -154,6 +191,48 @@ class SharedFiles(NamedTuple):
 
     def remove(self) -> None:
         """Leaves the files: the coordinator drops them."""
+
+
+class RankGroup:
+    """The ranks of one save; ``group`` is None for a rank that saves alone. Methods raise `WriteError` if a rank is
+    gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, path: str) -> None:
+        self._group, self._path = group, path
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._device = torch.device("cpu")
+        if group is not None and "cpu" not in (devices := group_devices(group)):
+            self._device = torch.device(min(devices), torch.accelerator.current_device_index())
+
+    def gather(self, numbers: Sequence[int]) -> Integers:
+        """Gathers a row of numbers from each rank."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        if self._group is None:
+            return np.array([numbers], dtype=np.int64)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        self._call(lambda: dist.all_gather(rows, own, group=self._group))
+        return torch.stack(rows).cpu().numpy()
+
+    def swap(self, content: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> np.ndarray:
+        """Sends bytes to each rank, and returns the bytes received from all, one after the other.
+
+        ``content`` is in the order of the receiving ranks; ``sent`` and ``received`` are the sizes by rank.
+        """
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
+        outgoing = torch.from_numpy(content).to(self._device)
+        self._call(lambda: dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self._group))
+        return incoming.cpu().numpy()
+
+    def _call(self, collective: Callable[[], _T]) -> _T:
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise WriteError(
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange what it writes. Another rank has "
+                f"ended, or saves something else: {error}"
+            ) from error
 
 
 class Received(NamedTuple):

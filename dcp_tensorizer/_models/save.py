@@ -28,22 +28,22 @@ from .._index.schema import item_key
 from .._runtime.direct_memory import direct_memory
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
-from .._saving.commit import files_of_models, put_records, remove, remove_records
-from .._saving.item_bytes import ItemBytes
-from .._saving.keeping import KeptSave
-from .._saving.rank_group import RankGroup
-from .._saving.report import SaveCallbacks
-from .._saving.save import Save, SaveDescription
-from .._saving.saver import Saver
-from .._saving.ties import live_state, ties_of
-from .._saving.uploads import (
+from .._saving.commit import (
     abort_uploads,
+    files_of_models,
     marks_of_uploads,
+    put_records,
     put_replaced,
     put_uploads,
     recorded_uploads,
+    remove,
+    remove_records,
     remove_uploads,
 )
+from .._saving.keeping import KeptSave
+from .._saving.report import SaveCallbacks
+from .._saving.save import Save, SaveDescription
+from .._saving.saver import Saver
 from .._saving.write_plan import Item, plan_with
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
@@ -55,7 +55,18 @@ from .._writer_process.protocol import WriteDone
 from .._writer_process.shared_job import Pieces, SharedFilePart
 from ..errors import NotCommitted, ReadError, StagingError, WriteError, listed
 from .layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
-from .pieces import PieceExchange, SharedFiles, TensorPart, part_of_row, pieces_of, round_count, split
+from .pieces import (
+    ItemBytes,
+    PieceExchange,
+    RankGroup,
+    SharedFiles,
+    TensorPart,
+    part_of_row,
+    pieces_of,
+    round_count,
+    split,
+)
+from .ties import live_state, ties_of
 from .versions import SavedModel, VersionsOfWriter
 
 _WEIGHTS = re.compile(

@@ -27,7 +27,7 @@ from dcp_tensorizer import (
     open_reader,
 )
 from dcp_tensorizer._models import pieces as model_pieces
-from dcp_tensorizer._saving.item_bytes import ItemBytes
+from dcp_tensorizer._models.pieces import ItemBytes
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer.tools import list_versions
