@@ -163,8 +163,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             there is no working directory; or its URL is of an unknown protocol, or needs a library that is missing.
     """
 
-    _synchronize_after_execute = False
-
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -302,7 +300,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     @property
     def should_synchronize_after_execute(self) -> bool:
         """Returns whether DCP calls `synchronize_staging` once the save has begun."""
-        return self._synchronize_after_execute or self._saver.refusal is not None
+        return self._saver.stager.way.holds_training or self._saver.refusal is not None
 
     def synchronize_staging(self) -> None:
         """Waits until training may change everything that was staged.
@@ -505,7 +503,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 f"hand to another process, which may be ended by it. Use staging='buffer', or turn them off"
             )
         self._options = options
-        self._synchronize_after_execute = options.staging != "buffer"
         self._error_of_trainer: StagingError | None = None
         self._context_of_trainer: ProcessContext | None = None
         self._begin_here(self._new_saver(callbacks, closed=False))

@@ -246,7 +246,7 @@ def _named_files(storage: Storage, name: str) -> set[str]:
     return set() if file is None else set(data_files(file.head))
 
 
-# --- uploads of a model's files, where no lock tells whether a save is in progress -------------------------------------
+# --- uploads of a model's files, where no lock tells whether a save is in progress -----------------------------------
 #
 # A save leaves a record of its files before it begins their uploads, and then of the uploads. The next save to the same
 # place aborts them. A save that is still alive then fails. Completed files carry the id of their save. Before another

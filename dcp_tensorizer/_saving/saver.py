@@ -20,8 +20,10 @@ from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.spans import Span
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
+from .._staging.shared_mappings import SharedWay
 from .._staging.staged_save import StagedSave, StagedStateDict, name_of_group
 from .._staging.stager import Stager
+from .._staging.ways import BUFFER
 from .._storage.base import Storage
 from .._storage.claim import Ownership
 from .._storage.local import LocalStorage
@@ -29,6 +31,7 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._tiers.queue import AliveMark
 from .._tiers.target import place_of
+from .._writer_process.gpu_ipc import DeviceWay
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
@@ -66,16 +69,17 @@ class Saver:
         self.options = options
         self.callbacks = callbacks
         self.closed = closed
-        devices = options.staging == "device"
-        self.engine = engine_of_process(devices=devices)
+        self.engine = engine_of_process(devices=options.staging == "device")
+        way = BUFFER
+        if options.staging == "device":
+            way = DeviceWay(self.engine.client, options.limits.timeout)
+        elif options.staging == "shared":
+            way = SharedWay()
         self.stager = Stager(
             self.engine.saves,
             cache_staged_state_dict=options.cache_staged_state_dict,
             thread_count=options.thread_count,
-            in_place=options.staging == "shared",
-            copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
-            if devices
-            else None,
+            way=way,
             overlap_staging=options.overlap_staging,
         )
         self.flushing = None if options.target is None else self.engine.flushing(options.target)

@@ -18,10 +18,8 @@ from .._staging.device import CUDA, Device
 from .._staging.shared_mappings import SharedTensors
 from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
-from .._staging.tensor_copy import Copies
 from .._tensor_file.dtypes import host_bytes
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
-from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.jobs import take_digests
 from .._writer_process.protocol import DigestRequest, PublishRequest, TensorSource, WriteDone
 from ..errors import WriteError, WriterProcessDied
@@ -36,14 +34,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_MAX_DEATHS = 2  # while copying from GPUs: after each a process must be started
-
 
 class WriterClient:
     """Writes one rank's items, and owns the writer process, for all writers of a process.
 
     With ``devices`` the process sees the trainer's GPUs. ``device`` is the accelerator that unstaged tensors may be on.
+
+    Attributes:
+        copies_from_gpus: The process has refused no copy from a GPU, and has not died of one too often.
+        deaths: How often the process has died while it copied from GPUs.
     """
+
+    copies_from_gpus = True
+    deaths = 0
 
     def __init__(
         self, *, devices: bool = False, start: Callable[..., WriterProcess] = WriterProcess, device: Device = CUDA
@@ -54,8 +57,6 @@ class WriterClient:
         self._process: WriterProcess | None = None
         self._identity = identity_of_process()  # of the process when it was started
         self._extra: SharedBuffer | None = None  # for tensors that the planner has made
-        self._can_snapshot = True
-        self._deaths = 0  # of the process, while it copied from GPUs
         self._ends = 0  # how often `end_process` was called
         # Not held to end the process. Reentrant, because a signal handler that saves may interrupt its holder.
         self._starting = free_in_child(threading.RLock())
@@ -174,35 +175,6 @@ class WriterClient:
         if attempt == 2:
             raise WriterProcessDied(f"the save to {path} failed twice: {error}") from error
         logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
-
-    def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Lets the writer process copy GPU tensors into a shared buffer; False if it could not.
-
-        After ``timeout`` seconds without progress the process is killed.
-        """
-        if not self._can_snapshot:
-            return False
-        pairs = copies.on_device
-        try:
-            request, _kept = export(pairs, [buffer.locate(copy) or 0 for copy, _ in pairs], buffer.id, copies.streams)
-            try:
-                self.ensure_process().ask(request, [buffer], timeout)
-            except BaseException:
-                withdraw(request.storages)
-                raise
-        except WriteError as error:
-            # A refusal would be repeated, so it is not asked again. A single death may not be repeated.
-            self._deaths += isinstance(error, WriterProcessDied)
-            self._can_snapshot = isinstance(error, WriterProcessDied) and self._deaths < _MAX_DEATHS
-            logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
-            if self._deaths == _MAX_DEATHS:
-                logger.error(
-                    "staging='device': the writer process died %d times while it copied from the GPU. From now on the "
-                    "trainer copies, as with staging='buffer': pass that.",
-                    self._deaths,
-                )
-            return False
-        return True
 
     def flush(self, target: FlushTarget, context: ProcessContext) -> None:
         """Lets the writer process flush a local folder from now on, and starts one if there is none.

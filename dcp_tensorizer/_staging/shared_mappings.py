@@ -10,11 +10,12 @@ import mmap
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import WriteError
+from .ways import BufferWay
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,17 @@ class SharedTensors:
         number = bisect_right(self._ranges, address, key=lambda span: span[0]) - 1
         is_inside = number >= 0 and address + tensor.nbytes <= self._ranges[number][1]
         return self._mappings.locate(tensor) if is_inside else None
+
+
+class SharedWay(BufferWay):
+    """``staging="shared"``: tensors in shared memory are written from where they are."""
+
+    holds_training = True
+
+    def shared(self, tensors: Sequence[torch.Tensor], omitted: set[int]) -> tuple[set[int], SharedTensors | None]:
+        mappings = SharedMappings()
+        numbers = {n for n, t in enumerate(tensors) if mappings.locate(t) is not None} - omitted
+        return numbers, SharedTensors(mappings, [tensors[n] for n in numbers]) if numbers else None
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ over; see `StagedSave`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -22,11 +22,12 @@ from .._tensor_file.dtypes import is_plain_class
 from ..errors import StagingError
 from .buffer_pool import StagedSaves
 from .device import CUDA, Device, settle_other_devices
-from .shared_mappings import SharedMappings, SharedTensors
+from .shared_mappings import SharedTensors
 from .shared_memory import SharedBuffer, aligned
 from .staged_save import StagedSave, StagedStateDict, StagingState
 from .state_tree import DtypeOf, TensorList, copy_items, fill_tensors
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
+from .ways import BUFFER, BufferWay
 
 _RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from staging until it returns
 
@@ -81,9 +82,7 @@ class Stager:
         cache_staged_state_dict: Keep the buffer after a save. Otherwise memory is freed between saves, and each save
             allocates.
         thread_count: How many threads copy on the host, if torch itself has only one (as ``torchrun`` sets it).
-        in_place: Tensors that are in shared memory already are not copied. The save writes them from there, and then
-            releases the state.
-        copy_from_devices: Copies from devices to a shared buffer in another way; returns False if it cannot.
+        way: Which tensors are copied, and by which process.
         overlap_staging: `stage` returns before the staged state dict is complete: see `StagedSave.wait_copied` and
             `StagedSave.wait_released`.
         device: The kind of accelerator that tensors may be on.
@@ -100,8 +99,7 @@ class Stager:
         *,
         cache_staged_state_dict: bool = True,
         thread_count: int = 1,
-        in_place: bool = False,
-        copy_from_devices: Callable[[SharedBuffer, Copies], bool] | None = None,
+        way: BufferWay = BUFFER,
         overlap_staging: bool = False,
         device: Device = CUDA,
         limits: GatherLimits = DEFAULT_LIMITS,
@@ -109,8 +107,7 @@ class Stager:
         self.saves = saves or StagedSaves()
         self._keeps_buffer = cache_staged_state_dict
         self._thread_count = thread_count
-        self._in_place = in_place
-        self._copy_from_devices = copy_from_devices
+        self.way = way
         self._overlap_staging = overlap_staging
         self._device = device
         self._limits = limits
@@ -234,13 +231,13 @@ class Stager:
                 buffer.pin(self._device, index)
             tensors, copies = self._begin_copies(snapshot, buffer)
             staged_save.copies = copies
-            copy_from_devices = self._copy_from_devices if copies.on_device else None
-            if copy_from_devices is None:
+            is_elsewhere = not self.way.copies_from_devices and bool(copies.on_device)
+            if not is_elsewhere:
                 copies.queue_from_devices()
             staged.update(snapshot.fill(tensors))
             staged_save.reach(StagingState.BUILT)
-            if copy_from_devices is not None and not copy_from_devices(buffer, copies):
-                buffer.pin(self._device, snapshot.devices[0])  # the writer process cannot copy, so this process does
+            if is_elsewhere and not self.way.copy_elsewhere(buffer, copies):  # then this process copies
+                buffer.pin(self._device, snapshot.devices[0])
                 copies.queue_from_devices()
             copies.copy_from_host()
             staged_save.reach(StagingState.QUEUED)
@@ -273,18 +270,14 @@ class Stager:
         tensors = TensorList(omitted)
         structure = dict(copy_items(state_dict, "", tensors))
         listed, omitted_tensors = list(tensors), tensors.omitted
-        if self._overlap_staging or self._in_place:
+        if self._overlap_staging or self.way.holds_training:
             tensors[:] = [t.data if is_plain_class(t) else t for t in listed]
-        mappings = SharedMappings() if self._in_place else None
-        in_place = set[int]()
-        if mappings is not None:
-            in_place = {n for n, t in enumerate(tensors) if mappings.locate(t) is not None} - omitted_tensors
-        shared = SharedTensors(mappings, [tensors[n] for n in in_place]) if mappings is not None and in_place else None
+        in_place, shared = self.way.shared(tensors, omitted_tensors)
         elsewhere = in_place | omitted_tensors
         sources = [t for n, t in enumerate(tensors) if n not in elsewhere] if elsewhere else list(tensors)
         places = list(map(self._device.index_of, sources))
         dtypes = list(map(attrgetter("dtype"), sources))
-        if any(place is not None for place in places) and self.dtype_of is not None and self._copy_from_devices is None:
+        if any(place is not None for place in places) and self.dtype_of is not None and self.way.copies_from_devices:
             fixed = {id(tensors[number]) for number in tensors.inner}
             for number, (source, place) in enumerate(zip(sources, places, strict=True)):
                 if place is not None and id(source) not in fixed:
@@ -294,7 +287,7 @@ class Stager:
 
     def _pin_for(self, devices: Sequence[int]) -> int | None:
         """The first device from which this process copies anything."""
-        return None if self._copy_from_devices is not None or not devices else devices[0]
+        return devices[0] if self.way.copies_from_devices and devices else None
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._runtime.threads import Deadline, is_running
+from dcp_tensorizer._staging.shared_mappings import SharedWay
 from dcp_tensorizer._staging.staged_save import StagedSave, StagingFuture
 from dcp_tensorizer._staging.stager import Stager
 
@@ -136,7 +137,7 @@ def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
 
 def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
     """Its future is done when its thread has ended, though nobody but the staged save refers to it any more."""
-    stager = Stager(in_place=True, overlap_staging=True)
+    stager = Stager(way=SharedWay(), overlap_staging=True)
     shared = torch.ones(10).share_memory_()
     told = threading.Event()
     result = stager.stage({"a": shared})
@@ -201,7 +202,7 @@ def test_a_state_that_is_given_up_early_is_released_when_its_copies_are_made(ove
 
 def test_shared_tensors_are_released_by_their_save() -> None:
     """Not by the copies of the others: whoever waits does so until it has written them."""
-    stager = Stager(in_place=True)
+    stager = Stager(way=SharedWay())
     shared, private = torch.ones(10).share_memory_(), torch.ones(10)
     result = stager.stage({"shared": shared, "private": private})
     staged_save, staging = result.staged_save, StagingFuture(result)
@@ -219,7 +220,7 @@ def test_shared_tensors_are_released_by_their_save() -> None:
 
 def test_a_state_without_shared_tensors_is_released_by_its_copies() -> None:
     """Also where shared ones would be written in place."""
-    stager = Stager(in_place=True)
+    stager = Stager(way=SharedWay())
     result = stager.stage({"private": torch.ones(10)})
     assert result.staged_save.shared is None
     assert StagingFuture(result).done()

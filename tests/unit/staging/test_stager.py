@@ -16,10 +16,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._staging.buffer_pool import StagedSaves
+from dcp_tensorizer._staging.shared_mappings import SharedWay
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
+from dcp_tensorizer._staging.ways import BufferWay
 
 from ...simulated import SimulatedDevice
 from ...support import memory_files, same
@@ -298,7 +300,7 @@ def test_what_training_has_queued_before_is_in_the_copies() -> None:
 def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
     """(Simulated device.) A stream that waits for the copies is not enough: the save reads the shared ones later."""
     device = SimulatedDevice(free_running=False)
-    stager = Stager(overlap_staging=True, in_place=True, device=device)
+    stager = Stager(overlap_staging=True, way=SharedWay(), device=device)
     result = stager.stage({"w": device.declare(torch.ones(1000)), "shared": torch.ones(10).share_memory_()})
     training = in_thread(stager.hold_training)
     wait_until_inside(training, StagedSave.wait_released)
@@ -407,17 +409,20 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     device = SimulatedDevice()
     asked, made = threading.Event(), threading.Event()
 
-    def copy_in_another_process(buffer: SharedBuffer, copies: Copies) -> bool:
-        asked.set()
-        assert made.wait(WAIT)
-        if able:
-            device.run()
-            for copied, source in copies.on_device:
-                assert buffer.locate(copied) is not None
-                copied.copy_(source)
-        return able
+    class OtherProcess(BufferWay):
+        copies_from_devices = False
 
-    stager = Stager(overlap_staging=True, copy_from_devices=copy_in_another_process, device=device)
+        def copy_elsewhere(self, buffer: SharedBuffer, copies: Copies) -> bool:
+            asked.set()
+            assert made.wait(WAIT)
+            if able:
+                device.run()
+                for copied, source in copies.on_device:
+                    assert buffer.locate(copied) is not None
+                    copied.copy_(source)
+            return able
+
+    stager = Stager(overlap_staging=True, way=OtherProcess(), device=device)
     weight, host = device.declare(torch.ones(1000)), torch.ones(10)
     result = stager.stage({"w": weight, "host": host})
     changed = threading.Event()
