@@ -385,7 +385,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path for the staged state, or the writer is closed.
         """
-        staged_save = self._saver.stager.begin_save()
+        staged_save = self._saver.engine.saves.begin(self._saver.stager)
         if staged_save is not None:
             self._local.begun = self.checkpoint_id, self._begin_save(staged_save)
         if (begun := self._begun()) is not None:
@@ -465,7 +465,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def _begin_save(self, staged_save: StagedSave | None) -> Save:
         """Begins the calling thread's save; raises what `Saver.begin` does."""
         if staged_save is None:
-            self._saver.stager.wait_turn()  # for a synchronous save, or one that another stager has staged
+            self._saver.engine.saves.wait_turn(
+                self._saver.stager
+            )  # for a synchronous save, or one that another stager has staged
         self._end_save()
         context = self._context_of_trainer if staged_save is None else staged_save.context
         if staged_save is None and context is not None:
@@ -523,7 +525,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process."""
-        staged_save = self._saver.stager.begin_save()
+        staged_save = self._saver.engine.saves.begin(self._saver.stager)
         state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         state["_closed"] = self._saver.closed
         if staged_save is not None:

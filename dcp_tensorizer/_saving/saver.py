@@ -137,7 +137,7 @@ class Saver:
         ranks, and `raise_refusal` raises.
         """
         called = time.perf_counter()
-        self.stager.wait_turn()
+        self.engine.saves.wait_turn(self.stager)
         self.engine.failures.end()
         try:
             self._check_failures(path, name_of_group())
@@ -223,7 +223,7 @@ class Saver:
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends an engine that no other writer uses. Call `free` afterwards."""
-        is_over = self.stager.drain(deadline)
+        is_over = self.engine.saves.drain(self.stager, deadline)
         if self.flushing is not None and self._flushes:  # so that saves of a dead job are flushed, too
             self.flushing.end(deadline)
         self.closed = True

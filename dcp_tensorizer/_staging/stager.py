@@ -7,6 +7,7 @@ over; see `StagedSave`.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
-from .._runtime.threads import Deadline, is_running
+from .._runtime.threads import is_running
 from .._tensor_file.dtypes import is_plain_class
 from ..errors import StagingError
 from .buffer_pool import StagedSaves
@@ -123,14 +124,6 @@ class Stager:
         pin_for = self._pin_for(snapshot.devices)
         self.saves.prewarm(snapshot.nbytes, lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
 
-    def wait_turn(self, before: StagedSave | None = None) -> None:
-        """Waits until the saves that were staged earlier, or those before ``before``, are over."""
-        self.saves.wait_turn(self, before)
-
-    def drain(self, deadline: Deadline) -> bool:
-        """Waits for the saves that have been started; False if one is not over in time, or cannot end meanwhile."""
-        return self.saves.drain(self, deadline)
-
     def stage(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
     ) -> StagedStateDict:
@@ -180,13 +173,6 @@ class Stager:
         self.saves.add(staged.staged_save)  # added last, and complete, so that no thread waits for it
         return staged
 
-    def begin_save(self) -> StagedSave | None:
-        """Takes the save that the calling thread has staged and not begun; None if it saves an unstaged state.
-
-        Another stager of these saves may have staged it. From now on it belongs to both.
-        """
-        return self.saves.begin(self)
-
     def written(self, staged_save: StagedSave) -> None:
         """Notes that the save no longer needs the buffer. Without a cache its memory is freed when the save is over."""
         if not self._keeps_buffer and staged_save.buffer is not None:
@@ -205,7 +191,7 @@ class Stager:
     def _empty(self) -> StagedStateDict:
         """An empty staged state dict, which is not yet one of the saves that others wait for."""
         staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer)
-        return StagedStateDict({}, staged_save, self.wait_turn)
+        return StagedStateDict({}, staged_save, functools.partial(self.saves.wait_turn, self))
 
     def _copy_beside(self, snapshot: _Snapshot, staged: StagedStateDict, is_kept: bool) -> None:
         """Copies on a thread of its own, which would take the interpreter from ``async_save`` until it returns.

@@ -58,7 +58,8 @@ class Copies:
     """Copies of tensors to their staged tensors: begun by one thread, and waited for by any.
 
     ``places`` are the devices of the sources; None for host memory. Those in host memory are copied by ``threads``
-    threads, which begin at once. Those on devices are queued on ``streams``, after `SideStreams.follow`.
+    threads, about the same number of bytes each, if torch itself has only one; all but one of them begin at once. Those
+    on devices are queued on ``streams``, after `SideStreams.follow`.
     """
 
     def __init__(
@@ -81,8 +82,19 @@ class Copies:
             on_host = [number for number, place in enumerate(places) if place is None]
             staged, sources = [staged[number] for number in on_host], [sources[number] for number in on_host]
         self.streams = {index: streams[index] for index in self._on_device}
-        self._on_host = HostCopies(staged, sources, threads)
         self._marks: list[Event] = []
+        self._share = staged, sources  # of this thread, in host memory
+        self._begun: list[concurrent.futures.Future[None]] = []  # by other threads
+        if threads > 1 and torch.get_num_threads() == 1:
+            sizes = list(map(attrgetter("nbytes"), sources))
+            if sum(sizes) >= _SHARED_COPY:
+                *others, self._share = _shares(staged, sources, sizes, threads)
+                try:
+                    for share in others:
+                        self._begun.append(in_background(functools.partial(_copy, *share)))
+                except BaseException:  # a KeyboardInterrupt
+                    self.wait()
+                    raise
 
     @property
     def on_device(self) -> list[Pair]:
@@ -103,12 +115,18 @@ class Copies:
                 self._marks.append(stream.mark())
 
     def copy_from_host(self) -> None:
-        """Makes the copies from host memory."""
-        self._on_host.finish()
+        """Makes this thread's copies from host memory, and waits for those of others."""
+        share, self._share = self._share, ([], [])
+        try:
+            _copy(*share)
+        finally:
+            concurrent.futures.wait(self._begun)
+        for copied in self._begun:
+            copied.result()
 
     def wait(self) -> None:
         """Waits until all copies that were begun are made."""
-        self._on_host.wait()
+        concurrent.futures.wait(self._begun)
         for mark in self._marks:
             mark.synchronize()
 
@@ -250,40 +268,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 _PIECE = 32 << 20
 _SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
-
-
-class HostCopies:
-    """Copies of tensors in host memory. ``threads`` threads copy about the same number of bytes each, if torch itself
-    has only one; all but one of them begin at once.
-    """
-
-    def __init__(self, staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> None:
-        self._share = staged, sources
-        self._begun: list[concurrent.futures.Future[None]] = []
-        if threads > 1 and torch.get_num_threads() == 1:
-            sizes = list(map(attrgetter("nbytes"), sources))
-            if sum(sizes) >= _SHARED_COPY:
-                *others, self._share = _shares(staged, sources, sizes, threads)
-                try:
-                    for share in others:
-                        self._begun.append(in_background(functools.partial(_copy, *share)))
-                except BaseException:  # a KeyboardInterrupt
-                    self.wait()
-                    raise
-
-    def finish(self) -> None:
-        """Copies the last share, and waits until all tensors are copied."""
-        share, self._share = self._share, ([], [])
-        try:
-            _copy(*share)
-        finally:
-            self.wait()
-        for copied in self._begun:
-            copied.result()
-
-    def wait(self) -> None:
-        """Waits until nothing is written to staged tensors any more."""
-        concurrent.futures.wait(self._begun)
 
 
 _Share = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]

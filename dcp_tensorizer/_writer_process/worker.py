@@ -32,7 +32,6 @@ from .protocol import (
     Call,
     DigestRequest,
     PublishRequest,
-    Request,
     SharedWriteRequest,
     SnapshotRequest,
     TensorSource,
@@ -128,23 +127,22 @@ class Worker:
         self._attach(call, fds)
         if call.context is not None:
             call.context.take_on(OWN_VARIABLES)
-        return self._fulfil(call.request), ()
-
-    def _fulfil(self, request: Request | None) -> object:
-        match request:
-            case WriteRequest():
-                return self.write(request)
-            case SharedWriteRequest():
-                return self._write_shared(request)
-            case DigestRequest():
-                return self._digest(request)
-            case PublishRequest():
-                return self._publish(request)
-            case SnapshotRequest():
-                self._snapshot(request)
-            case FlushTarget():
-                self._flush(request)
-        return Done()
+        result: object = Done()
+        match call.request:
+            case WriteRequest() as request:
+                result = self.write(request)
+            case SharedWriteRequest() as request:
+                result = self._write_shared(request)
+            case DigestRequest() as request:
+                result = self._digest(request)
+            case PublishRequest() as request:
+                result = self._publish(request)
+            case SnapshotRequest() as request:
+                assert self._snapshots is not None, "it was started without GPUs"
+                self._snapshots.take(request, self._buffers[request.buffer])
+            case FlushTarget() as target:
+                self._flush(target)
+        return result, ()
 
     def _attach(self, call: Call, fds: list[int]) -> None:
         """Maps new buffers, and unmaps those that no longer exist."""
@@ -166,11 +164,6 @@ class Worker:
 
             self._flushes = FlushThread(lambda: self._progress is not None)
         self._flushes.add(target)
-
-    def _snapshot(self, request: SnapshotRequest) -> None:
-        """Copies GPU memory of the trainer to a shared buffer."""
-        assert self._snapshots is not None, "it was started without GPUs"
-        self._snapshots.take(request, self._buffers[request.buffer])
 
     def _digest(self, request: DigestRequest) -> tuple[bytes, ...]:
         done: list[int] = []

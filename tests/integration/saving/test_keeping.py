@@ -232,7 +232,9 @@ def test_a_keeper_that_cannot_be_asked_to_forget(
 ) -> None:
     """As in a signal's handler that interrupts a request: staging goes on, and another one gets the next state."""
     save(writer, tmp_path / "a", 1)
-    writer.saver.stager.wait_turn()  # as each staging does first: the save ends a little after its future
+    writer.saver.engine.saves.wait_turn(
+        writer.saver.stager
+    )  # as each staging does first: the save ends a little after its future
     (first,) = keepers_below(sockets)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         patch.setattr(client, "_ANSWER_SECONDS", 0.1)

@@ -83,9 +83,9 @@ def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: Stager) -> None
     gate.wait_reached()
     wait_until_inside(saving, StagedSave.wait_copied)
     assert not result.staged_save.over()
-    assert not overlapping.drain(Deadline(0.05))
+    assert not overlapping.saves.drain(overlapping, Deadline(0.05))
     gate.open()
-    assert overlapping.drain(Deadline(WAIT))
+    assert overlapping.saves.drain(overlapping, Deadline(WAIT))
 
 
 def test_an_error_of_overlapped_copying_is_the_saves(overlapping: Stager) -> None:
@@ -129,7 +129,7 @@ def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
     staging = StagingFuture(overlapping.stage({"a": torch.ones(10)}))
     overlapping.wait_released()
     del staging
-    overlapping.wait_turn()
+    overlapping.saves.wait_turn(overlapping)
     overlapping.saves.close()
     gc.collect()
     assert len(memory_files()) == before
@@ -166,13 +166,13 @@ def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
 def test_a_save_is_begun_once_by_the_thread_that_took_it(stager: Stager) -> None:
     """Other threads, and the same thread a second time, save something unstaged."""
     result = stager.stage({"a": torch.ones(1)})
-    assert stager.begin_save() is None
+    assert stager.saves.begin(stager) is None
     result.items()
     begun_elsewhere: list[StagedSave | None] = []
-    in_thread(lambda: begun_elsewhere.append(stager.begin_save())).join(WAIT)
+    in_thread(lambda: begun_elsewhere.append(stager.saves.begin(stager))).join(WAIT)
     assert begun_elsewhere == [None]
-    assert stager.begin_save() is result.staged_save
-    assert stager.begin_save() is None
+    assert stager.saves.begin(stager) is result.staged_save
+    assert stager.saves.begin(stager) is None
 
 
 def test_pickling_takes_the_staged_state_dict(stager: Stager) -> None:

@@ -68,8 +68,8 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         stager.stage({"a": Interrupting(b=1)})
-    assert stager.drain(Deadline(0.0))
-    assert stager.begin_save() is None
+    assert stager.saves.drain(stager, Deadline(0.0))
+    assert stager.saves.begin(stager) is None
 
 
 @pytest.mark.parametrize("moment", ["begun", "thread", "refused"])
@@ -122,7 +122,7 @@ def test_a_refused_staging_is_a_save_that_fails(stager: Stager) -> None:
     refused = stager.refuse(StagingError("the writer is closed"))
     with pytest.raises(StagingError, match="the writer is closed"):
         pickle.dumps(dict(refused.items()))
-    staged_save = stager.begin_save()
+    staged_save = stager.saves.begin(stager)
     assert staged_save is refused.staged_save
     assert str(staged_save.error) == "the writer is closed"
 
@@ -148,9 +148,9 @@ def test_draining_gives_up_after_its_time(stager: Stager) -> None:
 
     thread = in_thread(save)
     assert taken.wait(WAIT)
-    assert not stager.drain(Deadline(0.1))
+    assert not stager.saves.drain(stager, Deadline(0.1))
     release.set()
-    assert stager.drain(Deadline(WAIT))
+    assert stager.saves.drain(stager, Deadline(WAIT))
     thread.join(WAIT)
 
 
@@ -160,10 +160,10 @@ def test_draining_waits_for_a_save_that_has_no_memory_yet(overlapping: Stager, m
     hold_memory(monkeypatch, gate.pass_through)
     result = overlapping.stage({"a": torch.ones(1)})
     gate.wait_reached()
-    assert not overlapping.drain(Deadline(0.01))
+    assert not overlapping.saves.drain(overlapping, Deadline(0.01))
     overlapping.saves.take_seconds = 0.0
     drained: list[bool] = []
-    draining = in_thread(lambda: drained.append(overlapping.drain(Deadline(None))))
+    draining = in_thread(lambda: drained.append(overlapping.saves.drain(overlapping, Deadline(None))))
     wait_until_inside(draining, StagedSave.wait_built)
     gate.open()
     draining.join(WAIT)
