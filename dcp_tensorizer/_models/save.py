@@ -40,14 +40,13 @@ from .._saving.commit import (
     remove_records,
     remove_uploads,
 )
-from .._saving.keeping import KeptSave
 from .._saving.report import SaveCallbacks
 from .._saving.save import Save, SaveDescription
 from .._saving.saver import Saver
 from .._saving.write_plan import Item, plan_with
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
-from .._storage.open import NOT_SHARED, open_storage
+from .._storage.open import NOT_SHARED
 from .._tensor_file.dtypes import dtype_name
 from .._tensor_file.names import metadata_file_name
 from .._writer_process.options import SaveOptions
@@ -97,15 +96,8 @@ class ModelSave(Save):
 
     _saver: ModelSaver
 
-    def __init__(
-        self,
-        saver: ModelSaver,
-        save_id: str,
-        storage: Storage,
-        staged: StagedSave | None,
-        kept: KeptSave | None = None,
-    ) -> None:
-        super().__init__(saver, save_id, storage, staged)
+    def __init__(self, saver: ModelSaver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
+        super().__init__(saver, save_id, where, staged)
         self.model = saver.model
         self._ties: Mapping[str, str] = {} if staged is None else staged.ties
         self._untied: list[str] = []  # names of tensors that have elements here, and are tied to nothing
@@ -505,6 +497,7 @@ class ModelSaver(Saver):
         closed: bool = False,
     ) -> None:
         super().__init__(options, callbacks, closed=closed)
+        self.kind = ModelSave
         self.model = model
         if model.dtype is not None:
             self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages
@@ -536,9 +529,6 @@ class ModelSaver(Saver):
         super().close(deadline)
         if self.versions is not None:
             self.versions.end(deadline)
-
-    def _destination(self, where: str | Path) -> tuple[Storage, Callable[..., Save]]:
-        return open_storage(where, self.options.storage_options, self.options.limits.timeout), ModelSave
 
 
 class _RankJob:

@@ -8,24 +8,25 @@ import logging
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.locations import RankPlaces
-from .._index.schema import ItemKey, SaveRecord
+from .._index.schema import SaveRecord
 from .._runtime.spans import Span
 from .._runtime.threads import Hung, QuickTurns, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
-from .._tensor_file.names import StoredItem, metadata_file_name, save_id_in
+from .._storage.open import open_storage
+from .._tensor_file.names import metadata_file_name, save_id_in
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
@@ -80,11 +81,12 @@ class Save:
     Args:
         saver: What the saves of one writer share.
         save_id: The id of the save.
-        storage: The directory that this rank writes to.
+        where: The checkpoint's path. Raises `WriteError` if it cannot be opened.
         staged: The staged state; None if the save writes from the tensors themselves.
-        kept: The state in memory, if it is kept there during the save.
 
     Attributes:
+        storage: The directory that this rank writes to.
+        kept: The state in memory, if it is kept there during the save.
         path: The checkpoint's path for messages and reports, without credentials.
         commits: This rank commits, for all ranks or for itself.
         metadata_rank: The rank in the metadata file's name; None if one file is for all.
@@ -96,23 +98,16 @@ class Save:
     has_one_id = False
     """True if the file names of all ranks contain the coordinator's id of the save."""
 
-    def __init__(
-        self,
-        saver: Saver,
-        save_id: str,
-        storage: Storage,
-        staged: StagedSave | None,
-        kept: KeptSave | None = None,
-    ) -> None:
+    def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
         self.id = save_id
-        self.storage = storage
-        self.path = storage.path
+        self._saver = saver
+        self.storage = self._storage_of(where)
+        self.path = self.storage.path
         self.rank, self.commits = 0, True
         self.metadata_rank: int | None = None
         self.is_given_up = False
-        self._saver = saver
         self._staged = staged
-        self._kept = kept
+        self.kept: KeptSave | None = None
         description: SaveDescription = (None if staged is None else staged.description) or SaveDescription()
         self._record, self._files = description.record, description.files
         self._spans, self._lapped = [*description.spans], time.perf_counter()
@@ -123,7 +118,11 @@ class Save:
         self._lock: DirectoryLock | None = None
         self._replaced: concurrent.futures.Future[set[str]] | None = None
         if staged is not None:
-            storage.umask = staged.context.umask
+            self.storage.umask = staged.context.umask
+
+    def _storage_of(self, where: str | Path) -> Storage:
+        options = self._saver.options
+        return open_storage(where, options.storage_options, options.limits.timeout)
 
     @property
     def is_dropped(self) -> bool:
@@ -138,7 +137,7 @@ class Save:
         self.commits = is_coordinator or not use_collectives
         self.metadata_rank = None if use_collectives else rank
         if not use_collectives:
-            self._kept = None  # no rank would know what the others keep
+            self.kept = None  # no rank would know what the others keep
         self._saver.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self, plan: SavePlan) -> SavePlan:
@@ -149,15 +148,15 @@ class Save:
         """
         with self.or_fail():
             self.open()
-            keeping = None if self._kept is None else self._kept.planned(plan)
+            keeping = None if self.kept is None else self.kept.planned(plan)
             return plan if self.commits else self._tables.offer(plan, keeping)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
         with self.or_fail():
             states: list[KeptState | None] = [None] * len(plans)
-            if self._kept is not None:
-                states = [*self._kept.begin(self.id, [keeping_rank(plan) for plan in plans], self.rank)]
+            if self.kept is not None:
+                states = [*self.kept.begin(self.id, [keeping_rank(plan) for plan in plans], self.rank)]
             return [self._tables.answer(plan, state) for plan, state in zip(plans, states, strict=True)]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -176,7 +175,14 @@ class Save:
             if hung is not None:
                 self._give_up()
             self._fail(error)
-            self._drop_record(None if hung is None else hung.cleaning)
+            cleaning = None if hung is None else hung.cleaning
+
+            def drop() -> None:
+                if cleaning is not None:  # the record proves whose the files are until they are removed
+                    cleaning.exception()
+                drop_record(self.storage, self.id)
+
+            self._clean_up(drop)
             failed_before_commit(error)
             if not isinstance(error, CheckpointError):
                 raise
@@ -229,14 +235,16 @@ class Save:
     # --- the parts of the hooks -------------------------------------------------------------------------------------
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
-        if self._kept is not None and not self._saver.closed:
-            self._kept.keep(self._tables.told(plan), planner, self.rank)
+        if self.kept is not None and not self._saver.closed:
+            self.kept.keep(self._tables.told(plan), planner, self.rank)
         items = self._resolved(plan, planner)
+        self._record_files(items)
         written = self.write_items(items)
         try:
             self._tell_digests(items, written)
-            cipher = self._saver.options.cipher
-            results = write_results(items, written, self.rank, planner, cipher, self._compare)
+            saver, record = self._saver, self._record
+            compare = None if record is None else functools.partial(saver.freshness.compare, record.step)
+            results = write_results(items, written, self.rank, planner, saver.options.cipher, compare)
             if not self.commits:
                 results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
             self.wrote(written)
@@ -246,11 +254,9 @@ class Save:
         return items, written, results
 
     def _resolved(self, plan: SavePlan, planner: SavePlanner) -> list[Item]:
-        return resolve(plan, planner, self._is_staged, frozenset() if self._staged is None else self._staged.omitted)
-
-    def _is_staged(self, tensor: torch.Tensor) -> bool:
         buffer = None if self._staged is None else self._staged.buffer
-        return buffer is not None and buffer.locate(tensor) is not None
+        omitted = frozenset[str]() if self._staged is None else self._staged.omitted
+        return resolve(plan, planner, lambda tensor: buffer is not None and buffer.locate(tensor) is not None, omitted)
 
     def _tell_digests(self, items: list[Item], written: WriteDone) -> None:
         """Passes the digests to the object that keeps the staged state, which then need not take them."""
@@ -264,9 +270,6 @@ class Save:
                 if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
                     known[offset, item.tensor.nbytes] = stored[item.name][0].digests
         save.on_written(known)
-
-    def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
-        return None if self._record is None else self._saver.freshness.compare(self._record.step, places)
 
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
@@ -284,15 +287,17 @@ class Save:
     def _begin_commit(self, metadata: Metadata) -> None:
         """Checks that the save may be committed, and completes DCP's metadata; raises `WriteError`."""
         self._check_wanted()
-        _check_trainer_lives(self.path)
+        trainer = multiprocessing.parent_process()  # in PROCESS mode, where a dead trainer's save must not come late
+        if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
+            raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {self.path} is not committed")
         # DCP returns this object of the planner to the caller, with the same fields as torch's writer sets.
         metadata.version = DCP_VERSION
         metadata.storage_meta = self.meta(checkpoint_id=self.path, save_id=self.id)
 
     def _committed(self) -> None:
         """Does what follows the commit, before the files that it has replaced are removed."""
-        if self._kept is not None:
-            self._kept.committed()
+        if self.kept is not None:
+            self.kept.committed()
 
     def _lap(self, name: str, nbytes: int = 0) -> None:
         """Records a span, which began when the one before ended."""
@@ -327,13 +332,14 @@ class Save:
 
     def open(self) -> None:
         """Creates the directory. The rank that commits locks it, and removes the files of dead saves."""
-        self._in_time(self._open)
 
-    def _open(self) -> None:
-        self.storage.make_directory()
-        if self.commits:
-            self._lock = begin(self.storage, self._saver.options.limits.timeout)
-        self._check_free(self.storage)
+        def opened() -> None:
+            self.storage.make_directory()
+            if self.commits:
+                self._lock = begin(self.storage, self._saver.options.limits.timeout)
+            self._check_free(self.storage)
+
+        self._in_time(opened)
 
     def _check_free(self, storage: Storage) -> None:
         """Raises `WriteError` if there is a checkpoint that must not be replaced."""
@@ -349,18 +355,18 @@ class Save:
                 f"that is saved here without collectives: remove that, or save to another path"
             )
 
-    def write_items(self, items: Sequence[Item]) -> WriteDone:
-        """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
-        left.
-        """
+    def _record_files(self, items: Sequence[Item]) -> None:
+        """Records the save, and finds the files that its commit will replace."""
         if self.commits:
             ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
             self._replaced = in_background(ask, daemon=True)
         if any(item.has_bytes for item in items):
             self._in_time(lambda: put_records(self.storage, [self.id]))
-        return self._write_files(items)
 
-    def _write_files(self, items: Sequence[Item]) -> WriteDone:
+    def write_items(self, items: Sequence[Item]) -> WriteDone:
+        """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
+        left.
+        """
         saver = self._saver
         files = FilesOfSave(self.storage, self.rank, self.id, saver.options, saver.engine.files)
         with saver.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
@@ -436,16 +442,6 @@ class Save:
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 
-    def _drop_record(self, after: concurrent.futures.Future[None] | None) -> None:
-        """Removes the record of this save, which has failed here, after the files that it tells of are removed."""
-
-        def drop() -> None:
-            if after is not None:
-                after.exception()
-            drop_record(self.storage, self.id)
-
-        self._clean_up(drop)
-
     def _release(self) -> None:
         """Releases the directory. Idempotent."""
         lock, self._lock = self._lock, None
@@ -486,10 +482,3 @@ class Save:
             if not self.is_given_up:
                 raise
             logger.warning("%s", str(error))
-
-
-def _check_trainer_lives(path: str) -> None:
-    """Raises if the trainer has died: in PROCESS mode its save must not be committed late."""
-    trainer = multiprocessing.parent_process()
-    if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
-        raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {path} is not committed")

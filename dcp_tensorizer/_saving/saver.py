@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -24,13 +23,10 @@ from .._staging.shared_mappings import SharedWay
 from .._staging.staged_save import StagedSave, StagedStateDict, name_of_group
 from .._staging.stager import Stager
 from .._staging.ways import BUFFER
-from .._storage.base import Storage
 from .._storage.claim import Ownership
-from .._storage.local import LocalStorage
-from .._storage.open import absolute_path, open_storage
+from .._storage.open import absolute_path
 from .._storage.redact import redact
 from .._tiers.queue import AliveMark
-from .._tiers.target import place_of
 from .._writer_process.gpu_ipc import DeviceWay
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
@@ -56,9 +52,11 @@ class Saver:
     Attributes:
         id: The writer's id.
         save_id: The id of the last save that began; before the first one, of the first.
+        next_id: The id of the next save.
         engine: The staging buffers and the writer process.
         stager: Copies state dicts to the buffers.
         flushing: The flush of the local folder, if there is one.
+        kind: The class of the writer's saves.
         reports: Passes the reports of saves to the user.
         freshness: Compares each save with the one before.
         owner: The run's claim to the folder of the saves; None without a claim.
@@ -83,22 +81,18 @@ class Saver:
             overlap_staging=options.overlap_staging,
         )
         self.flushing = None if options.target is None else self.engine.flushing(options.target)
+        self.kind: type[Save] = Save if options.target is None else TieredSave
         self.reports = Reports(callbacks.on_report)
         self.freshness = Freshness()
         self.owner: Ownership | None = None
         self.id = uuid.uuid4().hex
-        self.save_id = self._next_id = uuid.uuid4().hex
+        self.save_id = self.next_id = uuid.uuid4().hex
         # Saves without staging may begin at the same time, also in a signal handler.
         self._numbering = free_in_child(threading.RLock())
         self.refusal: WriteError | None = None
         self._alive_mark: AliveMark | None = None
         self._ends_engine = False
         self._flushes = False
-
-    @property
-    def next_id(self) -> str:
-        """The id of the next save."""
-        return self._next_id
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
@@ -194,20 +188,20 @@ class Saver:
                 raise StagingError(str(error))
             where = self._where(path, directory, staged_save)
             self._check_group(where, staged_save)
-            storage, make = self._destination(where)
-            kept = None
+            with self._numbering:
+                save_id, self.next_id = self.next_id, uuid.uuid4().hex
+            save = self.kind(self, save_id, where, staged_save)
             if staged_save is not None and self.options.survive:
-                kept = KeptSave(self.engine.keeping, where, storage, self.options, staged_save)
+                save.kept = KeptSave(self.engine.keeping, where, save.storage, self.options, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
-        with self._numbering:
-            self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
-            if self.flushing is not None:
-                self._flushes = True
-                self.engine.open(self)  # also without staging, because the flush needs the process
-            self.engine.connection = storage.connection
-            return make(self, self.save_id, storage, staged_save, kept)
+        self.save_id = save_id
+        if self.flushing is not None:
+            self._flushes = True
+            self.engine.open(self)  # also without staging, because the flush needs the process
+        self.engine.connection = save.storage.connection
+        return save
 
     def raise_refusal(self) -> None:
         """Raises the error of a save that was refused after too many failures in a row, once, for the training thread.
@@ -306,20 +300,6 @@ class Saver:
                 'once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
                 redact(str(where)),
             )
-
-    def _destination(self, where: str | Path) -> tuple[Storage, Callable[..., Save]]:
-        """The directory that a save writes to, and the kind of the save."""
-        options, flushing = self.options, self.flushing
-        if flushing is None:
-            return open_storage(where, options.storage_options, options.limits.timeout), Save
-        place = place_of(flushing.target.remote, where)
-        if place is None:
-            raise WriteError(
-                f"{redact(str(where))} is not below {flushing.target.name}, which {flushing.target.local} "
-                f"mirrors: save below the writer's path, or use a writer without local="
-            )
-        make = functools.partial(TieredSave, flushing=flushing, place=place)
-        return LocalStorage(flushing.target.folder(place)), make
 
     def show_alive(self) -> None:
         """Marks the writer in the local folder as alive until it is closed: its saves are not those of a dead job."""
