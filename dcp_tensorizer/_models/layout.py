@@ -1,4 +1,4 @@
-"""The layout of a model's files: the place of each tensor, and the rank that writes each block of a file.
+"""The layout of a model's files: the location of each tensor, and the rank that writes each block of a file.
 
 Coordinator: the plans of all ranks -> `plan_model` -> `ModelPlan`, of which each rank gets a `RankLayout`.
 """
@@ -47,19 +47,23 @@ class ModelOptions:
         check_flags(self)
         check_type("rename", rename, Mapping)
         if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
-            raise TypeError(f"files must be a list of paths, and is {files!r}")
+            raise TypeError(f"files must be a list of paths, got {files!r}")
         object.__setattr__(self, "files", tuple(os.path.abspath(os.path.expanduser(file)) for file in files))
         object.__setattr__(self, "rename", dict(rename))
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
             if self.is_adapter:
-                raise ValueError("publish= takes whole models, and files= has the configuration of an adapter")
+                raise ValueError(
+                    "publish= takes whole models, and files= has the configuration of an adapter. Omit publish=."
+                )
             zstd()
         if self.dtype is not None:
             check_type("dtype", self.dtype, torch.dtype)
             if not self.dtype.is_floating_point or self.dtype == PAIRS or self.dtype not in NAMES:
                 names = ", ".join(sorted(str(dtype) for dtype in NAMES if dtype.is_floating_point and dtype != PAIRS))
-                raise ValueError(f"dtype={self.dtype} is none of the floating-point dtypes of safetensors: {names}")
+                raise ValueError(
+                    f"dtype must be a floating-point dtype of safetensors, got {self.dtype}. Use one of {names}."
+                )
         check_count("max_shard_bytes", self.max_shard_bytes)
         Renaming(self.rename).inverse()
 
@@ -141,7 +145,7 @@ def plan_model(
     if objects:
         raise WriteError(
             f"{path}: {listed(list(objects))} {'is' if len(objects) == 1 else 'are'} not of tensors, which "
-            f"safetensors cannot hold: leave {'it' if len(objects) == 1 else 'them'} out of the state dict"
+            f"safetensors cannot hold. Leave {'it' if len(objects) == 1 else 'them'} out of the state dict."
         )
     dropped = _dropped(ties, tensors)
     kept = sorted((fqn for fqn in tensors if fqn not in dropped), key=lambda fqn: order.get(fqn, len(order)))

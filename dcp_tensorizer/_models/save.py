@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._formats.safetensors import file_names, index_of
@@ -131,7 +131,8 @@ class ModelSave(Save):
             if self._staged is None and (state := live_state(state_of_save())) is not None:
                 self._ties = ties_of(state)
             tied = {*self._ties, *self._ties.values()}
-            self._untied = [item.index.fqn for item in plan.items if item.index.fqn not in tied and _has_elements(item)]
+            untied = [(item.index.fqn, item.tensor_data) for item in plan.items if item.index.fqn not in tied]
+            self._untied = [fqn for fqn, data in untied if data is not None and 0 not in data.chunk.sizes]
             return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -157,7 +158,7 @@ class ModelSave(Save):
         return self._in_time(lambda: self._commit_files(plan, parts))
 
     def _committed(self) -> None:
-        """Lets the model be published as the next version, if that is wanted.
+        """Publishes the model as the next version, in the background, if the writer does that.
 
         If it raises `WriteError`, the model is saved, and the one before could not be published.
         """
@@ -176,7 +177,7 @@ class ModelSave(Save):
         layout = plan.storage_data
         if not isinstance(layout, RankLayout):
             raise WriteError(
-                f"{self.path}: the plan has no layout: give the save a planner that keeps the plans' storage_data"
+                f"{self.path}: the plan has no layout. Give the save a planner that keeps the plans' storage_data."
             )
         self.id = layout.save_id
         ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
@@ -204,13 +205,13 @@ class ModelSave(Save):
         if untied := layout.dropped(self._untied):
             raise WriteError(
                 f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, and not "
-                f"on rank {self.rank}: tie it on all ranks, or on none"
+                f"on rank {self.rank}. Tie it on all ranks, or on none."
             )
         for item in items:
             if item.kind != "tensor":
                 raise WriteError(
-                    f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
-                    f"it is made of, or leave it out"
+                    f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold. Save what "
+                    f"it is made of, or leave it out."
                 )
         return [
             item for item, of_item in zip(items, rows, strict=True) if layout.file[of_item[0]] >= 0 and item.has_bytes
@@ -238,14 +239,16 @@ class ModelSave(Save):
 
     def _check_free(self, storage: Storage) -> None:
         if self.metadata_rank is not None:
-            raise WriteError(f"{storage.path}: a model is written by all ranks together: leave use_collectives at True")
+            raise WriteError(f"{storage.path}: all ranks write a model together. Leave use_collectives at True.")
         if not self.commits:
             return
         if storage.head(metadata_file_name()) is not None:
-            raise WriteError(f"{storage.path} holds a checkpoint: save the model to another path")
+            raise WriteError(f"{storage.path} holds a checkpoint. Save the model to another path.")
         self._index_before = None if self._is_adapter else storage.read(INDEX)
         self._has_single = storage.head(self._single) is not None
-        names = _names_in(storage)
+        names: list[str] = []
+        with suppress(NotCommitted):  # there is no such directory
+            names = [file.name for file in storage.listing()[0]]
         recorded = recorded_uploads(storage, names)  # elsewhere `begin` has removed what dead saves have left
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
@@ -255,7 +258,7 @@ class ModelSave(Save):
         others = sorted(weights - self._left)
         if (has_model or others) and not self.model.overwrite:
             what = f"{others[0]}, which no index lists" if others else "a model already"
-            raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
+            raise WriteError(f"{storage.path} holds {what}. Save to another path, or pass overwrite=True.")
         self._is_fresh = not has_model and not weights
         dead = list(uploads) if abort_uploads(storage, uploads) else []
         if self._left:  # they stay until there is a model, and with them the records that prove whose they are
@@ -269,19 +272,19 @@ class ModelSave(Save):
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
-                f"{storage.path}: PEFT loads an adapter of one file, and this one has {count}: raise max_shard_bytes="
+                f"{storage.path}: PEFT loads an adapter of one file, and this one has {count}. Raise max_shard_bytes."
             )
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(
                 f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
-                f"model has {count}: save to another path"
+                f"model has {count}. Save to another path."
             )
         # What is being published must stay as it is, while the next save replaces it.
         has_readers = self.model.publish is not None and self.model.overwrite
         if self._has_single and has_readers:
             raise WriteError(
-                f"{storage.path} holds {self._single}, which a save would replace while it is still being published: "
-                f"save to another path, whose models get an index then"
+                f"{storage.path} holds {self._single}, which a save would replace while it is still being published. "
+                f"Save to another path, whose models get an index then."
             )
         is_alone = self._is_fresh or self._has_single or self._is_adapter
         is_lone = count == 1 and self._index_before is None and is_alone and not has_readers
@@ -403,7 +406,13 @@ class ModelSave(Save):
                 self._begun = self._others = self._completed = ()
                 raise
         self._begun = self._others = self._completed = ()
-        self._replace_others([other for other in others if other.replaces])
+        replacing = [other for other in others if other.replaces]
+        for other in replacing:
+            with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
+                storage.complete_shared(other.file, other.parts, replace=True)
+        if replacing and sync:
+            with storage.writing(f"write {storage.path}"):
+                storage.sync_directory()
         names |= {other.file.name for other in others}
         if replaced:
             with suppress(OSError):
@@ -412,16 +421,6 @@ class ModelSave(Save):
         else:
             self._forget(*names)
         return replaced
-
-    def _replace_others(self, others: Sequence[_OtherFile]) -> None:
-        """Replaces files of the user's beside the model that is committed; raises `WriteError`."""
-        storage = self.storage
-        for other in others:
-            with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
-                storage.complete_shared(other.file, other.parts, replace=True)
-        if others and self._saver.options.sync_files:
-            with storage.writing(f"write {storage.path}"):
-                storage.sync_directory()
 
     def _other_files(self) -> dict[str, bytes]:
         """The user's other files, by name; raises `Refused` if one is unreadable or named like a file of the model."""
@@ -433,7 +432,7 @@ class ModelSave(Save):
                     if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name)):
                         continue
                     if file.name.endswith((".safetensors", ".safetensors.index.json")):
-                        raise Refused(f"files= has {file}, which would be taken for a part of the model: leave it out")
+                        raise Refused(f"files= has {file}, which would be taken for a part of the model. Leave it out.")
                     found[file.name] = file.read_bytes()
                     if file.name == _CONFIG and self.model.dtype is not None:
                         found[_CONFIG] = _with_dtype(found[_CONFIG], dtype_name(self.model.dtype))
@@ -479,10 +478,6 @@ class ModelSave(Save):
             _run_all(held)
 
 
-def _has_elements(item: WriteItem) -> bool:
-    return item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
-
-
 class ModelSaver(Saver):
     """Begins the saves of a writer of models."""
 
@@ -506,7 +501,7 @@ class ModelSaver(Saver):
     def stage(
         self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
     ) -> StagedStateDict:
-        """Copies a state dict into the staging buffer, and notes its tied tensors; see `Saver.stage`."""
+        """Copies a state dict into the staging buffer, and records its tied tensors; see `Saver.stage`."""
         ties: Mapping[str, str] = {}
         with suppress(Exception):  # for a value that cannot be saved, staging or the planner reports more
             ties = ties_of(state_dict)
@@ -671,14 +666,6 @@ def _run_all(operations: deque[Callable[[], None]] | None) -> None:
         except IndexError:
             return
         operation()
-
-
-def _names_in(storage: Storage) -> list[str]:
-    """The names of the files in a directory; none if it does not exist."""
-    try:
-        return [file.name for file in storage.listing()[0]]
-    except NotCommitted:
-        return []
 
 
 def _named_files(index: bytes | None) -> set[str]:

@@ -74,7 +74,7 @@ class VersionsOfWriter:
         self._error: NotPublished | None = None
 
     def add(self, model: SavedModel) -> None:
-        """Lets a model be published. Raises `WriteError` if the one before could not be."""
+        """Publishes a model in the background. Raises `WriteError` if the one before could not be published."""
         with self._changed:
             error, self._error = self._error, None
             location = model.storage.location

@@ -208,7 +208,9 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     rank = np.repeat(np.arange(len(plans)), [len(plan) for plan in plans])
     groups = _group([*starts.T[::-1], dims, key])
     _check_alike(list(keys), list(specs), key, spec, groups, rank)
-    kept = _writers(groups, rank, np.array([_weight(spec) for spec in specs] + [1])[spec], to_lowest_rank, len(plans))
+    # An item's weight in torch's balance of plans: the bytes of its whole tensor.
+    weights = np.array([*((math.prod(s.shape) * s.properties[0].itemsize) or 1 for s in specs), 1])
+    kept = _writers(groups, rank, weights[spec], to_lowest_rank, len(plans))
     table = Table(list(keys), key, kind, spec, list(specs), None)
     hint = _hints(table.keys, np.where(kept, key, -1), kind)
     return Merged(Columns(table, dims, starts, sizes), rank, kept, hint)
@@ -258,11 +260,6 @@ def _widened(rows: Integers, width: int) -> Integers:
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
-def _weight(spec: Spec) -> int:
-    """An item's weight in torch's balance of plans: the bytes of its whole tensor."""
-    return (math.prod(spec.shape) * spec.properties[0].itemsize) or 1
-
-
 def _group(columns: list[Integers]) -> Integers:
     """The number of each row's group, in order of first appearance. The rows of a group are equal."""
     count = len(columns[0])
@@ -293,7 +290,8 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
     owners = rank[order[bounds]] if len(order) else order
     begin = 0
     for number in np.flatnonzero(~lone).tolist():
-        _add_loads(loads, owners[begin:number], weights[begin:number])
+        for owner, added in zip(owners[begin:number].tolist(), weights[begin:number], strict=True):
+            loads[owner] += added
         rows = order[bounds[number] : ends[number]]
         holders = rank[rows]
         # A set, as in torch: of several that are equally light, the first of the set is chosen.
@@ -303,11 +301,6 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
         kept[rows] = holders == chosen
         begin = number + 1
     return kept
-
-
-def _add_loads(loads: list[int], owners: Integers, weights: list[int]) -> None:
-    for owner, weight in zip(owners.tolist(), weights, strict=True):
-        loads[owner] += weight
 
 
 def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:

@@ -40,7 +40,7 @@ from .columns import (
 
 
 class Reference(NamedTuple):
-    """Stands for columns that a coordinator knows, by its id and their digest."""
+    """A reference to columns that a coordinator knows, by its id and their digest."""
 
     coordinator: str
     digest: bytes
@@ -129,7 +129,7 @@ class Items(MutableSequence[WriteItem]):
         return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[kept].tolist()))
 
     def rows(self) -> Iterator[Row] | None:
-        """The items as rows; None if they were changed."""
+        """Returns the items as rows, unless they were changed."""
         if self.is_changed:
             return None
         columns, hints = self.chosen
@@ -304,7 +304,7 @@ class History:
     # --- as a rank ----------------------------------------------------------------------------------------------
 
     def sending(self, columns: Columns, digest: bytes) -> Reference | None:
-        """The reference to send instead of columns; None if the columns must be sent."""
+        """Returns the reference to send instead of columns, unless the columns must be sent."""
         self._sent, self._is_answered = (columns, digest), False
         return self._known.find(digest)
 
@@ -331,7 +331,7 @@ class History:
         )
 
     def find(self, key: object) -> Any:
-        """The plan that was made for these contents; None if there is none."""
+        """Finds the plan that was made for these contents."""
         return self._planned.find(key)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:

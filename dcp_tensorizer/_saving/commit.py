@@ -324,9 +324,9 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: St
         return
     remove_with_records(storage, [name for part in parts for name, _ in part.files])
     raise WriteError(
-        f"rank {other} has another encryption key than the coordinator, or only one of them has any: give every "
+        f"rank {other} has another encryption key than the coordinator, or only one of them has any. Give every "
         f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one passphrase "
-        f"and one salt: EncryptionParams.from_string(passphrase, salt=...)"
+        f"and one salt: EncryptionParams.from_string(passphrase, salt=...)."
     )
 
 
@@ -366,7 +366,7 @@ class WrittenFiles:
         self._storage: Storage | None = None
         self._names: tuple[str, ...] = ()
 
-    def note(self, storage: Storage, names: Iterable[str]) -> None:
+    def set(self, storage: Storage, names: Iterable[str]) -> None:
         """Records files that this rank has written, and that no other rank removes."""
         self._storage, self._names = storage, tuple(names)
 

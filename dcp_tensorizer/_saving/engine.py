@@ -47,7 +47,7 @@ class Engine:
         saves: The staged saves and their buffers.
         client: Writes them through the writer process.
         failures: Counts the saves in a row that were not committed.
-        looked_at: Keys whose objects have been looked at, see `warn_of_refused`.
+        checked_keys: Keys whose objects have been checked, see `warn_about_untrusted`.
         sections: Those of the last indexes, see `entries_section`.
         tables: The coordinator's memory of the ranks' tables of places.
         files: The contents of the files of the last saves.
@@ -62,7 +62,7 @@ class Engine:
         self.saves = StagedSaves()
         self.client = WriterClient(devices=devices)
         self.failures = FailureCounter()
-        self.looked_at: set[str] = set()
+        self.checked_keys: set[str] = set()
         self.sections: Recent[bytes] = Recent(_SAVES)
         self.tables = KnownTables()
         self.files = KnownFiles()
@@ -115,7 +115,7 @@ class Engine:
         self.client.free()
         self.saves.close(deadline, stager)
         self.connection = None
-        self.failures, self.looked_at = FailureCounter(), set()
+        self.failures, self.checked_keys = FailureCounter(), set()
         self.sections, self.tables = Recent(_SAVES), KnownTables()
 
 
@@ -171,7 +171,6 @@ class _Outcome:
 
     @property
     def cause(self) -> str:
-        """Why it failed, as far as that is known here."""
         is_destroyed = self.was_distributed and not is_distributed()
         return _DESTROYED if self.error is _UNKNOWN and is_destroyed else self.error
 
@@ -194,7 +193,7 @@ class FailuresInARow:
         self.last_error = error
 
     def committed(self, path: str) -> None:
-        """Notes that a save was committed."""
+        """Ends the row, with a save that was committed."""
         self.count, self.last_committed = 0, path
 
     def check(self, limit: int | None, count: int | None = None) -> None:
@@ -205,8 +204,8 @@ class FailuresInARow:
         if limit is not None and count >= limit:
             raise WriteError(
                 f"{count} saves in a row were not committed. The last error was: {self.last_error}. The last "
-                f"checkpoint that was committed: {self.last_committed}. Fix the cause; "
-                f"SaveLimits(max_consecutive_failures=None) trains on without checkpoints."
+                f"checkpoint that was committed: {self.last_committed}. Fix the cause, or pass "
+                f"SaveLimits(max_consecutive_failures=None) to keep training without checkpoints."
             )
 
 
@@ -238,14 +237,14 @@ class FailureCounter:
             save.is_coordinator = self._is_coordinator[save.group] = is_coordinator
 
     def failed(self, error: BaseException) -> None:
-        """Notes that the calling thread's save fails on this rank."""
+        """Records and logs why the calling thread's save fails on this rank."""
         save = self._saves.get(threading.current_thread())
         if save is not None:
             save.error = describe(error)
             logger.error("%s failed: %s", save.name, save.error)
 
     def committed(self) -> None:
-        """Notes that the calling thread's save is committed."""
+        """Ends the calling thread's save as committed."""
         save = self._saves.pop(threading.current_thread(), None)
         if save is not None:
             self._last_committed = save.path
@@ -328,7 +327,7 @@ class KnownTables:
         return tuple(self._own)
 
     def find(self, digest: bytes) -> bytes | None:
-        """A table by its digest; None if it is unknown."""
+        """Finds a table by its digest."""
         return self._tables.find(digest)
 
     def add_own(self, digest: bytes) -> None:
@@ -396,8 +395,8 @@ class SaveTables:
             return self._promised[part.table_digest]
         except KeyError:
             raise WriteError(
-                f"rank {part.rank} has not sent the places of its data, and the coordinator does not know them: plans "
-                f"of two saves were mixed up. Give each save the planner's own plans."
+                f"rank {part.rank} has not sent the locations of its data, and the coordinator does not know them: "
+                f"plans of two saves were mixed up. Give each save the planner's own plans."
             ) from None
 
 

@@ -166,17 +166,14 @@ class FilesOfSave:
             self._requests = plan_files(sources, self.rank, self._save_id, most, first=self._first)
         else:
             if not self._number:
-                self._begin(self._known, sources, digest)
+                # The names of sources are unique.
+                self._contents = dict(zip(map(_described, sources), self._timed(digest, sources), strict=True))
+                self._number, found, self._histories = self._known.begin(self._contents)
+                # Only files with the same kinds of hashes, because others differ from what would be written instead.
+                most, sha256 = self.options.limits.max_reuses, self.options.sha256
+                self._candidates = [file for file in found if file.uses < most and file.sha256 == sha256]
             self._requests = self._plan_reuse(sources)
         return self._requests
-
-    def _begin(self, known: KnownFiles, sources: Sequence[TensorSource], digest: _Digest) -> None:
-        """Compares the tensors with known files. The names of sources are unique."""
-        self._contents = dict(zip(map(_described, sources), self._timed(digest, sources), strict=True))
-        self._number, found, self._histories = known.begin(self._contents)
-        # Only files with the same kinds of hashes, because others differ from what would be written instead.
-        most, sha256 = self.options.limits.max_reuses, self.options.sha256
-        self._candidates = [file for file in found if file.uses < most and file.sha256 == sha256]
 
     def _plan_reuse(self, sources: Sequence[TensorSource]) -> tuple[FileRequest, ...]:
         """Distributes tensors over files: first adopted ones, then those of unchanging tensors, then the rest."""

@@ -46,7 +46,7 @@ from .engine import SaveTables, keeping_rank
 from .keeping import KeptSave, KeptState
 from .report import SaveReport, report_of, warn_if_stale
 from .reuse import FilesOfSave
-from .write_plan import Item, in_files, resolve, warn_of_refused, write_results
+from .write_plan import Item, in_files, resolve, warn_about_untrusted, write_results
 
 if TYPE_CHECKING:
     from .saver import Saver
@@ -197,7 +197,7 @@ class Save:
                 saver.stager.written(self._staged)
             if not saver.options.cache_staged_state_dict:
                 saver.engine.client.free()
-        warn_of_refused(items, saver.engine.looked_at)
+        warn_about_untrusted(items, saver.engine.checked_keys)
         self._lap("write", sum(item.tensor.nbytes for item in items))
         self._spans += written.spans
         self._written = written
@@ -346,13 +346,13 @@ class Save:
         refuses = self.commits and not self._saver.options.overwrite
         if refuses and storage.head(metadata_file_name(self.metadata_rank)) is not None:
             raise WriteError(
-                f"{storage.path}: Checkpoint already exists and overwrite=False: save to another path, or pass "
-                f"overwrite=True"
+                f"{storage.path}: Checkpoint already exists and overwrite=False. Save to another path, or pass "
+                f"overwrite=True."
             )
         if self.metadata_rank is not None and storage.head(metadata_file_name()) is not None:
             raise WriteError(
                 f"{storage.path} holds a checkpoint of all ranks, which every load would take for the one "
-                f"that is saved here without collectives: remove that, or save to another path"
+                f"that is saved here without collectives. Remove that, or save to another path."
             )
 
     def _record_files(self, items: Sequence[Item]) -> None:
@@ -374,9 +374,9 @@ class Save:
             return saver.engine.client.write(files, stored, self._staged, lambda: saver.closed, progress)
 
     def wrote(self, written: WriteDone) -> None:
-        """Records that this rank has written its files. The save may still fail on another rank."""
+        """Records that this rank has written its files."""
         if self._files is not None:
-            self._files.note(self.storage, [file.name for file in written.files])
+            self._files.set(self.storage, [file.name for file in written.files])
 
     def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
@@ -421,7 +421,7 @@ class Save:
     def _check_wanted(self) -> None:
         """Raises `Refused` if the save has been abandoned."""
         if self.is_given_up:
-            raise Refused(f"{self.path} has hung for too long")
+            raise Refused(f"gave up on {self.path}: its storage did not respond")
         if self._saver.closed and self._staged is not None:
             raise Refused(f"the writer was closed before the save to {self.path} was over")
 
@@ -468,7 +468,7 @@ class Save:
             self._give_up()
             raise WriteError(
                 f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. What was "
-                f"begun there may still happen later"
+                f"begun there may still happen later."
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:

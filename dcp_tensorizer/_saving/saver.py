@@ -104,7 +104,7 @@ class Saver:
         self.stager.prewarm(state_dict)
 
     def pick_up(self) -> None:
-        """Lets the flush continue with saves that an earlier job has left in the local folder, if there is one."""
+        """Resumes the flush of saves that an earlier job has left in the local folder, if there is one."""
         if self.flushing is not None and not self.closed:
             self.engine.open(self)
             self._flushes = True
@@ -147,7 +147,7 @@ class Saver:
             return self.stager.refuse(StagingError(_CLOSED))
         self.engine.keeping.begin_staging(self.engine.saves)
         started = time.perf_counter()
-        if (error := self._wait_for_room()) is not None:
+        if (error := self._wait_for_flush()) is not None:
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         spans = Span("wait", called, started), Span("stage", started, time.perf_counter())
@@ -249,7 +249,7 @@ class Saver:
         with suppress(WriterProcessDied):  # it cannot be started now; the save will report it
             self.engine.client.ensure_process()
 
-    def _wait_for_room(self) -> StagingError | None:
+    def _wait_for_flush(self) -> StagingError | None:
         """Waits while too many checkpoints are only in the local folder; returns the reason if it gives up."""
         flushing, most = self.flushing, self.options.max_unflushed
         if flushing is None or flushing.unflushed() < most:
@@ -274,7 +274,7 @@ class Saver:
                 f"would save alone, over the others. Close the writer before destroy_process_group()."
             )
         if path is None:
-            raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
+            raise WriteError("no path: pass one to the writer, or checkpoint_id= to the save")
         return absolute_path(path, directory)
 
     def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:

@@ -64,8 +64,8 @@ class TieredSave(Save):
         place = place_of(target.remote, where)
         if place is None:
             raise WriteError(
-                f"{redact(str(where))} is not below {target.name}, which {target.local} mirrors: save below the "
-                f"writer's path, or use a writer without local="
+                f"{redact(str(where))} is not below {target.name}, which {target.local} mirrors. Save below the "
+                f"writer's path, or use a writer without local=."
             )
         self._place = place  # the checkpoint's path in the folder
         storage = LocalStorage(target.folder(place))
@@ -76,16 +76,13 @@ class TieredSave(Save):
         """Opens the directory; asks the remote only if necessary."""
         if self.commits and not (self._saver.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
-            self._check_not_on_its_way()
-
-    def _check_not_on_its_way(self) -> None:
-        name = metadata_file_name(self.metadata_rank)
-        for _, record in () if self._saver.options.overwrite else self._flushing.open_records():
-            if record.place == self._place and record.commit is not None and record.commit.name == name:
-                raise WriteError(
-                    f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, and "
-                    f"not on the remote yet: save to another path, or pass overwrite=True"
-                )
+            name = metadata_file_name(self.metadata_rank)
+            for _, record in () if self._saver.options.overwrite else self._flushing.open_records():
+                if record.place == self._place and record.commit is not None and record.commit.name == name:
+                    raise WriteError(
+                        f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, "
+                        f"and not on the remote yet. Save to another path, or pass overwrite=True."
+                    )
 
     # --- this rank's files ------------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ class WriterClient:
         Otherwise this process writes them: if nothing was staged, if the storage is this process's own memory, if the
         buffer's descriptor was closed, or if no process can be started. If the writer process dies, a fresh one writes
         everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. ``progress``
-        is told the bytes that are written, about once a second.
+        is called with the bytes written so far, about once a second.
 
         Raises `WriteError`, and then no file is left; shared ones are of no use.
         """
@@ -177,7 +177,7 @@ class WriterClient:
         logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
 
     def flush(self, target: FlushTarget, context: ProcessContext) -> None:
-        """Lets the writer process flush a local folder from now on, and starts one if there is none.
+        """Requests the flush of a local folder from the writer process, and starts one if there is none.
 
         Raises `WriterProcessDied` if it cannot be started, or has ended.
         """
@@ -192,8 +192,8 @@ class WriterClient:
         context: ProcessContext | None = None,
         is_closed: Callable[[], bool] = lambda: False,
     ) -> tuple[PublishedVersion, Claim]:
-        """Lets the writer process publish a version, and waits for it. If it dies, a fresh one tries once more, unless
-        ``is_closed`` returns true.
+        """Publishes a version in the writer process. If it dies, a fresh one tries once more, unless ``is_closed``
+        returns true.
 
         Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has died
         as well, or one was killed because it made no progress.

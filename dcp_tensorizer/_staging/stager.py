@@ -51,12 +51,10 @@ class _Snapshot:
 
     @property
     def devices(self) -> list[int]:
-        """The devices of the sources."""
         return [index for index in dict.fromkeys(self.places) if index is not None]
 
     @property
     def nbytes(self) -> int:
-        """The size of a buffer for the copies."""
         if not self.devices:  # nothing is cast
             return sum(map(aligned, map(attrgetter("nbytes"), self.sources)))
         pairs = zip(self.sources, self.dtypes, strict=True)
@@ -64,12 +62,15 @@ class _Snapshot:
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
-        """Builds the staged state dict from the copies of `sources`; called once."""
         staged = copied
         if self.in_place or self.omitted:
             others = iter(copied)
             staged = (
-                t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
+                t
+                if n in self.in_place
+                else torch.empty(t.shape, dtype=t.dtype, device="meta")  # can be planned, and has no values
+                if n in self.omitted
+                else next(others)
                 for n, t in enumerate(self.tensors)
             )
         return fill_tensors(self.structure, self.listed, staged, self.dtype_of)  # type: ignore[no-any-return]
@@ -122,7 +123,14 @@ class Stager:
         self.saves.reclaim()
         snapshot = self._snapshot(state_dict)
         pin_for = self._pin_for(snapshot.devices)
-        self.saves.prewarm(snapshot.nbytes, lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
+
+        def make(nbytes: int) -> SharedBuffer:
+            buffer = SharedBuffer(nbytes)
+            if pin_for is not None:
+                buffer.pin(self._device, pin_for)
+            return buffer
+
+        self.saves.prewarm(snapshot.nbytes, make)
 
     def stage(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
@@ -174,7 +182,7 @@ class Stager:
         return staged
 
     def written(self, staged_save: StagedSave) -> None:
-        """Notes that the save no longer needs the buffer. Without a cache its memory is freed when the save is over."""
+        """Releases the buffer of a save that has written. Without a cache its memory is freed when the save is over."""
         if not self._keeps_buffer and staged_save.buffer is not None:
             staged_save.buffer.close()
 
@@ -189,16 +197,13 @@ class Stager:
             staged_save.hold_training()
 
     def _empty(self) -> StagedStateDict:
-        """An empty staged state dict, which is not yet one of the saves that others wait for."""
         staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer)
         return StagedStateDict({}, staged_save, functools.partial(self.saves.wait_turn, self))
 
     def _copy_beside(self, snapshot: _Snapshot, staged: StagedStateDict, is_kept: bool) -> None:
-        """Copies on a thread of its own, which would take the interpreter from ``async_save`` until it returns.
-
-        So it begins when the thread of the save waits for it: that is the last thing that ``async_save`` starts.
-        """
-        staged.staged_save.wait_awaited(_RETURN_SECONDS)
+        # It would take the interpreter from ``async_save``, so it begins when the save's thread waits for it: that is
+        # the last thing that ``async_save`` starts.
+        staged.staged_save.wait_for_consumer(_RETURN_SECONDS)
         self._copy(snapshot, staged, is_kept)
 
     @torch.inference_mode(False)
@@ -238,7 +243,6 @@ class Stager:
 
     @collector_paused()
     def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer) -> tuple[list[torch.Tensor], Copies]:
-        """Makes a staged tensor for each source, and begins to copy those in host memory."""
         sources, dtypes, places = snapshot.sources, snapshot.dtypes, snapshot.places
         shapes = list(map(attrgetter("shape"), sources))
         if snapshot.devices:
@@ -272,17 +276,4 @@ class Stager:
         return _Snapshot(structure, listed, tensors, in_place, omitted_tensors, shared, *of_sources)
 
     def _pin_for(self, devices: Sequence[int]) -> int | None:
-        """The first device from which this process copies anything."""
         return devices[0] if self.way.copies_from_devices and devices else None
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that stands for one that is not staged: it can be planned, but has no values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _new_buffer(nbytes: int, device: Device, index: int | None) -> SharedBuffer:
-    buffer = SharedBuffer(nbytes)
-    if index is not None:
-        buffer.pin(device, index)
-    return buffer

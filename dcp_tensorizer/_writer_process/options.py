@@ -56,14 +56,14 @@ def check_copies(
     """
     check_count("copies", copies)
     if copies not in (1, 2):
-        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
+        raise ValueError(f"copies must be 1 or 2, got {copies!r}")
     if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
-        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
+        raise TypeError(f"copy_rate must be a number of bytes a second, or None, got {rate!r}")
     if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
-        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
+        raise ValueError(f"copy_rate must be None, or at least {LEAST_RATE:g} bytes a second, got {rate!r}")
     for name, value in (("failure_domain", failure_domain), ("interface", interface)):
         if value is not None and (not isinstance(value, str) or not value):
-            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
+            raise TypeError(f"{name} must be a string, or None, got {value!r}")
     if copies == 2:
         if not seconds:
             raise ValueError("copies=2 needs survive=: it says how long states are kept")

@@ -59,7 +59,7 @@ _MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some
 _PROGRESS_SECONDS = 1.0
 # The memory for parts that is kept between saves: all that two threads and a local disk need. Saves get 3-15% faster.
 _KEPT_BYTES = 64 << 20
-_ABANDON_SECONDS = 20.0  # for removing the files, while a whole staged state is kept in memory for no use
+_ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory meanwhile
 
 
 class SpareCores:
@@ -92,7 +92,6 @@ def _first_line_of_stat() -> str:
 
 
 def _thread_ids() -> set[int]:
-    """The threads of this process."""
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
@@ -208,7 +207,6 @@ class Worker:
         return self._run(job.run, lambda: job.bytes_written)
 
     def _fill(self, sources: Sequence[TensorSource], number: int, start: int, memory: np.ndarray) -> None:
-        """Fills memory with bytes of a tensor."""
         memory[:] = np.frombuffer(self._bytes(sources[number])[start : start + memory.nbytes], dtype=np.uint8)
 
     def _run(self, work: Callable[[], _T], progress: Callable[[], int]) -> _T:
