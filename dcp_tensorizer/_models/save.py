@@ -324,10 +324,10 @@ class ModelSave(Save):
         try:
             for start in range(0, max(1, nbytes), step):
                 sink.put(start, memory[start : start + step])
-            parts = sink.finish()
+            sink.complete()
         finally:
-            sink.close()
-        self._others = (*self._others[:-1], _OtherFile(file, parts, replaces))
+            sink.abort()
+        self._others = (*self._others[:-1], _OtherFile(file, sink.parts, replaces))
 
     def _drop_files(self) -> None:
         """Drops the files that were begun, if they are not a model by now. Idempotent."""

@@ -42,8 +42,7 @@ from .commit import (
     remove_with_records,
     replaced_files,
 )
-from .engine import SaveTables, keeping_rank
-from .keeping import KeptSave, KeptState
+from .engine import SaveTables
 from .report import SaveReport, report_of, warn_if_stale
 from .reuse import FilesOfSave
 from .write_plan import Item, in_files, resolve, warn_about_untrusted, write_results
@@ -107,7 +106,6 @@ class Save:
         self.metadata_rank: int | None = None
         self.is_given_up = False
         self._staged = staged
-        self.kept: KeptSave | None = None
         description: SaveDescription = (None if staged is None else staged.description) or SaveDescription()
         self._record, self._files = description.record, description.files
         self._spans, self._lapped = [*description.spans], time.perf_counter()
@@ -136,8 +134,6 @@ class Save:
         self.rank = rank
         self.commits = is_coordinator or not use_collectives
         self.metadata_rank = None if use_collectives else rank
-        if not use_collectives:
-            self.kept = None  # no rank would know what the others keep
         self._saver.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self, plan: SavePlan) -> SavePlan:
@@ -148,16 +144,12 @@ class Save:
         """
         with self.or_fail():
             self.open()
-            keeping = None if self.kept is None else self.kept.planned(plan)
-            return plan if self.commits else self._tables.offer(plan, keeping)
+            return plan if self.commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
         with self.or_fail():
-            states: list[KeptState | None] = [None] * len(plans)
-            if self.kept is not None:
-                states = [*self.kept.begin(self.id, [keeping_rank(plan) for plan in plans], self.rank)]
-            return [self._tables.answer(plan, state) for plan, state in zip(plans, states, strict=True)]
+            return [self._tables.answer(plan) for plan in plans]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's items, and makes them durable.
@@ -235,8 +227,6 @@ class Save:
     # --- the parts of the hooks -------------------------------------------------------------------------------------
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
-        if self.kept is not None and not self._saver.closed:
-            self.kept.keep(self._tables.told(plan), planner, self.rank)
         items = self._resolved(plan, planner)
         self._record_files(items)
         written = self.write_items(items)
@@ -296,8 +286,6 @@ class Save:
 
     def _committed(self) -> None:
         """Does what follows the commit, before the files that it has replaced are removed."""
-        if self.kept is not None:
-            self.kept.committed()
 
     def _lap(self, name: str, nbytes: int = 0) -> None:
         """Records a span, which began when the one before ended."""

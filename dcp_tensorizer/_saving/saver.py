@@ -31,7 +31,6 @@ from .._writer_process.gpu_ipc import DeviceWay
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
-from .keeping import KeptSave
 from .report import Freshness, Reports, SaveCallbacks
 from .save import Save, SaveDescription
 from .tiered_save import TieredSave
@@ -145,7 +144,6 @@ class Saver:
             if self._leave():
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
-        self.engine.keeping.begin_staging(self.engine.saves)
         started = time.perf_counter()
         if (error := self._wait_for_flush()) is not None:
             return self.stager.refuse(error)
@@ -191,8 +189,6 @@ class Saver:
             with self._numbering:
                 save_id, self.next_id = self.next_id, uuid.uuid4().hex
             save = self.kind(self, save_id, where, staged_save)
-            if staged_save is not None and self.options.survive:
-                save.kept = KeptSave(self.engine.keeping, where, save.storage, self.options, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
@@ -224,7 +220,6 @@ class Saver:
         if self._alive_mark is not None:
             self._alive_mark.end()
         if self._leave():
-            self.engine.keeping.end(deadline, is_abandoned=not is_over)
             self.engine.end_process(deadline)
         elif not is_over:
             self.engine.client.end_process(deadline)

@@ -33,7 +33,7 @@ from dcp_tensorizer._loading.validate import (
 )
 from dcp_tensorizer._storage.open import open_storage
 
-from ...support import stored_item as make_item
+from ...lab.seams import stored_item as make_item
 
 
 def entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:

@@ -23,7 +23,7 @@ from dcp_tensorizer._saving.write_plan import Item, in_files, resolve, warn_abou
 from dcp_tensorizer._tensor_file.names import MAX_INLINE_BYTES, StoredItem
 from dcp_tensorizer._writer_process.protocol import FileResult, TensorSource, WriteDone
 
-from ...support import same
+from ...lab.states import same
 
 
 def planned(
@@ -160,7 +160,7 @@ def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> Non
     planner = Flattening()
     plan, _ = planned({"w": torch.ones(2, 3)})
     planner.set_up_planner({"w": torch.ones(2, 3)})
-    with pytest.raises(WriteError, match=r"'w'.* of shape \(2, 3\) .*resolve_data gave \(6,\)"):
+    with pytest.raises(WriteError, match=r"'w'.* of shape \(2, 3\).*resolve_data gave \(6,\)"):
         resolve(plan, planner)
 
 

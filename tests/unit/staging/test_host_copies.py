@@ -13,8 +13,8 @@ from dcp_tensorizer._staging import tensor_copy
 from dcp_tensorizer._staging.device import SideStreams
 from dcp_tensorizer._staging.tensor_copy import Copies
 
-from ...simulated import SimulatedDevice
-from ...support import filled, same
+from ...lab.simulated import SimulatedDevice
+from ...lab.states import filled, same
 
 _MEGABYTE = 1 << 18  # elements of float32
 
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 def host_copies(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> Copies:
     """Copies without devices."""
-    return Copies(staged, sources, [None] * len(sources), SideStreams(SimulatedDevice()), threads)
+    copies = Copies(SideStreams(SimulatedDevice()), threads)
+    copies.add(staged, sources, [None] * len(sources))
+    return copies
 
 
 def copied(sources: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
