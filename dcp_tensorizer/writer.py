@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._planning.wholes import checked_messages, wholes_of
+from ._planning.global_plan import checked_messages, wholes_of
 from ._runtime.forks import in_child
 from ._runtime.gc_pause import age_objects
 from ._runtime.ranks import world_size_of_job

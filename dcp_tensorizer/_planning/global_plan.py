@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,15 +31,18 @@ from .columns import (
     KINDS,
     Columns,
     EncodedColumns,
+    Row,
     Spec,
     Table,
     Unsupported,
     columns_of,
+    columns_of_rows,
     encode,
     merge_paths,
     pack,
     pack_integers,
     pack_paths,
+    row_of,
     unpack,
     unpack_integers,
     unpack_paths,
@@ -430,3 +433,43 @@ def _pack_rules(rules: StateRules) -> bytes:
 def _unpack_rules(keys: list[Any], rows: Any, properties: list[TensorProperties], layouts: bytes) -> StateRules:
     made = [ChunkLayout.from_row(row) for row in _decode_layouts(layouts)]
     return StateRules(keys, unpack_integers(rows).reshape(-1, 2), properties, made)
+
+
+# --- ranks that disagree on tensors that are not sharded, with planners that do not check it themselves ---------------
+#
+# torch's planner keeps the tensor of one rank, and drops those of others before a storage sees the plans. So each rank
+# sends its whole tensors to the coordinator beside its plan. `SavePlanner` has them in its columns.
+
+
+class Wholes(NamedTuple):
+    """A rank's whole tensors, sent in ``SavePlan.storage_data`` together with the storage's own message."""
+
+    columns: EncodedColumns
+    message: Any
+
+
+def wholes_of(plan: SavePlan, message: Any) -> Any:
+    """A message that also has the whole tensors of a rank's plan, unless `SavePlanner` has made the plan."""
+    if isinstance(plan, CompactPlan):
+        return message
+
+    def rows() -> Iterator[Row]:
+        for item in plan.items:
+            data = item.tensor_data
+            if data is not None and data.chunk is not None and data.chunk.sizes == data.size:
+                try:
+                    yield row_of(item)
+                except Unsupported:  # of a user's planner
+                    continue
+
+    return Wholes(encode(columns_of_rows(rows(), None)[0]), message)
+
+
+def checked_messages(messages: Sequence[Any]) -> list[Any]:
+    """The messages of the ranks by themselves; raises `WriteError`, as `merge` does, if ranks disagree on a tensor."""
+    sent = {message.columns.digest: message.columns for message in messages if isinstance(message, Wholes)}
+    if len(sent) > 1:
+        tables: dict[bytes, Table] = {}
+        nothing, _ = columns_of_rows((), None)
+        merge([m.columns.decode(tables) if isinstance(m, Wholes) else nothing for m in messages], to_lowest_rank=True)
+    return [message.message if isinstance(message, Wholes) else message for message in messages]

@@ -42,9 +42,9 @@ from .commit import (
     remove_with_records,
     replaced_files,
 )
-from .engine import SaveTables
 from .report import SaveReport, report_of, warn_if_stale
 from .reuse import FilesOfSave
+from .tables import SaveTables
 from .write_plan import Item, in_files, resolve, warn_about_untrusted, write_results
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ class Save:
 
     Attributes:
         storage: The directory that this rank writes to.
-        kept: The state in memory, if it is kept there during the save.
         path: The checkpoint's path for messages and reports, without credentials.
         commits: This rank commits, for all ranks or for itself.
         metadata_rank: The rank in the metadata file's name; None if one file is for all.

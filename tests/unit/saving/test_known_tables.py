@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer._index.locations import RankPlaces
-from dcp_tensorizer._saving.engine import KnownTables, Offer, SaveTables
+from dcp_tensorizer._saving.tables import KnownTables, Offer, SaveTables
 from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer.errors import WriteError
 
