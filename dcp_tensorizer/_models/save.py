@@ -173,7 +173,15 @@ class ModelSave(Save):
             self._drop_files()
         super().end()
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Writes this rank's part of the files: see `Save.write`."""
+        self._lap("plan")
+        with self.whole_or_nothing():
+            job = self._run_job(plan, planner)
+        self._end_write(job.items, job.done)
+        return [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
+
+    def _run_job(self, plan: SavePlan, planner: SavePlanner) -> _RankJob:
         layout = plan.storage_data
         if not isinstance(layout, RankLayout):
             raise WriteError(
@@ -190,7 +198,7 @@ class ModelSave(Save):
                 self._drop_files()
             if job.error is not None:
                 raise job.error
-        return job.items, job.done, [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
+        return job
 
     def _progress(self, own: Pieces) -> AbstractContextManager[Callable[[int], object]]:
         return self._saver.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))

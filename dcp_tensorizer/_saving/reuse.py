@@ -149,15 +149,6 @@ class FilesOfSave:
         self._digest_seconds = 0.0
 
     def request(self, sources: Sequence[TensorSource], digest: _Digest) -> WriteRequest:
-        """The request to write tensors in the writer process; ``digest`` takes the XXH3-128 of each, if needed."""
-        return WriteRequest(self.storage.location, self.options, self.plan(sources, digest))
-
-    def job(self, items: Sequence[Item], contents: Callable[[TensorSource], memoryview], digest: _Digest) -> FileJob:
-        """The job of writing items in this process; ``contents`` returns the bytes of each."""
-        sources = [item.source() for item in items]
-        return FileJob(self.storage, self.plan(sources, digest), contents, self.options)
-
-    def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
         """Distributes tensors over files; ``digest`` takes the XXH3-128 of each, if they are needed."""
         self._first += len(self._requests)
         self._requests = ()
@@ -173,7 +164,12 @@ class FilesOfSave:
                 most, sha256 = self.options.limits.max_reuses, self.options.sha256
                 self._candidates = [file for file in found if file.uses < most and file.sha256 == sha256]
             self._requests = self._plan_reuse(sources)
-        return self._requests
+        return WriteRequest(self.storage.location, self.options, self._requests)
+
+    def job(self, items: Sequence[Item], contents: Callable[[TensorSource], memoryview], digest: _Digest) -> FileJob:
+        """The job of writing items in this process; ``contents`` returns the bytes of each."""
+        sources = [item.source() for item in items]
+        return FileJob(self.storage, self.request(sources, digest).files, contents, self.options)
 
     def _plan_reuse(self, sources: Sequence[TensorSource]) -> tuple[FileRequest, ...]:
         """Distributes tensors over files: first adopted ones, then those of unchanging tensors, then the rest."""

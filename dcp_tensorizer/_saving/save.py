@@ -155,12 +155,33 @@ class Save:
 
         Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
         """
-        saver = self._saver
         self._lap("plan")
         if self.has_one_id:
             self.id = self._tables.save_of(plan) or self.id
+        with self.whole_or_nothing():
+            items = self._resolved(plan, planner)
+            self._record_files(items)
+            written = self.write_items(items)
+            try:
+                self._tell_digests(items, written)
+                saver, record = self._saver, self._record
+                compare = None if record is None else functools.partial(saver.freshness.compare, record.step)
+                results = write_results(items, written, self.rank, planner, saver.options.cipher, compare)
+                if not self.commits:
+                    results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
+                self.wrote(written)
+            except BaseException:
+                self.remove([file.name for file in written.files])
+                raise
+        self._end_write(items, written)
+        return results
+
+    @contextmanager
+    def whole_or_nothing(self) -> Iterator[None]:
+        """Releases the staged state after a write, and removes the save's record if the write fails."""
+        saver = self._saver
         try:
-            items, written, results = self._write(plan, planner)
+            yield
         except BaseException as error:  # also KeyboardInterrupt: no file of this save may stay
             hung = error if isinstance(error, WriterProcessHung) else None
             if hung is not None:
@@ -188,14 +209,15 @@ class Save:
                 saver.stager.written(self._staged)
             if not saver.options.cache_staged_state_dict:
                 saver.engine.client.free()
-        warn_about_untrusted(items, saver.engine.checked_keys)
+
+    def _end_write(self, items: Sequence[Item], written: WriteDone) -> None:
+        warn_about_untrusted(items, self._saver.engine.checked_keys)
         self._lap("write", sum(item.tensor.nbytes for item in items))
         self._spans += written.spans
         self._written = written
         if not self.commits:
             self._end_turns()
             self._publish(self._report(written))
-        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
@@ -224,23 +246,6 @@ class Save:
         self._release()
 
     # --- the parts of the hooks -------------------------------------------------------------------------------------
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
-        items = self._resolved(plan, planner)
-        self._record_files(items)
-        written = self.write_items(items)
-        try:
-            self._tell_digests(items, written)
-            saver, record = self._saver, self._record
-            compare = None if record is None else functools.partial(saver.freshness.compare, record.step)
-            results = write_results(items, written, self.rank, planner, saver.options.cipher, compare)
-            if not self.commits:
-                results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
-            self.wrote(written)
-        except BaseException:
-            self.remove([file.name for file in written.files])
-            raise
-        return items, written, results
 
     def _resolved(self, plan: SavePlan, planner: SavePlanner) -> list[Item]:
         buffer = None if self._staged is None else self._staged.buffer
@@ -371,7 +376,7 @@ class Save:
 
         ``parts`` are the ranks' reports. Raises `WriteError`; see `commit.commit`.
         """
-        return self._in_time(lambda: self._commit(metadata, parts))
+        return self._in_time(functools.partial(self._commit, metadata, parts))
 
     def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         saver, storage = self._saver, self.storage

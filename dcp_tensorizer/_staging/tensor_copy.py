@@ -175,10 +175,11 @@ class Copies:
         return [pair for pair in pairs if pair[0] not in numbers]
 
     def copy_from_host(self) -> None:
-        """Makes this thread's copies from host memory, and waits for those of others."""
+        """Makes this thread's copies from host memory, with gradients off, and waits for those of others."""
         share, self._share = self._share, ([], [])
         try:
-            _copy(*share)
+            if share[0]:
+                copy_all(*share)
         finally:
             concurrent.futures.wait(self._begun)
         for copied in self._begun:
