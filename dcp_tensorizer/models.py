@@ -78,7 +78,7 @@ class Export(ModelOptions):
             )
 
     def path_of(self, step: int) -> str | os.PathLike[str]:
-        """The path of the export of a step."""
+        """Returns the path of the export of a step."""
         if isinstance(self.path, Path):
             return Path(str(self.path).replace("{}", str(step)))
         return str(self.path).replace("{}", str(step))

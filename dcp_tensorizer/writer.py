@@ -463,7 +463,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return save
 
     def _begun(self) -> Save | None:
-        """The calling thread's save of a staged state, if it has begun, and DCP has not called `set_up_storage_writer`.
+        """Returns the calling thread's save of a staged state, if it has begun, and DCP has not called
+        `set_up_storage_writer`.
 
         None after a planner failed between the two hooks: then DCP goes on to another path, or the state is dropped.
         """
@@ -479,7 +480,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
 
     def _begin(self, options: SaveOptions, callbacks: SaveCallbacks) -> None:
-        """Begins in the process that made the writer."""
         if options.staging == "device" and (setting := expandable_segments()) is not None:
             raise ValueError(
                 f"staging='device' and expandable segments ({setting}) cannot be combined: such memory is not safe to "

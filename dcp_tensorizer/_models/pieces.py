@@ -51,7 +51,8 @@ class TensorPart(NamedTuple):
 def part_of_row(
     layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int
 ) -> Iterator[TensorPart]:
-    """The part of a tensor in a file that a source has: a chunk of a tensor of the state dict, which has ``shape``.
+    """Returns the part of a tensor in a file that a source has: a chunk of a tensor of the state dict, which has
+    ``shape``.
 
     ``row`` is one of that tensor's in the layout. There is none if the chunk has no elements of it.
     """
@@ -67,7 +68,7 @@ def part_of_row(
 
 
 def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
-    """The pieces of the files that hold parts of tensors."""
+    """Returns the pieces of the files that hold parts of tensors."""
     found = []
     for part in parts:
         offsets, nbytes = runs_of_region(part.shape, *part.region, part.itemsize)
@@ -86,7 +87,7 @@ def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
 
 
 def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
-    """The offsets of runs, when each is cut into runs of ``size`` bytes."""
+    """Returns the offsets of runs, when each is cut into runs of ``size`` bytes."""
     if size == nbytes:
         return firsts
     return (firsts[:, None] + np.arange(0, nbytes, size, dtype=np.int64)).reshape(-1)
@@ -127,7 +128,7 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """The number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
+    """Returns the number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
@@ -176,12 +177,12 @@ class SharedFiles(NamedTuple):
     dtypes: Sequence[torch.dtype]
 
     def request(self, sources: Sequence[TensorSource], digest: object) -> SharedWriteRequest:
-        """The request to write them in the writer process."""
+        """Returns the request to write them in the writer process."""
         names = tuple(map(dtype_name, self.dtypes))
         return SharedWriteRequest(self.storage.location, self.options, self.files, self.pieces, tuple(sources), names)
 
     def job(self, items: Sequence[Item], contents: object, digest: object) -> SharedWriteJob:
-        """The job of writing them in this process."""
+        """Returns the job of writing them in this process."""
         fill = ItemBytes([item.tensor for item in items], self.dtypes).fill
         return SharedWriteJob(self.storage, self.files, self.pieces, fill, self.options)
 

@@ -204,7 +204,7 @@ class ModelSave(Save):
         return self._saver.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
-        """The items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
+        """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
         items = self._resolved(plan, planner)
         try:
             rows = layout.find([item.fqn for item in items])
@@ -226,7 +226,7 @@ class ModelSave(Save):
         ]
 
     def headers(self) -> list[torch.Tensor]:
-        """The headers of the files on the coordinator, which writes them; none on other ranks."""
+        """Returns the headers of the files on the coordinator, which writes them; none on other ranks."""
         files = () if self._plan is None else self._plan.files
         return [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
 
@@ -359,7 +359,6 @@ class ModelSave(Save):
         self._forget()
 
     def _forget(self, *names: str) -> None:
-        """Removes the record of the save, and the temporary names in it."""
         self._unmark(*names)
         with suppress(Exception):
             remove_uploads(self.storage, self.id)
@@ -431,7 +430,9 @@ class ModelSave(Save):
         return replaced
 
     def _other_files(self) -> dict[str, bytes]:
-        """The user's other files, by name; raises `Refused` if one is unreadable or named like a file of the model."""
+        """Returns the user's other files, by name; raises `Refused` if one is unreadable or named like a file of the
+        model.
+        """
         found: dict[str, bytes] = {}
         for given in self.model.files:
             path = Path(given)
@@ -647,9 +648,9 @@ class _RankJob:
 
 
 def _with_dtype(content: bytes, dtype: str) -> bytes:
-    """A configuration of transformers that names the weights' dtype, if it named one before; it may have others in it.
+    """Replaces the dtype that a configuration of transformers names for the weights, also in nested ones.
 
-    Otherwise, and if it is something else, it stays as it is.
+    Anything else stays as it is.
     """
     try:
         config = json.loads(content)
@@ -677,7 +678,7 @@ def _run_all(operations: deque[Callable[[], None]] | None) -> None:
 
 
 def _named_files(index: bytes | None) -> set[str]:
-    """The files that an index lists; none if it cannot be read, or they are elsewhere."""
+    """Returns the files that an index lists, unless it is unreadable, or they are in another directory."""
     with suppress(ValueError):
         return files_named(index)
     return set()

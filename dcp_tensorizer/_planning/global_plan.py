@@ -65,7 +65,7 @@ class GlobalPlan:
 
 
 def encoded(plan: SavePlan) -> EncodedColumns:
-    """A rank's plan as columns, which a received plan has already; raises `Unsupported`."""
+    """Returns a rank's plan as columns, which a received plan has already; raises `Unsupported`."""
     items = plan.items
     if type(plan) not in (SavePlan, CompactPlan) or not plan.usable:
         raise Unsupported
@@ -91,7 +91,9 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
 
 
 def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
-    """The entries of the state dict. Tensors of one shape are mostly sharded in the same way, which is checked once."""
+    """Returns the entries of the state dict. Tensors of one shape are mostly sharded in the same way, which is checked
+    once.
+    """
     layouts: dict[tuple[Any, ...], int] = {}
     properties: dict[tuple[Any, ...], int] = {}
     made: list[ChunkLayout] = []
@@ -124,7 +126,7 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
 def _problem(
     shape: tuple[int, ...], dims: Integers, starts: Integers, sizes: Integers, *, is_complete: bool
 ) -> tuple[str, list[int]] | None:
-    """Describes the fault in the chunks of a tensor, and names the chunks; None if there is none."""
+    """Describes the fault in the chunks of a tensor, if there is one, and names the chunks."""
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
         return f"a part has {dims[odd[0]]} dimensions, and the tensor has {len(shape)}", [int(odd[0])]
@@ -180,7 +182,7 @@ class Merged:
     hint: Integers  # the number of its chunk in its tensor; -1: none
 
     def by_key(self) -> Iterator[tuple[int, Integers]]:
-        """The written items, key by key, in the order of each key's first item."""
+        """Returns the written items, key by key, in the order of each key's first item."""
         keys, rows = self.columns.table.key_numbers, np.flatnonzero(self.kept)
         rows = rows[np.argsort(keys[rows], kind="stable")]
         parts = np.split(rows, np.flatnonzero(np.diff(keys[rows])) + 1) if len(rows) else []
@@ -254,7 +256,7 @@ def _ranks(ranks: Integers) -> str:
 
 
 def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:
-    """The number of each value; new ones get the next numbers. Most are known already."""
+    """Returns the number of each value; new ones get the next numbers. Most are known already."""
     numbers = list(map(known.get, values))
     return [known.setdefault(v, len(known)) if n is None else n for v, n in zip(values, numbers, strict=True)]
 
@@ -264,7 +266,7 @@ def _widened(rows: Integers, width: int) -> Integers:
 
 
 def _group(columns: list[Integers]) -> Integers:
-    """The number of each row's group, in order of first appearance. The rows of a group are equal."""
+    """Returns the number of each row's group, in order of first appearance. The rows of a group are equal."""
     count = len(columns[0])
     if not count:
         return np.zeros(0, dtype=np.int64)
@@ -307,7 +309,7 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
 
 
 def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
-    """The number of each chunk in its tensor. ``key`` is -1 for items that are not written.
+    """Returns the number of each chunk in its tensor. ``key`` is -1 for items that are not written.
 
     Raises `WriteError` if a key has several items that are not all shards.
     """
@@ -397,7 +399,6 @@ class RuleMetadata(Metadata):
         return metadata
 
     def _packed(self) -> tuple[bytes, bytes]:
-        """The rules, and the planner's data."""
         untouched = not {"state_dict_metadata", "planner_data"} & self.__dict__.keys()
         if untouched:
             content: tuple[bytes, bytes] = self.__dict__["_content"]
@@ -407,7 +408,7 @@ class RuleMetadata(Metadata):
 
 
 def _rules_of(described: Any) -> StateRules:
-    """The rules of entries; raises `Unsupported` for entries that are not torch's own."""
+    """Returns the rules of entries; raises `Unsupported` for entries that are not torch's own."""
     if not all(map(_is_torchs, described.values())):
         raise Unsupported
     try:
@@ -449,7 +450,7 @@ class Wholes(NamedTuple):
 
 
 def wholes_of(plan: SavePlan, message: Any) -> Any:
-    """A message that also has the whole tensors of a rank's plan, unless `SavePlanner` has made the plan."""
+    """Returns a message that also has the whole tensors of a rank's plan, unless `SavePlanner` has made the plan."""
     if isinstance(plan, CompactPlan):
         return message
 
@@ -466,7 +467,9 @@ def wholes_of(plan: SavePlan, message: Any) -> Any:
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Any]:
-    """The messages of the ranks by themselves; raises `WriteError`, as `merge` does, if ranks disagree on a tensor."""
+    """Returns the messages of the ranks by themselves; raises `WriteError`, as `merge` does, if ranks disagree on a
+    tensor.
+    """
     sent = {message.columns.digest: message.columns for message in messages if isinstance(message, Wholes)}
     if len(sent) > 1:
         tables: dict[bytes, Table] = {}

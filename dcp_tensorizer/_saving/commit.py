@@ -92,7 +92,6 @@ def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """The leftovers among those files with a save's id in their names that are wanted."""
     kept: set[str] = set()
     for name in names:
         if is_metadata_file_name(name):
@@ -107,7 +106,7 @@ def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str]
 
 
 def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[str]) -> list[str]:
-    """The files of models that saves have marked as their own, and that are not part of a model.
+    """Returns the files of models that saves have marked as their own, and that are not part of a model.
 
     A killed save has written them without an index that names them, or was about to remove them. ``names`` are all
     files of the directory, and ``temporary`` the temporary names by which saves mark files.
@@ -201,7 +200,7 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
 
 
 def replaced_files(storage: Storage, rank: int | None) -> set[str]:
-    """The data files of the checkpoint that `commit` would replace now.
+    """Returns the data files of the checkpoint that `commit` would replace now.
 
     It may be called while data is being written. If another job commits a checkpoint in between, its files stay.
     """
@@ -211,7 +210,7 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
 
 
 def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
-    """The index of a save as bytes; takes the options of `encode`, and raises `Refused`."""
+    """Returns the index of a save as bytes; takes the options of `encode`, and raises `Refused`."""
     try:
         return encode(metadata, parts, **options)
     except Exception as error:
@@ -241,7 +240,7 @@ def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """The data files that a metadata file names, read only from its head; raises `CheckpointError`."""
+    """Returns the data files that a metadata file names, read only from its head; raises `CheckpointError`."""
     file = find_index(storage, name)
     return set() if file is None else set(data_files(file.head))
 
@@ -289,7 +288,9 @@ def remove_uploads(storage: Storage, *save_ids: str) -> None:
 
 
 def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The uploads of saves with a record among the files of a directory: by save, the token of each by its name."""
+    """Returns the uploads of saves with a record among the files of a directory: by save, the token of each by its
+    name.
+    """
     found = {}
     for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
         with suppress(CheckpointError, msgspec.MsgspecError):
@@ -298,7 +299,7 @@ def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[s
 
 
 def marks_of_uploads(recorded: Mapping[str, Iterable[str]]) -> list[str]:
-    """The temporary names that mark files as those of `recorded_uploads`."""
+    """Returns the temporary names that mark files as those of `recorded_uploads`."""
     return [temporary_file_name(name, save_id) for save_id, names in recorded.items() for name in names]
 
 

@@ -77,7 +77,7 @@ class Engine:
             return not self._open
 
     def flushing(self, target: FlushTarget) -> Flushing:
-        """The flush of a local folder."""
+        """Returns the flush of a local folder."""
         known = self._flushings.get((target.local, target.name))
         if known is None or known.target != target:  # such as another writer's credentials
             known = self._flushings[target.local, target.name] = Flushing(self.client, target)
@@ -124,8 +124,8 @@ in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
-    """The engine of this process, made on first use: one whose writer process sees the GPUs, and one for everything
-    else.
+    """Returns the engine of this process, made on first use: one whose writer process sees the GPUs, and one for
+    everything else.
     """
     # Without a lock: a signal handler that makes a writer could interrupt its holder.
     return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))

@@ -151,5 +151,5 @@ class FailureCounter:
 
 
 def _counted_as(path: str, group: str | None) -> tuple[str | None, str]:
-    """What is counted together: many jobs have the step in the path."""
+    """Returns the key under which failures are counted. Many jobs have the step in the path."""
     return group, re.sub(r"\d+", "#", path)

@@ -131,18 +131,20 @@ class Flushing:
             self.queue.admit(name, run)
 
     def entries(self) -> list[FlushEntry]:
-        """All records; none, with a warning, if the folder cannot be read.
+        """Returns all records; none, with a warning, if the folder cannot be read.
 
         If one rank alone raised an error here, the others would wait for it.
         """
         return self._read(self.queue.entries)
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records of saves that are not on the remote yet; none, with a warning, if the folder cannot be read."""
+        """Returns the records of saves that are not on the remote yet; none, with a warning, if the folder cannot be
+        read.
+        """
         return self._read(self._open)
 
     def unflushed(self) -> int:
-        """The number of checkpoints that are in the local folder and not on the remote.
+        """Returns the number of checkpoints that are in the local folder and not on the remote.
 
         For ranks that do not commit, those whose files are not sent yet: the rank that commits waits for them.
         """
@@ -152,11 +154,11 @@ class Flushing:
         return max(counts.values(), default=0)
 
     def commits_before(self, save_id: str) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records of earlier saves that are not committed on the remote yet."""
+        """Returns the records of earlier saves that are not committed on the remote yet."""
         return [(e, record) for e, record in self.open_records() if e.id != save_id and record.commit is not None]
 
     def progress(self) -> list[tuple[str, float]]:
-        """A value that changes while the flush makes progress."""
+        """Returns a value that changes while the flush makes progress."""
         return [(entry.name, entry.changed) for entry, _ in self.open_records()]
 
     def wait(

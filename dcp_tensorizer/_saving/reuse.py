@@ -56,7 +56,7 @@ class _History:
         return self.same >= self.patience
 
     def after(self, digest: bytes, save: int) -> _History:
-        """The history after another save."""
+        """Returns the history after another save."""
         if digest == self.digest:
             return _History(digest, self.same + 1, self.patience, save)
         patience = min(_MAX_PATIENCE, 2 * self.patience) if self.is_steady else self.patience
@@ -167,7 +167,7 @@ class FilesOfSave:
         return WriteRequest(self.storage.location, self.options, self._requests)
 
     def job(self, items: Sequence[Item], contents: Callable[[TensorSource], memoryview], digest: _Digest) -> FileJob:
-        """The job of writing items in this process; ``contents`` returns the bytes of each."""
+        """Returns the job of writing items in this process; ``contents`` returns the bytes of each."""
         sources = [item.source() for item in items]
         return FileJob(self.storage, self.request(sources, digest).files, contents, self.options)
 
@@ -215,7 +215,7 @@ class FilesOfSave:
         return replace(done, files=tuple(results), seconds=seconds[0], hash_seconds=seconds[1])
 
     def _changed(self, done: WriteDone, digest: _Digest) -> set[TensorSource]:
-        """The tensors that were written from the trainer's own memory and no longer match their digests.
+        """Returns the tensors that were written from the trainer's own memory and no longer match their digests.
 
         Training must not change them during a save. If it does, that checkpoint is bad, but later ones must not be.
         """
@@ -230,8 +230,8 @@ class FilesOfSave:
         return {t for t, found in zip(map(_described, live), digests, strict=True) if self._contents[t] != found}
 
     def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
-        """A file that was written. If known files elsewhere are equal, as in a job that saves to two storages in turn,
-        it takes over their count of uses, so that they are not adopted too often.
+        """Returns a file that was written. If known files elsewhere are equal, as in a job that saves to two storages
+        in turn, it takes over their count of uses, so that they are not adopted too often.
         """
         contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
         uses = self._adopted[request.name].uses if request.homes else 0
@@ -254,5 +254,5 @@ class FilesOfSave:
 
 
 def _described(source: TensorSource) -> TensorSource:
-    """A tensor without its place in memory."""
+    """Returns a tensor without its place in memory."""
     return TensorSource(*source[:5])

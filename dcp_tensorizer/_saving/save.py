@@ -334,7 +334,6 @@ class Save:
         self._in_time(opened)
 
     def _check_free(self, storage: Storage) -> None:
-        """Raises `WriteError` if there is a checkpoint that must not be replaced."""
         refuses = self.commits and not self._saver.options.overwrite
         if refuses and storage.head(metadata_file_name(self.metadata_rank)) is not None:
             raise WriteError(
@@ -411,16 +410,12 @@ class Save:
         }
 
     def _check_wanted(self) -> None:
-        """Raises `Refused` if the save has been abandoned."""
         if self.is_given_up:
             raise Refused(f"gave up on {self.path}: its storage did not respond")
         if self._saver.closed and self._staged is not None:
             raise Refused(f"the writer was closed before the save to {self.path} was over")
 
     def _check_commit(self) -> None:
-        """Raises `Refused` if the save must not be committed: it was abandoned, or another run has claimed the
-        folder.
-        """
         self._check_wanted()
         if self._saver.owner is not None:
             self._saver.owner.check()
@@ -435,7 +430,6 @@ class Save:
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 
     def _release(self) -> None:
-        """Releases the directory. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -445,7 +439,6 @@ class Save:
             self._clean_up(lock.release)
 
     def _give_up(self) -> None:
-        """Stops waiting for the storage, which hangs."""
         self.is_given_up = True
         self.storage.give_up()
 

@@ -125,7 +125,7 @@ class TieredSave(Save):
             raise
 
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
-        """Writes to the local folder. If that fails, copies of older saves are removed there, and it is tried again."""
+        """Writes to the local folder, and if that fails once more, without its copies of older saves."""
         try:
             written = super().write_items(items)
         except WriterProcessDied:
@@ -247,7 +247,6 @@ class TieredSave(Save):
             raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not come for {own.timeout:g} s")
 
     def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
-        """Describes what a commit waits for."""
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})
             return f"data of rank {listed_ranks(ranks)} ({min(missing)})"
@@ -257,7 +256,7 @@ class TieredSave(Save):
         return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
 
     def _publish(self, report: SaveReport) -> None:
-        """Publishes a report, and once more when the remote has the save."""
+        """Publishes a report now, and again when the remote has the save."""
         super()._publish(report)
         arrived = self._saver.reports.arrived
         if self._is_published:
@@ -269,7 +268,6 @@ class TieredSave(Save):
     # --- without the local folder -----------------------------------------------------------------------------------
 
     def _leave_local_folder(self, error: Exception) -> None:
-        """Writes this rank's files to the remote from now on."""
         logger.warning(
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self.rank, self.storage.path, self.path, describe(error)),

@@ -78,7 +78,7 @@ class Item:
         return self.tensor.numel() > 0
 
     def source(self, memory: int | MappedFile | None = None, offset: int = 0) -> TensorSource:
-        """The description of the item's bytes and their place."""
+        """Returns the description of the item's bytes and their place."""
         tensor = self.tensor
         return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
 
@@ -90,7 +90,7 @@ def resolve(
     is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False,
     omitted: Set[str] = frozenset(),
 ) -> list[Item]:
-    """The items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
+    """Returns the items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
 
     All items are written at once. A planner that is not one of torch's own may make one item in the memory of the one
     before, so its tensors are copied, unless ``is_staged`` is true for them. ``omitted`` are keys that were not staged,
@@ -120,7 +120,7 @@ def resolve(
 
 
 def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
-    """The items that are in a rank's data files: those with bytes.
+    """Returns the items that are in a rank's data files: those with bytes.
 
     Tensors without elements are beside them, for other readers of tensorizer files. As in files that tensorizer writes,
     they are in no encrypted file, and of no dtype that would make a file unreadable. No file is made for them alone.
@@ -132,7 +132,7 @@ def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
 
 
 def plan_with(plan: SavePlan, storage_data: object) -> SavePlan:
-    """A plan with a message to the coordinator, or from it."""
+    """Returns a plan with a message to the coordinator, or from it."""
     plan = copy.copy(plan)  # `dataclasses.replace` would decode items that are decoded on demand
     object.__setattr__(plan, "storage_data", storage_data)
     return plan
@@ -147,7 +147,7 @@ def write_results(
     cipher: Cipher | None = None,
     compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
 ) -> list[WriteResult]:
-    """The results that DCP carries to the coordinator: one, with a `RankPlaces`, for any number of items.
+    """Returns the results that DCP carries to the coordinator: one, with a `RankPlaces`, for any number of items.
 
     ``compare`` compares the items with the save before (`Freshness.compare`). Raises `WriteError`, naming the key, if a
     key cannot be stored.
@@ -181,12 +181,12 @@ def _is_as_known(planner: SavePlanner, methods: Iterable[str]) -> bool:
 
 
 def _known(planner: SavePlanner) -> type[SavePlanner]:
-    """The class whose methods do what this module knows: torch's own planner, or this package's."""
+    """Returns the class whose methods do what this module knows: torch's own planner, or this package's."""
     return getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
-    """The small items of a rank that are not sharded, as many as fit into its share of the index."""
+    """Returns the small items of a rank that are not sharded, as many as fit into its share of the index."""
     free = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size_of_job())
     small: list[InlineItem] = []
     for item in items:
@@ -261,7 +261,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
 
 
 def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Raises `WriteError` if a planner returns another shape than it planned: no planner could load that."""
+    """Refuses another shape than the planned one, which loads rely on."""
     planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
     if planned is not None and planned != tensor.shape:
         raise WriteError(

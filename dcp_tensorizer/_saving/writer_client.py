@@ -232,7 +232,6 @@ class WriterClient:
     def _write_here(
         self, files: FilesOfSave | SharedFiles, items: Sequence[Item], progress: Callable[[int], object]
     ) -> WriteDone:
-        """Writes the items, in this process."""
         tensors = {item.name: item.tensor for item in items}
         # Several threads read them, with current streams of their own.
         self._device.side_streams.settle(tensors.values())
@@ -273,7 +272,7 @@ class WriterClient:
         return sources, extra
 
     def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
-        """A buffer for ``nbytes`` bytes, the kept one if it fits; None for 0 bytes."""
+        """Returns a buffer for ``nbytes`` bytes, unless that is 0: the cached one if it fits."""
         extra, self._extra = self._extra, None
         if extra is not None and (not nbytes or not extra.fits(nbytes)):
             extra.close()
@@ -284,7 +283,6 @@ class WriterClient:
         return extra
 
     def _keep(self, extra: SharedBuffer | None) -> None:
-        """Keeps a buffer for the next save, instead of the one that was kept."""
         extra, self._extra = self._extra, extra
         if extra is not None:
             extra.close()

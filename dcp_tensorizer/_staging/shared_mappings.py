@@ -51,7 +51,9 @@ class SharedMappings:
         self._files: dict[_Mapping, MappedFile | None] = {}
 
     def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
-        """The file, and the offset in it, of a tensor's bytes; None if another process cannot read them in C order."""
+        """Returns the file, and the offset in it, of a tensor's bytes; None if another process cannot read them in C
+        order.
+        """
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if tensor.device.type != "cpu" or not plain or not tensor.numel():
             return None
@@ -149,7 +151,6 @@ def map_shared(file: MappedFile) -> mmap.mmap:
 
 
 def _shared_mappings() -> list[_Mapping]:
-    """Reads the mappings, sorted by address."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -269,7 +269,7 @@ class StagedSave:
 
 
 def name_of_group() -> str | None:
-    """The name of the process group of the save on this thread. It does not keep the group alive."""
+    """Returns the name of the process group of the save on this thread. It does not keep the group alive."""
     group = group_of_save()
     return None if group is None else group.group_name
 
@@ -361,7 +361,7 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         staged.staged_save.watch(self)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The staged state dict, until a save takes it. It is complete when `StagedSave.wait_copied` returns."""
+        """Returns the staged state dict, until a save takes it. Complete when `StagedSave.wait_copied` returns."""
         staged = self._staged
         if staged is None:
             return {}

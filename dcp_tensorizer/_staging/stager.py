@@ -62,7 +62,7 @@ class _Snapshot:
         return sum(aligned(source.numel() * dtype.itemsize) for source, dtype in pairs)
 
     def layout(self) -> Layout:
-        """What decides where the sources are copied to, and how."""
+        """Returns what decides where the sources are copied to, and how."""
         placed = list(zip(self.sources, self.places, strict=True))
         return (
             self.places,

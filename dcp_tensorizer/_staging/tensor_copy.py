@@ -140,7 +140,7 @@ class Copies:
         return [pair for pairs in self._on_device.values() for _, pair in pairs]
 
     def plan(self, layout: Layout) -> BatchPlan:
-        """The batches that have been queued, for states of the same layout."""
+        """Returns the batches that have been queued, for states of the same layout."""
         return BatchPlan(layout, self._batches)
 
     def start(self) -> None:
@@ -203,7 +203,7 @@ def allocation_order(
     device: Device,
     limits: GatherLimits = DEFAULT_LIMITS,
 ) -> list[int]:
-    """The order in which to allocate staged tensors of some dtypes: first those that are gathered together.
+    """Returns the order in which to allocate staged tensors of some dtypes: first those that are gathered together.
 
     These are the small ones of one device and one element size, apart from those that batches take.
     """
@@ -293,13 +293,13 @@ def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -
 
 
 def unit_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which a fused kernel copies elements of a dtype without a change to their bits."""
+    """Returns the dtype as which a fused kernel copies elements of a dtype without a change to their bits."""
     return dtype if dtype in _FUSED else _INTEGER.get(dtype.itemsize, torch.int64)
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's elements. A dimension of one element may have any stride, and `view` as another dtype would
-    fail.
+    """Returns a contiguous tensor's elements. A dimension of one element may have any stride, and `view` as another
+    dtype would fail.
     """
     return plain.as_strided((plain.numel(),), (1,))
 

@@ -184,7 +184,6 @@ class FileJob:
 
 
 def _protocol(location: str) -> str:
-    """The protocol of a URL; empty for a path."""
     return location.partition("://")[0] if "://" in location else ""
 
 

@@ -198,5 +198,5 @@ class WriteDone:
         )
 
     def places(self) -> dict[str, tuple[StoredItem, int]]:
-        """The location of each tensor by its name, and the size of its file."""
+        """Returns the location of each tensor by its name, and the size of its file."""
         return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}

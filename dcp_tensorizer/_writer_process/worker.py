@@ -144,7 +144,6 @@ class Worker:
         return result, ()
 
     def _attach(self, call: Call, fds: list[int]) -> None:
-        """Maps new buffers, and unmaps those that no longer exist."""
         if self._snapshots is not None:
             self._snapshots.keep(set(call.kept))
         writable = self._snapshots is not None
@@ -266,7 +265,6 @@ class Worker:
 
 
 def _exit(abandon: Callable[[], None]) -> None:
-    """Ends this process, whatever it is doing."""
     abandoning = threading.Thread(target=abandon, name="abandon", daemon=True)
     abandoning.start()
     abandoning.join(_ABANDON_SECONDS)
