@@ -132,34 +132,31 @@ def round_count(layout: RankLayout) -> int:
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
-class ItemBytes:
-    """Returns the bytes of tensors by their numbers, converted to ``dtypes``. Several threads may ask.
+def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Fill:
+    """Returns a function for the bytes of tensors by their numbers, converted to ``dtypes``, that several threads may
+    call.
 
     Converted tensors, and copies from a GPU, are only kept for a moment, so that they are never all in memory.
     """
+    converted: OrderedDict[int, memoryview] = OrderedDict()
+    converting = free_in_child(threading.Lock())
 
-    def __init__(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
-        self._tensors = tensors
-        self._dtypes = dtypes
-        self._converted: OrderedDict[int, memoryview] = OrderedDict()
-        self._converting = free_in_child(threading.Lock())
-
-    def fill(self, number: int, start: int, memory: np.ndarray) -> None:
-        """Fills memory with a tensor's bytes from ``start`` on."""
-        data = self._bytes(number)[start : start + memory.nbytes]
-        memory[:] = np.frombuffer(data, dtype=np.uint8)
-
-    def _bytes(self, number: int) -> memoryview:
-        tensor, dtype = self._tensors[number], self._dtypes[number]
+    def bytes_of(number: int) -> memoryview:
+        tensor, dtype = tensors[number], dtypes[number]
         if tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous():
             return host_bytes(tensor)
-        with self._converting:
-            if number not in self._converted:
-                self._converted[number] = host_bytes(tensor.detach().to(dtype))
-                if len(self._converted) > _CONVERTED:
-                    self._converted.popitem(last=False)
-            self._converted.move_to_end(number)
-            return self._converted[number]
+        with converting:
+            if number not in converted:
+                converted[number] = host_bytes(tensor.detach().to(dtype))
+                if len(converted) > _CONVERTED:
+                    converted.popitem(last=False)
+            converted.move_to_end(number)
+            return converted[number]
+
+    def fill(number: int, start: int, memory: np.ndarray) -> None:
+        memory[:] = np.frombuffer(bytes_of(number)[start : start + memory.nbytes], dtype=np.uint8)
+
+    return fill
 
 
 class SharedFiles(NamedTuple):
@@ -183,7 +180,7 @@ class SharedFiles(NamedTuple):
 
     def job(self, items: Sequence[Item], contents: object, digest: object) -> SharedWriteJob:
         """Returns the job of writing them in this process."""
-        fill = ItemBytes([item.tensor for item in items], self.dtypes).fill
+        fill = fill_of([item.tensor for item in items], self.dtypes)
         return SharedWriteJob(self.storage, self.files, self.pieces, fill, self.options)
 
     def finish(self, done: WriteDone, digest: object) -> WriteDone:

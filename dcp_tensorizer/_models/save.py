@@ -55,11 +55,11 @@ from .._writer_process.shared_job import Pieces, SharedFilePart
 from ..errors import NotCommitted, ReadError, StagingError, WriteError, listed
 from .layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
 from .pieces import (
-    ItemBytes,
     PieceExchange,
     RankGroup,
     SharedFiles,
     TensorPart,
+    fill_of,
     part_of_row,
     pieces_of,
     round_count,
@@ -570,8 +570,8 @@ class _RankJob:
             own, shared = split(pieces, self._layout)
             self._write(own)
             if self._layout.has_granules:
-                source = ItemBytes([item.tensor for item in self._sources], self._dtypes)
-                exchange = PieceExchange(shared, self._layout, ranks, source.fill)
+                fill = fill_of([item.tensor for item in self._sources], self._dtypes)
+                exchange = PieceExchange(shared, self._layout, ranks, fill)
         except BaseException as error:
             self.error = error
         for number in range(round_count(self._layout)):
