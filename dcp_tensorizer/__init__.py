@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from ._publish.publisher import Publish, PublishedVersion, publish
     from ._saving.report import SaveReport
     from ._writer_process.options import SaveLimits
-    from .any_format import open_reader
     from .integrations.install import install, installed, uninstall
     from .manager import CheckpointManager
     from .models import Export, Parts, SafetensorsStorageWriter
     from .planner import LoadPlanner, SavePlanner
-    from .reader import TensorizerStorageReader
+    from .reader import TensorizerStorageReader, open_reader
     from .writer import TensorizerStorageWriter
 
 __all__ = [
@@ -94,12 +93,11 @@ _ON_USE = {
     "apply_delta": "_publish.apply",
     "install": "integrations.install",
     "installed": "integrations.install",
-    "open_reader": "any_format",
+    "open_reader": "reader",
     "publish": "_publish.publisher",
     "uninstall": "integrations.install",
 }
 _MODULES = (
-    "any_format",
     "convert",
     "data_parallel",
     "manager",

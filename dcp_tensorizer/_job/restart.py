@@ -38,9 +38,9 @@ from .._saving.saver import Saver
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
-from ..any_format import KeptReader
 from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
+from ..reader import KeptReader
 from .copies import MemoryVote, PeerCopies
 from .lineage import Place, RestoreChoice
 from .optimizer_state import dtypes_kept

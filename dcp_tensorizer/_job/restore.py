@@ -23,7 +23,6 @@ from .._runtime.torch_compat import local_parts, whole_size
 from .._runtime.validation import check_flags
 from .._saving.ties import identity_of
 from .._storage.base import Storage
-from ..any_format import open_reader
 from ..data_parallel import other_sizes
 from ..errors import (
     CheckpointError,
@@ -40,6 +39,7 @@ from ..errors import (
     unwrap,
 )
 from ..planner import LoadPlanner
+from ..reader import open_reader
 from .optimizer_state import OptimizerTarget, dtypes_kept
 from .ranks import Heartbeats
 from .steps import Step

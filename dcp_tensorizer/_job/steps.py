@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .._formats.own import read_head
+from .._formats.recognise import kind_of_file
 from .._index.schema import SaveRecord
-from .._loading.validate import kind_of_file, read_head
 from .._runtime.threads import in_threads
 from .._saving.commit import dead_files, remove
 from .._storage.base import Storage

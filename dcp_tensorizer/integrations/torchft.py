@@ -38,10 +38,9 @@ from .._saving.keeping import described
 from .._staging.buffer_pool import StagedSaves
 from .._staging.stager import Stager
 from .._tensor_file.encryption import require_libsodium
-from ..any_format import KeptReader
 from ..errors import ReadError, StagingError, StateMismatch, WriteError
 from ..planner import LoadPlanner, SavePlanner
-from ..reader import ReaderOptions, TensorizerStorageReader
+from ..reader import KeptReader, ReaderOptions, TensorizerStorageReader
 
 __all__ = ["TensorizerTransport"]
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
 from .._runtime.extras import needed
-from ..any_format import open_reader
+from ..reader import open_reader
 from ..writer import TensorizerStorageWriter
 
 with needed(__name__, "torchtitan"):

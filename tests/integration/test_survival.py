@@ -25,8 +25,8 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
+from dcp_tensorizer._formats.own import read_head
 from dcp_tensorizer._job import restart
-from dcp_tensorizer._loading.validate import read_head
 from dcp_tensorizer._memory import client, runtime_directory
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.protocol import Extent, Keep, KeptContent, KeptHead

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..._formats.catalog import check_chunks
 from ..._formats.torch_metadata import read_pickled
 from ..._index.layouts import Region
 from ..._loading.run import copy_elements
-from ..._loading.validate import check_chunks
 from ..._runtime.torch_compat import FsspecWriter, StorageInfo
 from ..._storage.base import Storage
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError

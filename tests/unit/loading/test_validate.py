@@ -20,17 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_tensorizer import MetadataError, NotCommitted, ReadError
+from dcp_tensorizer._formats.catalog import check_chunks, check_coverage, check_length
+from dcp_tensorizer._formats.recognise import not_committed
 from dcp_tensorizer._index.layouts import ChunkLayout, Region
-from dcp_tensorizer._loading.validate import (
-    check_chunks,
-    check_coverage,
-    check_files,
-    check_length,
-    check_own_parts,
-    check_world_size,
-    not_committed,
-    stored_item,
-)
+from dcp_tensorizer._loading.validate import check_files, check_own_parts, check_world_size, stored_item
 from dcp_tensorizer._storage.open import open_storage
 
 from ...support import stored_item as make_item

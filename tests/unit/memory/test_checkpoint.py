@@ -22,7 +22,7 @@ from dcp_tensorizer._memory.protocol import KeptContent, KeptHead
 from dcp_tensorizer._runtime.forks import Descriptor
 from dcp_tensorizer._saving.keeping import described
 from dcp_tensorizer._staging.stager import Stager
-from dcp_tensorizer.any_format import KeptReader
+from dcp_tensorizer.reader import KeptReader
 
 
 def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[KeptContent, Descriptor]:

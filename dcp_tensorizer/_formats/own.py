@@ -1,4 +1,4 @@
-"""Reads the index that ``.metadata`` holds: to DCP's ``Metadata``, and to the places that a load needs."""
+"""This package's own checkpoints, by the index that ``.metadata`` holds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.msgpack import Ext
@@ -22,15 +22,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from .._index import container
+from .._index.container import IndexFile, data_files, decoded, find_index, nonsense
+from .._index.entries import TensorValue, Value, values_of
+from .._index.layouts import ChunkLayout, Region
+from .._index.locations import IndexPlaces, hash_of, known_dtype
+from .._index.schema import Head, ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
 from .._runtime.gc_pause import collector_paused
-from .._tensor_file.names import StoredItem
+from .._tensor_file.names import StoredItem, metadata_file_name
 from .._trust.objects import load_object
 from ..errors import CheckpointError, MetadataError
-from .container import IndexFile, data_files, decoded, nonsense, read_head
-from .entries import TensorValue, Value, values_of
-from .layouts import ChunkLayout, Region
-from .locations import IndexPlaces, hash_of, known_dtype
-from .schema import ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
+from .catalog import Catalog, Piece
+
+if TYPE_CHECKING:
+    from .._storage.base import Storage
 
 # Releases of torch may have more or fewer of these fields: all but the dtype are deprecated.
 _FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
@@ -40,7 +45,37 @@ def decode(data: bytes, path: str) -> Metadata:
     """Decodes all of what `encode` made. Raises `MetadataError`, naming ``path``, if it is damaged or of another
     version.
     """
-    return Index(IndexFile(path, read_head(data, path), data)).stored_metadata()
+    return Index(IndexFile(path, container.read_head(data, path), data)).stored_metadata()
+
+
+def read_index(storage: Storage, rank: int | None = None) -> Index | None:
+    """Reads and checks a checkpoint's index: that of all ranks, or one rank's own. None if there is none.
+
+    The places of a large one are read on demand. Raises `MetadataError` if it is damaged or of another format, and
+    `ReadError` if it cannot be read.
+    """
+    name = metadata_file_name(rank)
+    file = find_index(storage, name)
+    if file is None:
+        return None
+    index = Index(file)
+    own = index.head.rank
+    if own != rank:
+        whose = "all ranks" if own is None else f"rank {own}"
+        raise MetadataError(f"{file.path} is the metadata of {whose}: files were exchanged, or renamed")
+    return index
+
+
+def read_head(storage: Storage) -> Head | None:
+    """Reads and checks the head of the index of all ranks; None if there is none. Raises what `read_index` raises."""
+    file = find_index(storage, metadata_file_name())
+    return None if file is None else file.head
+
+
+def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
+    """The whole index, as `Index.stored_metadata` returns it; raises what `read_index` raises."""
+    index = read_index(storage, rank)
+    return None if index is None else index.stored_metadata()
 
 
 _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
@@ -55,17 +90,10 @@ def _wanted_of(item: ReadItem) -> _Wanted:
     return index.fqn, offset, Region(tuple(item.storage_offsets), tuple(item.lengths))
 
 
-class Piece(NamedTuple):
-    """The part of one stored chunk that is to be read."""
-
-    item: StoredItem
-    shape: tuple[int, ...]  # of the chunk
-    region: Region  # in the chunk
-    part: Region  # in the region that was asked for
-
-
-class Index:
+class Index(Catalog):
     """A checkpoint's index. Places are read when they are needed. Raises `MetadataError` if it is damaged."""
+
+    has_digests = True
 
     def __init__(self, file: IndexFile) -> None:
         self.path = file.path
@@ -78,19 +106,9 @@ class Index:
             section = self._section("entries")
             assert section is not None
             self._values = values_of(decoded(decode_entries, file.section(section), file.path), self._places.count)
-
-    @property
-    def encryption(self) -> Mapping[str, Any] | None:
-        """The description of the key (see `encryption.unlock`); None if nothing is encrypted."""
-        record = self.head.encryption
-        if record is None:
-            return None
-        return {"derivation": record.derivation, "check": record.check, "seal": self._file.seal}
-
-    @property
-    def in_memory(self) -> dict[str, bytes]:
-        """The name and content of the file in which small values are located, and which exists only in the index."""
-        return {self._places.inline_file: self._places.inline_content}
+        self.in_memory = {self._places.inline_file: self._places.inline_content}  # small values
+        if (key := file.head.encryption) is not None:
+            self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
     def metadata(self) -> Metadata:
         """DCP's metadata for a load, in which a tensor is one chunk if its stored chunks make up the whole.
@@ -110,8 +128,8 @@ class Index:
         metadata = self._metadata(whole=False)
         with self._sensible(), collector_paused():
             metadata.storage_data |= {"files": self.files, "items": self._items()}
-        if (record := self.encryption) is not None:
-            metadata.storage_data["encryption"] = record
+        if self.encryption is not None:
+            metadata.storage_data["encryption"] = self.encryption
         return metadata
 
     def incomplete_layouts(self) -> dict[Any, ChunkLayout]:
