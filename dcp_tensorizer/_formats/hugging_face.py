@@ -27,8 +27,7 @@ from .._tensor_file.dtypes import dtype_name, named_dtype
 from .._tensor_file.names import StoredItem
 from ..errors import MetadataError, ReadError, listed
 from .catalog import Catalog, Coder, Piece, check_chunks, check_length
-from .placement import Box, Placed, Shape, place
-from .rename import Renaming, Rules
+from .rename import Box, Placed, Renaming, Rules, Shape, place
 from .safetensors import SHARDING, in_torch, saved_offsets
 from .weight_files import StoredBytes, WeightFile, check_unreplaced, read_weight_files
 

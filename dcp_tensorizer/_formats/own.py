@@ -7,7 +7,8 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +27,22 @@ from .._index import container
 from .._index.container import IndexFile, data_files, decoded, find_index, nonsense
 from .._index.entries import TensorValue, Value, values_of
 from .._index.layouts import ChunkLayout, Region
-from .._index.locations import IndexPlaces, hash_of, known_dtype
-from .._index.schema import Head, ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
+from .._index.locations import PlaceTable, hash_of, known_dtype
+from .._index.schema import (
+    Head,
+    ItemKey,
+    Places,
+    Properties,
+    Section,
+    SectionKind,
+    decode_entries,
+    decode_inline,
+    decode_paths,
+    decode_places,
+    from_text,
+)
 from .._runtime.gc_pause import collector_paused
+from .._runtime.threads import in_threads
 from .._tensor_file.names import StoredItem, metadata_file_name
 from .._trust.objects import load_object
 from ..errors import CheckpointError, MetadataError
@@ -101,12 +115,20 @@ class Index(Catalog):
         self.files = data_files(file.head)
         self._file = file
         self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share a few
-        with self._sensible(), collector_paused():
-            self._places = IndexPlaces(file)
+        with _valid(self.path), collector_paused():
+            self._sections = [section for section in file.head.sections if section.kind == "places"]
+            self._tables: dict[int, PlaceTable] = {}  # by the number of their section
+            self._inline: PlaceTable | None = None
+            # Small values are located in a file that exists only in the index.
+            inline, content = metadata_file_name(file.head.rank), b""
+            if (section := self._section("inline")) is not None:
+                rows = decoded(decode_inline, file.section(section), file.path)
+                content = rows.content
+                self._inline = self._table(rows.places, [(inline, len(content))])
+            self.in_memory = {inline: content}
             section = self._section("entries")
             assert section is not None
-            self._values = values_of(decoded(decode_entries, file.section(section), file.path), self._places.count)
-        self.in_memory = {self._places.inline_file: self._places.inline_content}  # small values
+            self._values = values_of(decoded(decode_entries, file.section(section), file.path), len(self._sections))
         if (key := file.head.encryption) is not None:
             self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
@@ -126,7 +148,7 @@ class Index(Catalog):
         ``record``, a manager's (`SaveRecord`) or None.
         """
         metadata = self._metadata(whole=False)
-        with self._sensible(), collector_paused():
+        with _valid(self.path), collector_paused():
             metadata.storage_data |= {"files": self.files, "items": self._items()}
         if self.encryption is not None:
             metadata.storage_data["encryption"] = self.encryption
@@ -141,7 +163,7 @@ class Index(Catalog):
         """The sections that have some of what is wanted."""
         value = self._values.get(key)
         if value is None:  # there is no entry: any rank may have stored it
-            return range(self._places.count)
+            return range(len(self._sections))
         if isinstance(value, int):
             return (value,)
         if value.only_owner is not None:
@@ -155,12 +177,12 @@ class Index(Catalog):
         First it reads the places of all ranks that stored some of them. Raises `MetadataError`, naming the key, if some
         are missing, and `ReadError` if places cannot be read.
         """
-        with self._sensible():
+        with _valid(self.path):
             hashes: list[int] = []
             # Of most items nothing more is to be found than their places.
             whole: dict[int, list[tuple[int, Any, Region]]] = defaultdict(list)
             others: dict[int, _Wanted] = {}
-            inline, values = self._places.inline_hashes, self._values
+            inline, values = self._inline_hashes, self._values
             for number, item in enumerate(items):
                 key, offset = item.storage_index.fqn, item.storage_index.offset
                 value = values.get(key)
@@ -177,11 +199,11 @@ class Index(Catalog):
                 else:
                     whole[value.only_owner].append((number, key, value.layout.regions[0]))
             needed = (self._owners(*wanted) for number, wanted in others.items() if hashes[number] not in inline)
-            self._places.load({*whole, *itertools.chain.from_iterable(needed)})
+            self._load_tables({*whole, *itertools.chain.from_iterable(needed)})
             pieces: list[list[Piece]] = [[]] * len(items)
             for owner, of_owner in whole.items():
                 numbers, keys, regions = zip(*of_owner, strict=True)
-                stored = self._places.stored(keys, [hashes[number] for number in numbers], owner)
+                stored = self._stored(keys, [hashes[number] for number in numbers], owner)
                 for number, key, region, place in zip(numbers, keys, regions, stored, strict=True):
                     if place is None:
                         raise self._nowhere(key, items[number].storage_index.offset)
@@ -202,7 +224,7 @@ class Index(Catalog):
             chunk = value.layout.regions[number]
             common = wanted.intersect(chunk)
             assert common is not None
-            item = self._places.find(key, hash_of(key, chunk.start), int(value.owners[number]))
+            item = self._find(key, hash_of(key, chunk.start), int(value.owners[number]))
             if item is None:
                 raise self._nowhere(key, chunk.start)
             pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
@@ -217,8 +239,8 @@ class Index(Catalog):
         return pieces
 
     def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None, item_hash: int) -> Piece:
-        owners: Iterable[int] = [value] if isinstance(value, int) else range(self._places.count)
-        places = (self._places.find(key, item_hash, owner) for owner in owners)
+        owners: Iterable[int] = [value] if isinstance(value, int) else range(len(self._sections))
+        places = (self._find(key, item_hash, owner) for owner in owners)
         item = next((found for found in places if found is not None), None)
         if item is None:
             raise self._nowhere(key, offset)
@@ -232,20 +254,20 @@ class Index(Catalog):
     def _items(self) -> dict[ItemKey, StoredItem]:
         """The location of everything that is stored."""
         items: dict[ItemKey, StoredItem] = {}
-        self._places.load(range(self._places.count))
+        self._load_tables(range(len(self._sections)))
         for key, value in self._values.items():
             owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
             for offset, owner in owned:
-                item = self._places.stored([key], [hash_of(key, offset)], owner)[0]
+                item = self._stored([key], [hash_of(key, offset)], owner)[0]
                 if item is not None:
                     items[key, offset] = item
                 elif owner >= 0:
                     raise ValueError(f"the place of {key!r} does not match its key")
-        return self._places.named() | items
+        return {key: item for table in self._tables.values() for key, item in table.named().items()} | items
 
     def _metadata(self, *, whole: bool) -> Metadata:
         head = self.head
-        with self._sensible(), collector_paused():
+        with _valid(self.path), collector_paused():
             if whole:
                 shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
                 described = {key: shared[value] for key, value in self._values.items()}
@@ -312,21 +334,55 @@ class Index(Catalog):
     def _section(self, kind: SectionKind) -> Section | None:
         return next((section for section in self.head.sections if section.kind == kind), None)
 
-    def _sensible(self) -> _Sensible:
-        return _Sensible(self.path)
+    # --- locations: a rank's section is read only when it is needed ---------------------------------------------
+
+    @functools.cached_property
+    def _inline_hashes(self) -> Collection[int]:
+        """The hashes of the items that are stored in the index itself."""
+        return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
+
+    def _load_tables(self, numbers: Iterable[int]) -> None:
+        """Reads the sections of locations with these numbers, unless they have been read."""
+        missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())
+        sections = [self._sections[number] for number in missing]
+        # Threads help only if sections must be requested.
+        get_all = map if self._file.read is None else in_threads
+        for number, section, content in zip(missing, sections, get_all(self._file.section, sections), strict=True):
+            files = [(file.name, file.nbytes) for file in section.files]
+            self._tables[number] = self._table(decoded(decode_places, content, self.path), files)
+
+    def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> PlaceTable:
+        for name in rows.dtypes:
+            known_dtype(name, self.path)
+        return PlaceTable(rows, files, is_encrypted=self.head.encryption is not None)
+
+    def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
+        """The location from which an item is best read; None if it is not stored.
+
+        ``item_hash`` is the `hash_of` its key and the offset of its chunk, or None for an object; ``owner`` the number
+        of the section that has it, or -1.
+        """
+        inline = None if self._inline is None else next(self._inline.find([key], [item_hash]))
+        return inline or self._stored([key], [item_hash], owner)[0]
+
+    def _stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
+        """The locations of items in the data files of one section; None for an item that is in none, as all are if
+        ``owner`` is -1.
+        """
+        if owner < 0:
+            return [None] * len(keys)
+        if owner not in self._tables:
+            self._load_tables([owner])
+        return list(self._tables[owner].find(keys, hashes))
 
 
-class _Sensible:
+@contextmanager
+def _valid(path: str) -> Iterator[None]:
     """Raises any error inside the block as a `MetadataError`: the index is invalid."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (ValueError, LookupError, TypeError, OverflowError)):
-            raise nonsense(self._path, f"{type(error).__name__}: {error}") from error
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        raise nonsense(path, f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache
