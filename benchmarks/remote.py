@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.proxy import Fault, s3_proxy
-from tests.servers import KEY, SECRET, s3_server
+from tests.lab.faults import Fault, s3_proxy
+from tests.lab.servers import KEY, SECRET, s3_server
 
 from . import remote_case
 from .charts import Bar, Panel, draw

@@ -27,13 +27,13 @@ import xxhash
 from dcp_tensorizer import CheckpointManager
 from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
 from dcp_tensorizer._storage.local_io import read_into
-from tests.servers import s3_server
+from tests.lab.servers import s3_server
 
 from .case import Case, leave
 from .harness import Content, Spread, cell, quotient, run, run_cases, spread, table, whole
 from .limits import direct_read_seconds, evict, fill_cache
+from .options import SlowProxy
 from .pages import Goal, goals, page
-from .tiers import SlowProxy
 
 _TENSORS = 300
 _SURVIVE = 120.0

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -30,15 +28,12 @@ from ._loading.exchange import identity_of, members_of, reads_alone
 from ._loading.report import LoadClock, LoadReport, publish
 from ._loading.targets import RetainedPlan
 from ._loading.validate import ReadFrom, check_files, check_one_save, check_world_size, unreadable, warn_of_empty_dicts
-from ._memory.checkpoint import KeptCheckpoint
-from ._memory.find import committed_id, find_orphan
 from ._runtime.gc_pause import collector_paused
 from ._runtime.progress import TransferProgress
 from ._runtime.ranks import rank_of_job, world_size_of_job
 from ._runtime.validation import (
     check_callable,
     check_count,
-    check_flags,
     check_path,
     check_storage_options,
     check_timeout,
@@ -56,12 +51,7 @@ if TYPE_CHECKING:
 
     from ._tensor_file.encryption import DecryptionParams
 
-__all__ = ["AnyFormatReader", "KeptReader", "ReaderOptions", "TensorizerStorageReader", "open_reader"]
-
-logger = logging.getLogger("dcp_tensorizer")
-
-_KEPT_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
-"""The reader options that apply to checkpoints in memory."""
+__all__ = ["AnyFormatReader", "LoadReport", "ReaderOptions", "TensorizerStorageReader", "open_reader"]
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -161,7 +151,6 @@ class TensorizerStorageReader(StorageReader):
         self._catalog: Catalog | None = None
         self._plan: RetainedPlan | None = None
         self._load: Load | None = None
-        self._set_up: dict[str, Any] = {}  # by DCP
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
@@ -259,12 +248,10 @@ class TensorizerStorageReader(StorageReader):
         if self._error is not None:
             raise self._error
         storage, catalog = self._opened()
-        self._metadata, self._set_up = metadata, kwargs
-        if not self._is_kept:
-            self._cipher = unlock(self._encryption, catalog.encryption, storage.path, self._cipher)
+        self._metadata = metadata
+        self._cipher = unlock(self._encryption, catalog.encryption, storage.path, self._cipher)
         self._rank = kwargs.get("rank", 0)
-        # A state in memory may lack parts on other machines that this rank does not load.
-        self._per_rank = self._reads_alone = self._is_kept or not kwargs.get("use_collectives", True)
+        self._per_rank = self._reads_alone = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks, before any target changes, that everything the plan asks for is there.
@@ -315,11 +302,7 @@ class TensorizerStorageReader(StorageReader):
         load = self._load or self._begin(plan)
         self._load = self._plan = None  # no longer needed
         progress = TransferProgress("loading", storage.path, self._on_progress)
-        try:
-            nbytes, received = load.run(plan, planner, None if self._reads_alone else self._group, progress)
-        finally:
-            if isinstance(storage, KeptCheckpoint):
-                storage.close()  # frees the memory also while the reader lives
+        nbytes, received = load.run(plan, planner, None if self._reads_alone else self._group, progress)
         self._last_report = self._clock.report(
             path=storage.path,
             save_id=self._save_id,
@@ -347,14 +330,9 @@ class TensorizerStorageReader(StorageReader):
         return "" if meta is None else meta.save_id or ""
 
     @property
-    def _is_kept(self) -> bool:
-        """Returns whether the checkpoint is a state in memory."""
-        return isinstance(self._storage, KeptCheckpoint)
-
-    @property
     def _group(self) -> dist.ProcessGroup | None:
         """The ranks with which this one can exchange what they read."""
-        return self._exchange if self._opened()[1].has_digests and not self._is_kept else None
+        return self._exchange if self._opened()[1].has_digests else None
 
     def _opened(self) -> tuple[Storage, Catalog]:
         assert self._storage is not None and self._catalog is not None, "read_metadata comes first"
@@ -363,18 +341,9 @@ class TensorizerStorageReader(StorageReader):
     def _begin(self, plan: LoadPlan) -> Load:
         storage, catalog = self._opened()
         assert self._metadata is not None
-        options = self._load_options
-        if self._is_kept:
-            options = dataclasses.replace(options, page_cache=False)  # there is none: ranges are read once
+        note = self._clock.reads.append
         return Load(
-            storage,
-            catalog,
-            options,
-            self._metadata,
-            plan.items,
-            self._cipher,
-            self._per_rank,
-            self._clock.reads.append,
+            storage, catalog, self._load_options, self._metadata, plan.items, self._cipher, self._per_rank, note
         )
 
     def _read_metadata(self, rank: int | None) -> Metadata:
@@ -400,7 +369,6 @@ class TensorizerStorageReader(StorageReader):
 def open_reader(
     path: str | os.PathLike[str],
     *,
-    from_memory: bool = True,
     rename: Rules | None = None,
     **options: Unpack[ReaderOptions],
 ) -> AnyFormatReader:
@@ -416,12 +384,8 @@ def open_reader(
     records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules
     for both.
 
-    If a writer with ``survive`` was saving to the path when its process died, the state is still in this machine's
-    memory. It is loaded from there, unless something newer is at the path.
-
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
-        from_memory: Look in memory, too.
         rename: The rules by which a model was, or would be, saved (see `SafetensorsStorageWriter`), used the other way
             round: its tensors get the names, and the shapes, that they have in the state dict. Only for safetensors.
         options: Options of `TensorizerStorageReader`. ``verify`` and ``exchange`` apply only to checkpoints of this
@@ -435,11 +399,11 @@ def open_reader(
         MetadataError: it is of none of these formats; the message says what was found.
         ReadError: ``rename`` does not fit the model, or something else than a model is there.
     """
-    return AnyFormatReader(path, from_memory=from_memory, rename=rename, **options)
+    return AnyFormatReader(path, rename=rename, **options)
 
 
 class AnyFormatReader(TensorizerStorageReader):
-    """Recognises the format, or finds a state in memory, at the beginning of each load.
+    """Recognises the format at the beginning of each load.
 
     The arguments are those of `open_reader`.
     """
@@ -448,70 +412,16 @@ class AnyFormatReader(TensorizerStorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        from_memory: bool = True,
         rename: Rules | None = None,
         **options: Unpack[ReaderOptions],
     ) -> None:
         super().__init__(path, **options)
-        check_flags(from_memory=from_memory)
         Renaming(rename or {}).inverse()
         self._rename = rename
-        self._looks_in_memory = from_memory
         self._extensions: Any = None  # set by `install`: decoders of streams that torch's own writer has encoded
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything in the plan. What is damaged in memory is read from another copy there, or from storage.
-
-        Raises:
-            ReadError: also if a state in memory is damaged, and storage does not have the same.
-        """
-        damaged: set[tuple[int, str]] = set()
-        while True:
-            storage, _ = self._opened()
-            try:
-                return super().read_data(plan, planner)
-            except ReadError as error:
-                if not isinstance(storage, KeptCheckpoint):
-                    raise
-                self._storage, self._catalog = self._instead_of(storage, error, damaged)
-            self.set_up_storage_reader(self._catalog.metadata(), False, **self._set_up)
-            self._reads_alone = True  # other ranks may read the state from memory
-            plan = self.prepare_local_plan(plan)
-
-    def _instead_of(
-        self, checkpoint: KeptCheckpoint, error: ReadError, damaged: set[tuple[int, str]]
-    ) -> tuple[Storage, Catalog]:
-        """The same state elsewhere, after a part of it in memory could not be read; raises `ReadError`.
-
-        Other ranks may read the state from memory. So storage serves only if it has the same save.
-        """
-        storage, part = self._open(self._path), checkpoint.part_in(str(error))
-        if part is not None:
-            place = checkpoint.places[part]
-            damaged.add((part, place))
-            logger.error("rank %d's part of %s, from %s, is not used: %s", part, storage.path, place, str(error))
-            other = find_orphan(absolute_path(self._path), storage, rank_of_job(), world_size_of_job(), damaged)
-            if other is not None and other.save_id == checkpoint.save_id:
-                return other, _index_of(other)
-            if other is not None:
-                other.close()
-        if committed_id(storage) != checkpoint.save_id:
-            advice = "load what storage has with open_reader(path, from_memory=False), on all ranks"
-            logger.error(
-                "%s cannot be loaded from memory, and storage does not have that save: %s", storage.path, advice
-            )
-            raise ReadError(f"{error} No other copy is left. Storage does not have that save: {advice}.") from error
-        logger.error(
-            "%s cannot be loaded from memory: it is loaded from storage, which has the same save", storage.path
-        )
-        return super()._find(None)
 
     def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
         storage = self._open(self._path)
-        if self._looks_in_memory and rank is None:
-            orphan = find_orphan(absolute_path(self._path), storage, rank_of_job(), world_size_of_job())
-            if orphan is not None:
-                return orphan, _index_of(orphan)
         found = format_of(storage, rank_of_job()) if storage.file_in_place() is None else None
         if found is None:
             raise _unknown(storage)
@@ -531,26 +441,6 @@ class AnyFormatReader(TensorizerStorageReader):
             raise not_committed(storage.path) if rank is None else nothing_committed(storage)
         trusts, extensions = self._load_options.allow_pickle, self._extensions
         return storage, TorchCatalog(storage, name, pickled, allow_pickle=trusts, extensions=extensions)
-
-
-class KeptReader(TensorizerStorageReader):
-    """Loads a state in memory, on each rank by itself, and then frees the memory.
-
-    Reader options that do not apply to memory are left out.
-    """
-
-    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
-        super().__init__("/", **{name: value for name, value in options.items() if name in _KEPT_OPTIONS})
-        self._checkpoint = checkpoint
-
-    def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
-        return self._checkpoint, _index_of(self._checkpoint)
-
-
-def _index_of(checkpoint: KeptCheckpoint) -> Catalog:
-    index = read_index(checkpoint)
-    assert index is not None, "a state in memory has an index"
-    return index
 
 
 def _unknown(storage: Storage) -> CheckpointError:

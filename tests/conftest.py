@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .servers import S3Server, SftpServer, s3_server, sftp_server
+from .lab.servers import S3Server, SftpServer, s3_server, sftp_server
 
 
 @pytest.fixture(scope="session")

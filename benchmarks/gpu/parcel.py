@@ -28,7 +28,12 @@ PACKAGES = (
     *("pytest", "pytest-timeout", "iniconfig", "pluggy", "packaging", "pygments", "hypothesis", "sortedcontainers"),
     *("torch_checkpointing==0.1.1", "fastsafetensors", "instanttensor", "runai-model-streamer", "humanize"),
 )
-_TESTS = ("tests/__init__.py", "tests/support.py", "tests/warm", "tests/gpu")
+_TESTS = (
+    "tests/__init__.py",
+    *(f"tests/lab/{name}.py" for name in ("__init__", "processes", "states")),
+    "tests/warm",
+    "tests/gpu",
+)
 _BENCHMARKS = (
     *(f"benchmarks/{name}.py" for name in ("__init__", "harness", "case", "limits", "savers")),
     "benchmarks/gpu",

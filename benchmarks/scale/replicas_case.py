@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._runtime.torch_compat import FsspecReader, FsspecWriter
-from tests.proxy import s3_proxy
-from tests.servers import s3_server
+from tests.lab.faults import s3_proxy
+from tests.lab.servers import s3_server
 
 from ..case import Case, in_ranks
 from .summary import EXCHANGED, TORCH

@@ -23,7 +23,6 @@ from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
 from .._runtime.torch_compat import is_fake, plain_tensor_at, real_tensors
 from .._runtime.validation import check_flags
-from .._staging.device import CUDA
 from .._storage.base import Storage
 from .._tensor_file.dtypes import detached, is_wrapper, named_dtype
 from .._tensor_file.encryption import Cipher
@@ -31,7 +30,6 @@ from .._tensor_file.names import StoredItem
 from .._trust.objects import advice, unsafe_globals
 from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .exchange import Exchange
-from .gpu import PinnedPools
 from .run import fetch, limits_of
 from .targets import Casts, ReadTarget, is_object, targets_of, warn_of_casts
 from .validate import check_own_parts
@@ -91,27 +89,25 @@ class Load:
         all. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
         """
         in_memory, verify = self.catalog.in_memory, self.options.verify and self.catalog.has_digests
-        with PinnedPools(CUDA) as pools:
-            read = functools.partial(
-                fetch,
-                self.storage,
-                threads=self.options.threads,
-                verify=verify,
-                cipher=self.cipher,
-                page_cache=self.options.page_cache,
-                in_memory=in_memory,
-                pools=pools,
-                note=self.note,
-            )
-            exchange = None
-            if group is not None:
-                name = type(planner).__name__
-                one_by_one = f"a planner of type {name} gets one tensor after the other"
-                reason = "" if delivers_at_once(planner) else one_by_one
-                path, limits = self.storage.path, limits_of(self.storage)
-                exchange = Exchange(group, path, read, limits, verify=verify, in_memory=in_memory, reason=reason)
-            with exchange or nullcontext():
-                nbytes = self._run(plan, planner, read, exchange, progress)
+        read = functools.partial(
+            fetch,
+            self.storage,
+            threads=self.options.threads,
+            verify=verify,
+            cipher=self.cipher,
+            page_cache=self.options.page_cache,
+            in_memory=in_memory,
+            note=self.note,
+        )
+        exchange = None
+        if group is not None:
+            name = type(planner).__name__
+            one_by_one = f"a planner of type {name} gets one tensor after the other"
+            reason = "" if delivers_at_once(planner) else one_by_one
+            path, limits = self.storage.path, limits_of(self.storage)
+            exchange = Exchange(group, path, read, limits, verify=verify, in_memory=in_memory, reason=reason)
+        with exchange or nullcontext():
+            nbytes = self._run(plan, planner, read, exchange, progress)
         return nbytes, 0 if exchange is None else exchange.received_bytes
 
     def _run(

@@ -17,7 +17,7 @@ import torch
 
 from dcp_tensorizer import tools
 
-from ..checkpoints import make_checkpoint
+from ..lab.checkpoints import make_checkpoint
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..leak_check import nothing_left_behind, temporary_directory
+from ..lab.leak_check import nothing_left_behind, temporary_directory
 from .servers import AzureServer, GoogleServer, azure_server, google_server
 
 __all__ = ["nothing_left_behind", "temporary_directory"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..servers import free_ports, process
+from ..lab.servers import free_ports, process
 from .azurite import COMMAND
 
 ACCOUNT = "testsaccount"

@@ -24,8 +24,8 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import put_file
 
-from ..proxy import Fault, Request, Rule, S3Proxy, s3_proxy
-from ..support import read_range
+from ..lab.faults import Fault, Request, Rule, S3Proxy, s3_proxy
+from ..lab.seams import read_range
 from .servers import ACCOUNT_KEY, AzureServer, GoogleServer
 
 NAME = data_file_name(0, 0, "a" * 32)

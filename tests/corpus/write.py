@@ -28,7 +28,7 @@ from dcp_tensorizer import (
     publish,
 )
 
-from ..e2e.ranks import Rank, run_ranks
+from ..lab.ranks import Rank, run_ranks
 from .contents import CHECKPOINTS, KEY, MODELS, digest, digests_of, filled, plain_state
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ..support import ALL_DTYPES, dtype_name
+from ..lab.states import ALL_DTYPES, dtype_name
 from .objects import NEED_TRUST, PLAIN, UNSAVABLE
 from .planners import EACH_ITS_OWN, LOAD_PLANNERS, SAVE_PLANNERS
 from .run import MEANWHILE, Case, Load, Save

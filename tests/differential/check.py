@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from ..support import quietly
+from ..lab.processes import quietly
 from .cases import cases
 from .describe import Failed
 from .explained import ALWAYS, Verdict, judge

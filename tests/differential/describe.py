@@ -20,7 +20,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from ..support import raw
+from ..lab.states import raw
 from .values import Books
 
 __all__ = ["Difference", "Failed", "describe", "describe_metadata", "differences"]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
-from ..support import quietly
+from ..lab.processes import quietly
 from .describe import Failed, describe, describe_metadata
 from .memory import KnownMemory
 from .objects import Books

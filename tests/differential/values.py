@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ..support import filled
+from ..lab.states import filled
 from .objects import OBJECTS, Books, Pair, TaggedDict, TaggedList
 
 __all__ = [

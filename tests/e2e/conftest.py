@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .. import servers
-from ..support import is_a_servant
-from .ranks import MARK, eventually
+from ..lab import servers
+from ..lab.processes import is_a_servant
+from ..lab.ranks import MARK, eventually
 
 _SECONDS = 120.0
 

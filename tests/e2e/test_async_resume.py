@@ -10,7 +10,7 @@ import torch
 
 from dcp_tensorizer import CheckpointManager
 
-from .ranks import eventually, kill_self, run_ranks
+from ..lab.ranks import eventually, kill_self, run_ranks
 
 
 def _state(step):

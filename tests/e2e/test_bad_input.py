@@ -28,8 +28,8 @@ from dcp_tensorizer import (
     WriteError,
 )
 
-from ..support import workers
-from .ranks import attempt, eventually, run_ranks
+from ..lab.processes import workers
+from ..lab.ranks import attempt, eventually, run_ranks
 from .training import assert_same, random_tensor
 
 WORLD = 2

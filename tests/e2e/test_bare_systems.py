@@ -2,7 +2,7 @@
 
 import pytest
 
-from ..support import can_mount, run_python, run_python_with
+from ..lab.processes import can_mount, run_python, run_python_with
 
 NOTHING_IN_PROC = "mount -t tmpfs none /proc"
 

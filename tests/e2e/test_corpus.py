@@ -17,7 +17,7 @@ from dcp_tensorizer import CheckpointError, CheckpointManager, TensorizerStorage
 from dcp_tensorizer.tools import list_versions, verify_versions
 
 from ..corpus.contents import CHECKPOINTS, KEY, MODELS, digest, digests_of
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 RELEASES = [path.name for path in sorted(CORPUS.glob("[0-9]*"))]

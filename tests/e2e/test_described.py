@@ -20,8 +20,8 @@ from dcp_tensorizer import (
 
 from ..differential.run import scribble
 from ..differential.values import HOW_DESCRIBED, Described, Maker, Meshes, Sharded
-from ..support import filled
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
+from ..lab.states import filled
 
 SHAPE = (8, 3)
 SEED = 5

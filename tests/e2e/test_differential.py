@@ -9,7 +9,7 @@ import pytest
 from ..differential.explained import ALWAYS, judge
 from ..differential.run import Case, Load, Save, Storages, run_in
 from ..differential.values import Box, Object, Seq, Sharded, Tensor
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 
 def _state(seed, placements):

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dcp_tensorizer import DecryptionError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._tensor_file import encryption as encryption_module
 
-from ..support import workers
-from .ranks import attempt, eventually, in_turn, run_ranks
+from ..lab.processes import workers
+from ..lab.ranks import attempt, eventually, in_turn, run_ranks
 from .training import assert_same, full, random_tensor
 
 WORLD = 4

@@ -16,9 +16,9 @@ from dcp_tensorizer import ChecksumMismatch, ReadError, TensorizerStorageReader,
 from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.exchange import Exchange
 
-from ..proxy import s3_proxy
+from ..lab.faults import s3_proxy
+from ..lab.ranks import attempt, kill_self, run_ranks
 from ..unit.loading.stored import flip
-from .ranks import attempt, kill_self, run_ranks
 from .training import assert_same, random_tensor
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriterProcessDied
 from dcp_tensorizer._tensor_file.names import data_file_rank
 
-from ..support import workers
-from .ranks import attempt, eventually, kill_self, run_ranks
+from ..lab.processes import workers
+from ..lab.ranks import attempt, eventually, kill_self, run_ranks
 from .training import assert_same
 
 WORLD = 2

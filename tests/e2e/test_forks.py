@@ -7,9 +7,9 @@ import torch
 
 from dcp_tensorizer import CheckpointManager
 
-from ..support import run_python
+from ..lab.processes import run_python
+from ..lab.ranks import run_ranks
 from .kept_state import sharded_state, values_at, values_of
-from .ranks import run_ranks
 
 # The child is forked while a save waits for the writer process, with the locks that belong to that.
 JOB = """

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageReader
 
-from ..support import can_mount, run_python_with
+from ..lab.processes import can_mount, run_python_with
 
 SMALL_DISK = 'mount -t tmpfs -o size=16m none "$1"'
 PAGE = 4096

@@ -20,8 +20,8 @@ from dcp_tensorizer import (
     unwrap,
 )
 
-from ..support import quietly
-from .ranks import eventually, run_ranks
+from ..lab.processes import quietly
+from ..lab.ranks import eventually, run_ranks
 
 WORLD = 2
 SAVES = 2

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import CheckpointManager, StateMismatch
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 WIDTH = 8
 

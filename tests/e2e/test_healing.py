@@ -20,8 +20,8 @@ from dcp_tensorizer._memory.replicas import TakeRecord
 from dcp_tensorizer.integrations import torchft
 from dcp_tensorizer.integrations.torchft import TensorizerTransport, _address_in, _state_id
 
-from ..support import ALL_DTYPES, filled
-from .ranks import eventually, run_ranks
+from ..lab.ranks import eventually, run_ranks
+from ..lab.states import ALL_DTYPES, filled
 from .training import bits
 
 SECONDS = timedelta(seconds=60)

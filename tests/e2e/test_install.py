@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dcp_tensorizer import StagingError, installed
 from dcp_tensorizer._index.container import is_index
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 WORLD = 2
 

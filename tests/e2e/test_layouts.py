@@ -16,7 +16,7 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.run import fetch
 
-from .ranks import in_turn, run_ranks
+from ..lab.ranks import in_turn, run_ranks
 from .training import AppState, assert_same, full, random_tensor
 
 WORLD = 4

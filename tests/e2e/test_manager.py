@@ -17,10 +17,11 @@ from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._storage import local
 
 from .. import warm
-from ..managers import job_of
-from ..preempted_job import Preempted, losses
-from ..support import directories_in, quietly
-from .ranks import run_ranks
+from ..lab.preempted_job import Preempted, losses
+from ..lab.processes import quietly
+from ..lab.ranks import run_ranks
+from ..lab.seams import job_of
+from ..lab.states import directories_in
 
 ROWS = 24
 STEPS = 30

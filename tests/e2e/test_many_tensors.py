@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._storage.local import LocalStorage
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 from .training import assert_same, random_tensor
 
 COUNT = 6000

@@ -32,7 +32,7 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer.tools import list_versions
 
-from .ranks import attempt, kill_self, run_ranks
+from ..lab.ranks import attempt, kill_self, run_ranks
 
 
 def make_state(ranks):

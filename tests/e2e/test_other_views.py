@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ..support import can_mount, run_python_with
+from ..lab.processes import can_mount, run_python_with
 
 OVERLAY = "mkdir l u w m && mount -t overlay -o lowerdir=l,upperdir=u,workdir=w o m"
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 WORLD = 2
 STEPS = 4

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageReader, WriteError
 from dcp_tensorizer._saving.writer_client import WriterClient
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 TIMEOUT = 2.0
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 
-from .ranks import attempt, in_turn, run_ranks
+from ..lab.ranks import attempt, in_turn, run_ranks
 from .test_layouts import LAYOUTS, Uneven
 from .training import AppState, assert_same, full, random_tensor
 

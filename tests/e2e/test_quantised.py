@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dcp_tensorizer import open_reader
 
 from ..integration.test_quantised import SHAPES, model, targets
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 
 def _load(rank, folder):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 from .training import assert_same, full
 
 WORLD = 4

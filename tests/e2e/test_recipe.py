@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from ..waiting import Gate, HeldPlanner, in_thread
-from .ranks import eventually, run_ranks
+from ..lab.ranks import eventually, run_ranks
+from ..lab.waiting import Gate, HeldPlanner, in_thread
 from .training import AppState, ToyModel, assert_same, full, train
 
 STEPS = 6

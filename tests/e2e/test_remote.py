@@ -20,10 +20,10 @@ from dcp_tensorizer import (
     WriteError,
 )
 
-from ..proxy import Fault, s3_proxy
-from ..servers import KEY, OTHER_KEY, SECRET
-from ..support import workers
-from .ranks import attempt, eventually, kill_self, run_ranks
+from ..lab.faults import Fault, s3_proxy
+from ..lab.processes import workers
+from ..lab.ranks import attempt, eventually, kill_self, run_ranks
+from ..lab.servers import KEY, OTHER_KEY, SECRET
 from .training import assert_same, random_tensor
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer.tools import verify
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 WORLD = 2
 ROWS, COLUMNS = 512, 1024

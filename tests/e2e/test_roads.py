@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import MetadataError, TensorizerStorageReader, TensorizerStorageWriter
 
-from .ranks import attempt, run_ranks
+from ..lab.ranks import attempt, run_ranks
 from .training import assert_same, full, random_tensor
 
 WORLD = 2

@@ -14,7 +14,7 @@ from examples.model import ByteTransformer
 from examples.training import build
 
 from .. import warm
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = Path("demo-output/checkpoints/step-000030")

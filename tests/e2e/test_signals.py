@@ -2,7 +2,7 @@
 
 import json
 
-from ..support import run_python
+from ..lab.processes import run_python
 
 TIMEOUT = 1.0
 SLACK = 2.0  # a busy machine's; what held the handler up took 5 s more, or for ever

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 from .training import assert_same, full, random_tensor
 
 MODES = ("THREAD", "PROCESS")

@@ -9,10 +9,10 @@ import torch
 
 from dcp_tensorizer import CheckpointManager, WriteError
 
-from ..managers import wait_kept
-from ..support import keepers_below, quietly, wait_until_digested
+from ..lab.processes import keepers_below, quietly
+from ..lab.ranks import eventually, kill_self, run_ranks
+from ..lab.seams import wait_kept, wait_until_digested
 from .kept_state import SECONDS, sharded_state, values_at, values_of
-from .ranks import eventually, kill_self, run_ranks
 
 
 def _saves_and_dies(rank, folder, last, **options):

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, SaveLimits, TensorizerStorageWriter, WriteError
 
-from ..support import directories_in
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
+from ..lab.states import directories_in
 
 ROWS = 24
 

@@ -14,7 +14,7 @@ from dcp_tensorizer._runtime.spans import PARENTS
 from dcp_tensorizer.tools import trace
 from dcp_tensorizer.trace import TraceFile
 
-from .ranks import run_ranks
+from ..lab.ranks import run_ranks
 
 WORLD = 4
 

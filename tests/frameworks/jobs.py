@@ -13,9 +13,9 @@ from accelerate import DistributedType, PartialState
 
 from dcp_tensorizer._index.container import is_index
 
-from ..e2e import ranks
 from ..e2e.training import bits, full
-from ..support import ROOT
+from ..lab import ranks
+from ..lab.processes import ROOT
 
 # All of them: to import one takes each rank longer than its test.
 ranks._IMPORTED += ["accelerate", "lightning.fabric", "lightning.pytorch", "torchtitan.models.llama3", "transformers"]

@@ -20,9 +20,9 @@ from dcp_tensorizer import WriteError, install
 from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer.integrations.lightning import TensorizerFabricStrategy, TensorizerStrategy, _local
 
-from ..checkpoints import tensors_of
-from ..support import workers
-from ..waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
+from ..lab.checkpoints import tensors_of
+from ..lab.processes import workers
+from ..lab.waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
 from .jobs import die, digests, is_ours, run_job, takes_what_its_base_takes
 
 

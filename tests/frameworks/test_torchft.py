@@ -14,7 +14,7 @@ from torchft.coordination import LighthouseServer
 
 from dcp_tensorizer.integrations.torchft import TensorizerTransport
 
-from ..e2e.ranks import eventually, run_ranks
+from ..lab.ranks import eventually, run_ranks
 from .jobs import digests
 
 

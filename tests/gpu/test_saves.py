@@ -21,7 +21,7 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._writer_process.client import WriterProcess
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest
 
-from ..support import writer_process
+from ..lab.processes import writer_process
 from .support import GPU, WAIT, delay, gpu_devices_open, load_into, random_state
 
 pytestmark = [

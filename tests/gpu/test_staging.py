@@ -14,7 +14,8 @@ from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS, GatherLimits
 
-from ..support import ALL_DTYPES, dtype_name, filled, raw, run_python, same
+from ..lab.processes import run_python
+from ..lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 from .support import GPU, delay, random_state
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ..leak_check import nothing_left_behind, temporary_directory
+from ..lab.leak_check import nothing_left_behind, temporary_directory
 from .disks import Disk
 from .lab import Lab
 from .requirements import missing

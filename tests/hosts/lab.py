@@ -29,8 +29,8 @@ from typing import NamedTuple, TypeVar
 
 import psutil
 
-from ..servers import KEY, SECRET, s3_server
-from ..support import ROOT
+from ..lab.processes import ROOT
+from ..lab.servers import KEY, SECRET, s3_server
 from .disks import command
 
 __all__ = ["DISK", "SHARED", "Host", "Job", "Lab", "Program"]

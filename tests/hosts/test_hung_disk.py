@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from .. import warm
-from ..support import ROOT
+from ..lab.processes import ROOT
 
 TIMEOUT = 3.0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..e2e.ranks import eventually
-from ..support import ROOT
+from ..lab.processes import ROOT
+from ..lab.ranks import eventually
 from .disks import command
 from .lab import DISK, SHARED
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ..support import directories_in, run_python
+from ..lab.processes import run_python
+from ..lab.states import directories_in
 from .disks import Disk
 
 MEBI = 1 << 20
@@ -16,7 +17,7 @@ import os, sys, time
 from pathlib import Path
 import torch
 from dcp_tensorizer import CheckpointManager, SaveLimits
-from tests.e2e.ranks import eventually
+from tests.lab.ranks import eventually
 
 remote, local = map(Path, sys.argv[1:])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ..e2e.ranks import eventually
+from ..lab.ranks import eventually
 from .copied_job import copied_step, events
 from .lab import DISK, SHARED, Host, Job, Lab
 from .trained_job import go_on, start

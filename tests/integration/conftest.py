@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ..leak_check import nothing_left_behind, temporary_directory
-from ..support import end_keepers
+from ..lab.leak_check import nothing_left_behind, temporary_directory
+from ..lab.processes import end_keepers
 
 __all__ = ["nothing_left_behind", "sockets", "temporary_directory"]
 

@@ -44,9 +44,9 @@ from dcp_tensorizer import (
     open_reader,
     unwrap,
 )
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 
-from ..servers import S3Server
+from ..lab.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

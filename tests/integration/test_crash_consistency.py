@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ..crash_scenarios import SCENARIOS, enumerate_crashes
-from ..crash_states import Crash, crash_states, recorded
+from ..lab.crash_scenarios import SCENARIOS, enumerate_crashes
+from ..lab.crash_states import Crash, crash_states, recorded
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

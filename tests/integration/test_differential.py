@@ -15,7 +15,7 @@ from ..differential.planners import EACH_ITS_OWN
 from ..differential.run import Load, Save, Storages, run_case
 from ..differential.values import Box, Object, Sharded, Tensor
 from ..differential.worlds import threads_as_ranks
-from ..support import ROOT
+from ..lab.processes import ROOT
 
 CASES = 80
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_tensorizer import CheckpointError, SafetensorsStorageWriter, apply_delta, open_reader, publish, unwrap
 from dcp_tensorizer.tools import inspect, verify_versions
 
-from ..models import INDEX
+from ..lab.models import INDEX
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ..support import run_python
+from ..lab.processes import run_python
 
 
 def test_who_does_not_encrypt_does_not_pay_for_it() -> None:
@@ -18,7 +18,7 @@ def test_a_missing_library_is_named_with_how_to_install_it() -> None:
     script = """
 import importlib, json, sys
 sys.modules |= dict.fromkeys(("lightning", "torchtitan", "torch_checkpointing", "opentelemetry"))
-from dcp_tensorizer.trace import OpenTelemetrySpans
+from dcp_tensorizer.integrations.opentelemetry import OpenTelemetrySpans
 errors = []
 for make in (lambda: importlib.import_module("dcp_tensorizer.integrations.lightning"),
              lambda: importlib.import_module("dcp_tensorizer.integrations.torchtitan"),

@@ -38,8 +38,8 @@ from dcp_tensorizer._index.container import is_index
 from dcp_tensorizer._runtime.torch_compat import FsspecWriter
 from dcp_tensorizer.integrations.install import run
 
-from ..support import run_python
-from ..waiting import WAIT, Gate, HeldPlanner, in_thread, wait_until_inside
+from ..lab.processes import run_python
+from ..lab.waiting import WAIT, Gate, HeldPlanner, in_thread, wait_until_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -41,7 +41,9 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.metrics import ASSUMED
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ..support import cached, directories_in, forget, quietly, same
+from ..lab.processes import forget, quietly
+from ..lab.seams import cached
+from ..lab.states import directories_in, same
 
 NUMBERS = 2048  # more than what stands in the index itself
 

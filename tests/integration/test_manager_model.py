@@ -7,8 +7,8 @@ import uuid
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from ..manager_model import ManagerModel
-from ..servers import S3Server
+from ..lab.manager_model import ManagerModel
+from ..lab.servers import S3Server
 
 _SETTINGS = settings(
     max_examples=6, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)

@@ -42,11 +42,12 @@ from dcp_tensorizer._writer_process.client import WriterProcess
 from dcp_tensorizer.tools import collect
 
 from .. import warm
-from ..models import INDEX, weight_files
-from ..servers import S3Server
-from ..simulated import SimulatedDevice
-from ..support import ROOT, dtype_name, filled, kill, same
-from ..waiting import WAIT
+from ..lab.models import INDEX, weight_files
+from ..lab.processes import ROOT, kill
+from ..lab.servers import S3Server
+from ..lab.simulated import SimulatedDevice
+from ..lab.states import dtype_name, filled, same
+from ..lab.waiting import WAIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from ..support import ROOT
+from ..lab.processes import ROOT
 
 SCRIPT = """
 import sys

@@ -33,7 +33,7 @@ from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer.tools import verify
 
-from ..checkpoints import make_checkpoint
+from ..lab.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

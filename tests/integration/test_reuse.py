@@ -29,9 +29,9 @@ from dcp_tensorizer._writer_process.options import Staging
 from dcp_tensorizer._writer_process.protocol import DigestRequest
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
-from ..proxy import Fault, Request, s3_proxy
-from ..servers import S3Server
-from ..support import kill, writer_process
+from ..lab.faults import Fault, Request, s3_proxy
+from ..lab.processes import kill, writer_process
+from ..lab.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter
 
-from ..saved_objects import STANDARD
-from ..saved_objects import same as same_object
-from ..support import ALL_DTYPES, dtype_name, filled, same
+from ..lab.saved_objects import STANDARD
+from ..lab.saved_objects import same as same_object
+from ..lab.states import ALL_DTYPES, dtype_name, filled, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 Pair = namedtuple("Pair", "first second")

@@ -30,8 +30,8 @@ from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.writer import DescribedStager
 
-from ..support import kill, memory_files, open_descriptors, writer_process
-from ..waiting import WAIT, Gate, HeldPlanner, save_thread
+from ..lab.processes import kill, memory_files, open_descriptors, writer_process
+from ..lab.waiting import WAIT, Gate, HeldPlanner, save_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -300,7 +300,7 @@ def test_a_fifo_in_the_place_of_a_file(tmp_path, name):
         os.mkfifo(path)
         with pytest.raises(CheckpointException) as caught:
             loaded(tmp_path)
-        assert f"cannot read {path}: it is a FIFO, and not a file" in str(cause(caught))
+        assert f"cannot read {path}: it is a FIFO, not a regular file" in str(cause(caught))
         future = dcp.async_save(state_of(2), storage_writer=writer)
         if name == "data":
             future.result()
@@ -308,7 +308,7 @@ def test_a_fifo_in_the_place_of_a_file(tmp_path, name):
             return
         with pytest.raises(CheckpointException) as caught:
             future.result()
-        assert f"cannot write {path}: it is a FIFO, and not a file: remove it" in str(cause(caught))
+        assert f"cannot write {path}: it is a FIFO, not a regular file. Remove it" in str(cause(caught))
 
 
 class There(os.PathLike):

@@ -33,7 +33,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import is_record_file_name
 from dcp_tensorizer.tools._gc import Removal, plan_collection, remove
 
-from ..support import quietly
+from ..lab.processes import quietly
 from .checks import cause_of, load, state
 from .tally import HANG
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from ..crash_scenarios import SCENARIOS, enumerate_crashes
-from ..support import quietly
+from ..lab.crash_scenarios import SCENARIOS, enumerate_crashes
+from ..lab.processes import quietly
 from .tally import Part, Tally
 
 __all__ = ["PART", "run"]

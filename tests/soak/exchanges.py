@@ -20,8 +20,8 @@ from dcp_tensorizer import ReadError, TensorizerStorageReader, TensorizerStorage
 from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.exchange import Exchange
 
-from ..e2e.ranks import Rank, attempt, run_ranks
-from ..support import quietly
+from ..lab.processes import quietly
+from ..lab.ranks import Rank, attempt, run_ranks
 from .tally import HANG, Part, Tally
 
 __all__ = ["PART", "run"]

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._memory import keeper
 
-from ..support import quietly
+from ..lab.processes import quietly
 from .checks import left_over, same, state
 from .tally import HANG, Part, Tally
 

@@ -26,7 +26,7 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import is_data_file_name, save_id_in
 
-from ..support import quietly
+from ..lab.processes import quietly
 from .actors import COMPOSITE, KEEP, LOADER_RANKS, NUMBERS, Event, Places, act
 from .checks import collect_all, left_over, load, state
 from .history import History

@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from ..manager_model import ManagerModel
-from ..servers import s3_server
-from ..support import quietly
+from ..lab.manager_model import ManagerModel
+from ..lab.processes import quietly
+from ..lab.servers import s3_server
 from .tally import Part, Tally
 
 __all__ = ["PART", "run"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..support import quietly
+from ..lab.processes import quietly
 from .tally import HANG, Tally, Unavailable
 
 __all__ = ["apart"]

@@ -6,7 +6,7 @@ import random
 import subprocess
 from pathlib import Path
 
-from ..preempted_job import Preempted, losses
+from ..lab.preempted_job import Preempted, losses
 from .tally import Part, Tally
 
 __all__ = ["PART", "judge", "run"]

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from ..integration.publish.overlapping import run_round
-from ..support import quietly
+from ..lab.processes import quietly
 from .tally import Part, Tally
 
 __all__ = ["PART", "run"]

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import CheckpointError, SaveLimits, TensorizerStorageWriter, unwrap
 
-from ..proxy import Fault, Request, S3Proxy, s3_proxy
-from ..servers import KEY, OTHER_KEY, SECRET, S3Server, s3_server
-from ..support import quietly
+from ..lab.faults import Fault, Request, S3Proxy, s3_proxy
+from ..lab.processes import quietly
+from ..lab.servers import KEY, OTHER_KEY, SECRET, S3Server, s3_server
 from .checks import left_over, load, state
 from .tally import HANG, Part, Tally
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections import Counter
 
-from ..support import PACKAGE
+from ..lab.processes import PACKAGE
 
 
 def test_folders_import_nothing_by_themselves() -> None:

@@ -25,7 +25,7 @@ from dcp_tensorizer import SavePlanner, WriteError
 from dcp_tensorizer._planning import plan as plans
 from dcp_tensorizer._planning.wholes import checked_messages, wholes_of
 
-from ..planned import Place, Planned, Shards, plan_save, shard
+from ..lab.hooks import Place, Planned, Shards, plan_save, shard
 
 RANKS = 4
 METADATA_FIELDS = [field.name for field in dataclasses.fields(Metadata)]

@@ -65,10 +65,10 @@ def test_what_they_import_exists(path: Path) -> None:
 
 def test_a_name_that_is_gone_is_found() -> None:
     """The check itself: of names, of modules, and of names of packages."""
-    assert has("tests.support", "open_descriptors") and not has("tests.support", "gone")
+    assert has("tests.lab.processes", "open_descriptors") and not has("tests.lab.processes", "gone")
     assert has("dcp_tensorizer", "LoadPlanner") and has("dcp_tensorizer", "tools") and not has("dcp_tensorizer", "gone")
     assert has("dcp_tensorizer.integrations.lightning", "TensorizerStrategy") and not has(
         "dcp_tensorizer.integrations.lightning", "gone"
     )
     found = dict(reversed(list(imported(ROOT / "tests" / "frameworks" / "test_lightning.py"))))
-    assert {"tests.support", "tests.frameworks.jobs", "dcp_tensorizer.integrations.lightning"} <= found.keys()
+    assert {"tests.lab.processes", "tests.frameworks.jobs", "dcp_tensorizer.integrations.lightning"} <= found.keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...models import first_state, next_state, weights_of, write_model
+from ...lab.models import first_state, next_state, weights_of, write_model
 from .test_app import run, told
 
 

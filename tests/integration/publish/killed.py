@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import SafetensorsStorageWriter, apply_delta, publish
 from dcp_tensorizer.tools import collect, list_versions, verify_versions
 
-from ...models import first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
+from ...lab.models import first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
 
 CHANGES = ("fsync", "link", "mkdir", "open", "pwrite", "replace", "rmdir", "unlink", "write")
 

@@ -22,7 +22,7 @@ import numpy as np
 from dcp_tensorizer import CheckpointError, apply_delta, publish
 from dcp_tensorizer.tools import list_versions, verify_versions
 
-from ...models import loaded, not_of_versions, weights_of, write_model
+from ...lab.models import loaded, not_of_versions, weights_of, write_model
 from .killed import Killed
 
 CHANGES = 40  # a publisher of a whole version makes some 60 of them, and one that is refused a few

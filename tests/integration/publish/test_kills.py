@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ... import warm
-from ...support import ROOT
+from ...lab.processes import ROOT
 
 
 def test_publishers_that_overlap_leave_whole_versions(tmp_path: Path) -> None:

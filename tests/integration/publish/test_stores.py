@@ -8,8 +8,8 @@ from dcp_tensorizer import apply_delta, publish
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools import list_versions, verify_versions
 
-from ...models import first_state, next_state, weights_of, write_model
-from ...servers import S3Server
+from ...lab.models import first_state, next_state, weights_of, write_model
+from ...lab.servers import S3Server
 
 
 def test_leftovers_of_killed_publishers_go_with_the_next_version(tmp_path: Path, s3: S3Server) -> None:

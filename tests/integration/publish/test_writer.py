@@ -32,10 +32,10 @@ from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
 
-from ...managers import job_of
-from ...models import weights_of, write_model
-from ...support import workers
-from ...waiting import WAIT
+from ...lab.models import weights_of, write_model
+from ...lab.processes import workers
+from ...lab.seams import job_of
+from ...lab.waiting import WAIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

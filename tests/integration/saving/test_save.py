@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter, WriteError, unwrap
 from dcp_tensorizer._saving.save import Save
 
-from ...support import writer_process
+from ...lab.processes import writer_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

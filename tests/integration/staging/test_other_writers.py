@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from dcp_tensorizer import StagingError, TensorizerStorageWriter, installed
 from dcp_tensorizer._staging.staged_save import StagedSave
 
-from ...waiting import WAIT, Gate, HeldTensor, save_thread, wait_until_inside
+from ...lab.waiting import WAIT, Gate, HeldTensor, save_thread, wait_until_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

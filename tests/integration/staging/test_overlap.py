@@ -19,7 +19,7 @@ from dcp_tensorizer._staging import stager as stager_module
 from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer._staging.stager import Stager
 
-from ...waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, save_thread, wait_until_inside
+from ...lab.waiting import WAIT, Gate, HeldTensor, hold_memory, in_thread, save_thread, wait_until_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -6,7 +6,8 @@ import torch
 
 from dcp_tensorizer._staging.shared_mappings import SharedMappings
 
-from ...support import raw, run_python
+from ...lab.processes import run_python
+from ...lab.states import raw
 
 
 def test_another_process_sees_it() -> None:

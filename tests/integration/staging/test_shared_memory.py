@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...support import run_python
+from ...lab.processes import run_python
 
 FORK = """
 import ctypes, gc, mmap, os, signal, sys

@@ -14,9 +14,8 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer._storage.sftp import SftpStorage
 
-from ...proxy import S3Proxy, s3_proxy
-from ...servers import S3Server, SftpServer
-from ...tcp_proxy import TcpProxy, tcp_proxy
+from ...lab.faults import S3Proxy, TcpProxy, s3_proxy, tcp_proxy
+from ...lab.servers import S3Server, SftpServer
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from dcp_tensorizer._storage.sftp import SftpStorage
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
 
-from ...servers import PASSWORD, USER, SftpServer
-from ...tcp_proxy import TcpProxy
+from ...lab.faults import TcpProxy
+from ...lab.servers import PASSWORD, USER, SftpServer
 
 NAME = data_file_name(0, 0, "a" * 32)
 CONTENT = bytes(range(251)) * (20 * (1 << 20) // 251)

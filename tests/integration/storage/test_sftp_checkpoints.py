@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.open import open_storage
 
-from ...servers import PASSWORD, SftpServer
-from ...tcp_proxy import tcp_proxy
+from ...lab.faults import tcp_proxy
+from ...lab.servers import PASSWORD, SftpServer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled",

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dcp_tensorizer import TensorizerStorageReader
 from dcp_tensorizer._storage.fsspec import StreamStorage
 
-from ...checkpoints import make_checkpoint
+from ...lab.checkpoints import make_checkpoint
 
 
 class _Listing(MemoryFileSystem):

@@ -34,14 +34,15 @@ from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import StoredItem
-from dcp_tensorizer.convert import convert
 from dcp_tensorizer.testing import put_file
-from dcp_tensorizer.tools import diff, inspect, report
+from dcp_tensorizer.tools import convert, diff, inspect, report
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
-from ...index_edits import edit_index
-from ...servers import S3Server, SftpServer
-from ...support import ALL_DTYPES, ROOT, dtype_name, encrypted_file, filled, raw, run_python, same
+from ...lab.index_edits import edit_index
+from ...lab.processes import ROOT, run_python
+from ...lab.seams import encrypted_file
+from ...lab.servers import S3Server, SftpServer
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -14,7 +14,7 @@ from dcp_tensorizer import TensorizerStorageWriter, WriteError
 from dcp_tensorizer._tiers.flush import undo
 from dcp_tensorizer._tiers.queue import FlushRecord, Queue
 
-from ...support import quietly
+from ...lab.processes import quietly
 from .support import ID, Run, begun, files_below, state_of
 
 FILE = f"__0_0_{ID}.tensors"

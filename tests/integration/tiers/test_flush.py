@@ -26,7 +26,7 @@ from dcp_tensorizer._tiers.flush import Flusher, free
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, Commit, FlushEntry, FlushRecord, Queue
 from dcp_tensorizer.errors import unwrap
 
-from ...support import quietly
+from ...lab.processes import quietly
 from .support import Run, aside, files_below, read_only, state_of
 
 

@@ -14,7 +14,7 @@ from dcp_tensorizer import CheckpointManager, SaveLimits, WriteError
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._tiers.queue import AliveMark, FlushEntry
 
-from ...support import directories_in
+from ...lab.states import directories_in
 from .support import Run, state_of
 
 

@@ -12,9 +12,9 @@ from dcp_tensorizer._storage.claim import Ownership, read_claim
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.flush import Flusher
 
-from ...managers import job_of
-from ...support import directories_in
-from ...waiting import WAIT
+from ...lab.seams import job_of
+from ...lab.states import directories_in
+from ...lab.waiting import WAIT
 from .support import Run, state_of
 
 NAME = ".step-N.claim"

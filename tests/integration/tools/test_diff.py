@@ -12,8 +12,8 @@ import torch
 from dcp_tensorizer.tools._diff import Change, Difference, diff_views
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
-from ...checkpoints import ODD, make_checkpoint, save_wrapper
-from ...support import ALL_DTYPES, filled
+from ...lab.checkpoints import ODD, make_checkpoint, save_wrapper
+from ...lab.states import ALL_DTYPES, filled
 
 
 def compare(

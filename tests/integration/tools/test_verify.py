@@ -15,8 +15,8 @@ from dcp_tensorizer.errors import MetadataError, ReadError
 from dcp_tensorizer.tools._verify import Damage, Verified, verify_files
 from dcp_tensorizer.tools._view import read_parts
 
-from ...checkpoints import make_checkpoint
-from ...support import filled
+from ...lab.checkpoints import make_checkpoint
+from ...lab.states import filled
 
 
 @pytest.fixture(params=[None, Cipher(bytes(range(32)), Derivation(1, 8192, 2, bytes(16)))], ids=["plain", "encrypted"])

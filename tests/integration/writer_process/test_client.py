@@ -29,8 +29,8 @@ from dcp_tensorizer._writer_process.protocol import (
 )
 from dcp_tensorizer.errors import WriteError, WriterProcessDied
 
-from ...support import kill, open_descriptors
-from ...waiting import WAIT
+from ...lab.processes import kill, open_descriptors
+from ...lab.waiting import WAIT
 
 NAME = data_file_name(0, 0, "a" * 32)
 

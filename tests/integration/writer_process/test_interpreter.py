@@ -17,8 +17,8 @@ from dcp_tensorizer._runtime.child import environment, interpreter
 from dcp_tensorizer._runtime.threads import Patience
 from dcp_tensorizer._writer_process.client import WriterProcess
 
-from ...support import PACKAGE, ROOT
-from ...waiting import WAIT
+from ...lab.processes import PACKAGE, ROOT
+from ...lab.waiting import WAIT
 
 # Where modules were found; and those that the trainer's directories have taken the place of.
 PROBE = """

@@ -20,8 +20,8 @@ from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
 
-from ...models import write_model
-from ...waiting import WAIT
+from ...lab.models import write_model
+from ...lab.waiting import WAIT
 
 
 @pytest.fixture

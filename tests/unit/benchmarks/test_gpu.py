@@ -9,7 +9,7 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.plan import CALL_SECONDS, CALLS
 from benchmarks.gpu.report import collect, render
 
-from ...support import PACKAGE
+from ...lab.processes import PACKAGE
 
 
 def test_each_call_fits_its_limits() -> None:

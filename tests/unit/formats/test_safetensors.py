@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from dcp_tensorizer._formats.safetensors import NAMES, PAIRS, fault_of, file_names, in_torch, index_of, lay_out, shards
 
-from ...support import dtype_name, filled, raw
+from ...lab.states import dtype_name, filled, raw
 
 
 class Tensor(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer._index.layouts import Region, covers, regions_of_range
 
-from ...strategies import regions
+from ...lab.checkpoints import regions
 
 
 @st.composite

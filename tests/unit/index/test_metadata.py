@@ -42,7 +42,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import StoredItem, data_file_name
 
-from ...checkpoints import metadata_of, parts_of
+from ...lab.checkpoints import metadata_of, parts_of
 
 FILES = {data_file_name(rank, 0, "a" * 32): 400_000 for rank in range(3)}
 NAMES = list(FILES)

@@ -20,7 +20,7 @@ from dcp_tensorizer._memory.protocol import Found, Keep, KeptContent, KeptHead
 from dcp_tensorizer._runtime.forks import Descriptor
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ...support import open_descriptors, quietly
+from ...lab.processes import open_descriptors, quietly
 
 BRANCH = (("b", 0),)
 FOLDER = (1, 2)

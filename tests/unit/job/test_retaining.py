@@ -21,7 +21,7 @@ from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._storage.claim import Ownership
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ...waiting import WAIT
+from ...lab.waiting import WAIT
 
 NAMES = StepNames("step-{}")
 NEWEST = Retention.of(1, None, None)

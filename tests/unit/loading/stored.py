@@ -14,7 +14,7 @@ from dcp_tensorizer._tensor_file.encode import encode
 from dcp_tensorizer._tensor_file.layout import lay_out
 from dcp_tensorizer._tensor_file.names import StoredItem
 
-from ...support import sources
+from ...lab.seams import sources
 
 Tensors = dict[str, torch.Tensor]
 Items = dict[str, StoredItem]

@@ -12,7 +12,7 @@ from dcp_tensorizer import NotCommitted
 from dcp_tensorizer._formats.recognise import contents, format_of, nothing_committed
 from dcp_tensorizer._storage.open import open_storage
 
-from ...checkpoints import make_checkpoint
+from ...lab.checkpoints import make_checkpoint
 
 
 def test_a_checkpoint_of_ours(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from dcp_tensorizer._loading.deliver import check_trust, deliver_object, read_ob
 from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._tensor_file.names import StoredItem
 
-from ...saved_objects import Made, archive, saved
-from ...support import stored_item
+from ...lab.saved_objects import Made, archive, saved
+from ...lab.seams import stored_item
 
 unpickled: list[str] = []
 

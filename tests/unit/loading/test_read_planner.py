@@ -29,7 +29,7 @@ from dcp_tensorizer._storage.base import ReadTuning
 from dcp_tensorizer._tensor_file import names as layout_module
 from dcp_tensorizer._tensor_file.names import StoredItem, block_size
 
-from ...strategies import regions
+from ...lab.checkpoints import regions
 
 SAVE = "0" * 32
 FILES = [f"__{rank}_0_{SAVE}.tensors" for rank in range(3)]

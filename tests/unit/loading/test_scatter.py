@@ -20,7 +20,7 @@ from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file import names as layout_module
 
-from ...support import ALL_DTYPES, dtype_name, filled, raw, same
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 from .stored import Items, Tensors, as_plain, part, target_for, write_file
 
 

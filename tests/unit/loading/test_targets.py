@@ -22,7 +22,7 @@ from dcp_tensorizer._formats.catalog import Piece
 from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._loading.targets import Casts, ReadTarget, can_read_in_place, in_turns, targets_of
 
-from ...support import stored_item
+from ...lab.seams import stored_item
 
 
 def test_only_plain_host_memory_is_read_in_place() -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from dcp_tensorizer._loading.run import Usage, run_all, thread_usage
 
-from ...support import forget
-from ...waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside
+from ...lab.processes import forget
+from ...lab.waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside
 
 clock = itertools.count(1.0)
 """For threads that wait for all of the time."""

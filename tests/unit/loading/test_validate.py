@@ -26,7 +26,7 @@ from dcp_tensorizer._index.layouts import ChunkLayout, Region
 from dcp_tensorizer._loading.validate import check_files, check_own_parts, check_world_size, stored_item
 from dcp_tensorizer._storage.open import open_storage
 
-from ...support import stored_item as make_item
+from ...lab.seams import stored_item as make_item
 
 
 def entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:

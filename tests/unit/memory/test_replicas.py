@@ -43,8 +43,8 @@ from dcp_tensorizer._runtime.channel import Done
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._tensor_file.digests import digests_of
 
-from ...e2e.ranks import eventually
-from ...support import open_descriptors
+from ...lab.processes import open_descriptors
+from ...lab.ranks import eventually
 from .test_keeper import ask, connected
 
 SECRET = bytes(range(32))

@@ -17,7 +17,7 @@ from dcp_tensorizer._memory.wire import MAX_BYTES, MAX_MESSAGE, Address, Wire, W
 from dcp_tensorizer._runtime.threads import in_background
 from dcp_tensorizer._tensor_file.encryption import FrameCipherKind, frame_ciphers
 
-from ...waiting import WAIT
+from ...lab.waiting import WAIT
 
 SECRET = bytes(range(32))
 

@@ -30,7 +30,7 @@ from dcp_tensorizer._publish.delta import DeltaDecoder, zstd
 from dcp_tensorizer._publish.model import header_of
 from dcp_tensorizer.tools import list_versions
 
-from ...models import (
+from ...lab.models import (
     INDEX,
     first_state,
     loaded,

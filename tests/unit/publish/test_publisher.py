@@ -23,7 +23,7 @@ from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import list_versions, verify_versions
 
-from ...models import INDEX, first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
+from ...lab.models import INDEX, first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
 
 
 def published_versions(tmp_path: Path, count: int, **options: object) -> list[dict[str, np.ndarray]]:

@@ -10,7 +10,7 @@ import pytest
 from dcp_tensorizer import NotCommitted, apply_delta, publish
 from dcp_tensorizer.tools import collect_versions, list_versions, verify_versions
 
-from ...models import INDEX, publish_versions, weight_files, weights_of
+from ...lab.models import INDEX, publish_versions, weight_files, weights_of
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from dcp_tensorizer._runtime.threads import Patience, in_background
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource, WriteRequest
 
-from ...support import open_descriptors
-from ...waiting import WAIT
+from ...lab.processes import open_descriptors
+from ...lab.waiting import WAIT
 
 SOURCE = TensorSource("layer.0", "bfloat16", (3, 4), 24, memory=7, offset=4096)
 OPTIONS = SaveOptions(storage_options={"key": "secret", "nested": {"a": [1]}}, thread_count=2)

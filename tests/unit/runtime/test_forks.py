@@ -15,7 +15,7 @@ import pytest
 
 from dcp_tensorizer._runtime.forks import Finalizer, Home, free_in_child, in_child, keep_from_children
 
-from ...support import PACKAGE, is_mapped, is_so_in_child
+from ...lab.processes import PACKAGE, is_mapped, is_so_in_child
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
 

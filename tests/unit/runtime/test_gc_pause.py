@@ -11,7 +11,7 @@ import pytest
 
 from dcp_tensorizer._runtime.gc_pause import age_objects, collector_paused
 
-from ...waiting import WAIT, in_thread
+from ...lab.waiting import WAIT, in_thread
 
 THRESHOLDS = (500, 11, 12)
 

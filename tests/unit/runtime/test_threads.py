@@ -12,7 +12,7 @@ import pytest
 from dcp_tensorizer._runtime import threads
 from dcp_tensorizer._runtime.threads import Patience, Workers, cores, is_running
 
-from ...waiting import WAIT, Gate, Interrupted, interrupted_inside
+from ...lab.waiting import WAIT, Gate, Interrupted, interrupted_inside
 
 
 @pytest.mark.parametrize(

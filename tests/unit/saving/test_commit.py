@@ -19,8 +19,8 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import data_file_name, record_file_name
 from dcp_tensorizer.errors import WriteError
 
-from ...checkpoints import item_in, metadata_of, parts_of
-from ...support import file_size_limit
+from ...lab.checkpoints import item_in, metadata_of, parts_of
+from ...lab.processes import file_size_limit
 
 W = ("w", (0,))
 

@@ -17,7 +17,8 @@ from dcp_tensorizer._tensor_file.layout import lay_out
 from dcp_tensorizer._tensor_file.names import INDEX_CAPACITY, index_entry_size, is_data_file_name
 from dcp_tensorizer._writer_process.protocol import TensorSource
 
-from ...support import BufferSink, filled, same
+from ...lab.seams import BufferSink
+from ...lab.states import filled, same
 
 SAVE = "0" * 32
 

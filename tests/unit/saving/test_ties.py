@@ -14,7 +14,7 @@ from dcp_tensorizer._saving.ties import ties_of
 from dcp_tensorizer._storage.base import SharedFile
 from dcp_tensorizer._writer_process.shared_job import SharedFilePart
 
-from ...planned import Shards
+from ...lab.hooks import Shards
 
 SQUARE = torch.arange(16.0).view(4, 4)
 COMPLEX = torch.arange(4.0) + 1j

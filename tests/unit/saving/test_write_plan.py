@@ -23,7 +23,7 @@ from dcp_tensorizer._saving.write_plan import Item, in_files, resolve, warn_of_r
 from dcp_tensorizer._tensor_file.names import MAX_INLINE_BYTES, StoredItem
 from dcp_tensorizer._writer_process.protocol import FileResult, TensorSource, WriteDone
 
-from ...support import same
+from ...lab.states import same
 
 
 def planned(

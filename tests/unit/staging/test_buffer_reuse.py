@@ -12,8 +12,8 @@ from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
 from dcp_tensorizer._staging.stager import Stager
 
-from ...support import memory_files
-from ...waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
+from ...lab.processes import memory_files
+from ...lab.waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
 from .staging import inode
 
 

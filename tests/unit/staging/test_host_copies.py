@@ -12,7 +12,7 @@ import torch
 from dcp_tensorizer._staging import tensor_copy
 from dcp_tensorizer._staging.tensor_copy import HostCopies
 
-from ...support import filled, same
+from ...lab.states import filled, same
 
 _MEGABYTE = 1 << 18  # elements of float32
 

@@ -15,7 +15,7 @@ from dcp_tensorizer._staging import shared_mappings
 from dcp_tensorizer._staging.shared_mappings import MappedFile, SharedMappings, SharedTensors, map_shared
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 
-from ...support import raw
+from ...lab.states import raw
 
 
 def seen(tensor: torch.Tensor) -> bytes:

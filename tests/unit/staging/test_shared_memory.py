@@ -18,8 +18,9 @@ from dcp_tensorizer._staging import shared_memory
 from dcp_tensorizer._staging.shared_mappings import attach
 from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
 
-from ...simulated import SimulatedDevice
-from ...support import ALL_DTYPES, dtype_name, filled, memory_files, open_descriptors, raw, same
+from ...lab.processes import memory_files, open_descriptors
+from ...lab.simulated import SimulatedDevice
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 
 PAGE = 4096
 

@@ -16,8 +16,8 @@ from dcp_tensorizer._runtime.threads import Deadline, is_running
 from dcp_tensorizer._staging.staged_save import StagedSave, StagingFuture
 from dcp_tensorizer._staging.stager import Stager
 
-from ...support import memory_files
-from ...waiting import WAIT, Gate, HeldTensor, in_thread, interrupted_inside, wait_until_inside
+from ...lab.processes import memory_files
+from ...lab.waiting import WAIT, Gate, HeldTensor, in_thread, interrupted_inside, wait_until_inside
 
 
 def test_overlapped_staging_returns_before_it_has_copied(overlapping: Stager) -> None:

@@ -27,7 +27,7 @@ from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.state_tree import TensorList, copy_structure, fill_tensors
 
-from ...support import ALL_DTYPES, dtype_name, filled, raw, same
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 from .staging import staged
 
 

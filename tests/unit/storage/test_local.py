@@ -21,7 +21,7 @@ from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.testing import put_file
 
-from ...support import open_descriptors
+from ...lab.processes import open_descriptors
 
 NAME = f"__0_0_{'a' * 32}.tensors"
 
@@ -345,9 +345,9 @@ def make_link_to_a_device(path: Path) -> None:
 
 
 KINDS = [
-    (make_fifo, "it is a FIFO, and not a file"),
-    (make_socket, "it is a socket, and not a file"),
-    (make_link_to_a_device, "it is a device, and not a file"),
+    (make_fifo, "it is a FIFO, not a regular file"),
+    (make_socket, "it is a socket, not a regular file"),
+    (make_link_to_a_device, "it is a device, not a regular file"),
     (Path.mkdir, "Is a directory"),
 ]
 

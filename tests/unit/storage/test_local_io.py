@@ -20,7 +20,8 @@ from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._storage import local_io
 from dcp_tensorizer._storage.local_io import LocalFile, read_into
 
-from ...support import cached, forget, open_descriptors
+from ...lab.processes import forget, open_descriptors
+from ...lab.seams import cached
 
 MIB = 1 << 20
 PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()
@@ -269,12 +270,12 @@ def test_two_write_a_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
     ends = [0, 5, 3000, 3001, 20_000, 61_440, 61_441, 81_920, 100_000]
     path = tmp_path / "shared"
     local_io.make_shared(path, content.size, preallocate=True, umask=None)
-    sinks = [local_io.LocalSharedSink(path, sync=True) for _ in range(2)]
+    sinks = [local_io.LocalSink(path, None, sync=True) for _ in range(2)]
     memory = memoryview(direct_memory(content.size))
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
         piece = memory[start % local_io.BLOCK : start % local_io.BLOCK + stop - start]  # as blocks in memory are
         piece[:] = content[start:stop].data
         sinks[number % 2].put(start, piece)
     for sink in sinks:
-        sink.finish()
+        sink.complete()
     assert path.read_bytes() == content.tobytes()

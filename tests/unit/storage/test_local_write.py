@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dcp_tensorizer._storage.local_io import LocalSink, Residency
 from dcp_tensorizer.testing import on_a_page
 
-from ...support import file_size_limit, open_descriptors
+from ...lab.processes import file_size_limit, open_descriptors
 
 MIB = 1 << 20
 PATTERN = np.random.default_rng(0).integers(0, 256, 9 * MIB, dtype=np.uint8).tobytes()

@@ -10,7 +10,8 @@ import pytest
 
 from dcp_tensorizer._storage.local_io import Residency
 
-from ...support import cached, forget
+from ...lab.processes import forget
+from ...lab.seams import cached
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from dcp_tensorizer._storage import fsspec as fsspec_module
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.open import open_storage
 
-from ...support import open_descriptors
+from ...lab.processes import open_descriptors
 
 NAME = f"__0_0_{'a' * 32}.tensors"
 

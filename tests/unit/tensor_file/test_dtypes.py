@@ -11,7 +11,7 @@ import torch
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._tensor_file.dtypes import check_supported, host_bytes, memories_of, memory_of
 
-from ...support import ALL_DTYPES, dtype_name, filled, raw
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw
 
 
 class Opaque(torch.Tensor):

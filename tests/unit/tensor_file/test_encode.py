@@ -24,7 +24,8 @@ from dcp_tensorizer._tensor_file.layout import ALIGNMENT, lay_out
 from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer._writer_process.protocol import TensorSource
 
-from ...support import ALL_DTYPES, BufferSink, block_digests, dtype_name, filled, raw, same, sources
+from ...lab.seams import BufferSink, block_digests, sources
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 
 Tensors = list[tuple[str, torch.Tensor]]
 

@@ -24,7 +24,8 @@ from dcp_tensorizer._tensor_file.layout import lay_out
 from dcp_tensorizer._tensor_file.names import Derivation, Seal, block_size
 from dcp_tensorizer._writer_process.protocol import TensorSource
 
-from ...support import ALL_DTYPES, BufferSink, dtype_name, encrypted_file, filled, raw, same, sources
+from ...lab.seams import BufferSink, encrypted_file, sources
+from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 
 KEY = bytes(range(32))
 CIPHER = Cipher(KEY)

@@ -19,7 +19,8 @@ from dcp_tensorizer._tensor_file.names import (
     metadata_file_name,
 )
 
-from ...support import ALL_DTYPES, dtype_name, filled, sources
+from ...lab.seams import sources
+from ...lab.states import ALL_DTYPES, dtype_name, filled
 
 SAVE = "0123456789abcdef" * 2
 PROLOGUE = 5 + 4 + 32 + 8 + 8 + 8 + 8

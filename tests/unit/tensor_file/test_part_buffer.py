@@ -12,7 +12,7 @@ import pytest
 
 from dcp_tensorizer._tensor_file.encode import FileParts, PartMemory
 
-from ...waiting import WAIT
+from ...lab.waiting import WAIT
 
 PART = 4096
 

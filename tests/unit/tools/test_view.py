@@ -8,7 +8,7 @@ import torch
 from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer.tools._view import StoredTensor, blocks_of
 
-from ...support import filled, same
+from ...lab.states import filled, same
 
 
 @pytest.mark.parametrize("nbytes", [1, 14, 20, 40, 64, 1000])

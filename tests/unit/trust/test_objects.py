@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from dcp_tensorizer import UntrustedObject
 from dcp_tensorizer._trust.objects import is_small, load_object, unsafe_globals
 
-from ...saved_objects import STANDARD, Made, archive, same, saved
+from ...lab.saved_objects import STANDARD, Made, archive, same, saved
 
 _RECONSTRUCT = np.zeros(1).__reduce__()[0]
 _SCALAR = np.float32(1).__reduce__()[0]

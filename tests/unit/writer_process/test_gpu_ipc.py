@@ -18,8 +18,8 @@ from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
 from dcp_tensorizer._writer_process import gpu_ipc
 from dcp_tensorizer._writer_process.gpu_ipc import Snapshots, export
 
-from ...simulated import SimulatedDevice, SimulatedStream
-from ...support import ALL_DTYPES, filled, same
+from ...lab.simulated import SimulatedDevice, SimulatedStream
+from ...lab.states import ALL_DTYPES, filled, same
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,9 @@ from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource
 
-from ...support import block_digests, dtype_name, file_size_limit, filled, raw, same, sources
+from ...lab.processes import file_size_limit
+from ...lab.seams import block_digests, sources
+from ...lab.states import dtype_name, filled, raw, same
 
 NAMES = [data_file_name(0, number, "a" * 32) for number in range(3)]
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools import collect, list_checkpoints
+from dcp_tensorizer.tools import collect, convert, list_checkpoints
 
-from ....checkpoints import make_checkpoint, tensors_of
-from ....support import same
+from ....lab.checkpoints import make_checkpoint, tensors_of
+from ....lab.states import same
 
 
 def test_a_conversion_in_progress_is_not_collected(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from dcp_tensorizer import ConversionError, MetadataError, ReadError
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 
-from ....checkpoints import make_checkpoint, tensors_of
-from ....support import filled, same
+from ....lab.checkpoints import make_checkpoint, tensors_of
+from ....lab.states import filled, same
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

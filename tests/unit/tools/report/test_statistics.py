@@ -10,7 +10,7 @@ import torch
 
 from dcp_tensorizer.tools._report.statistics import BINS, Running, Statistics
 
-from ....support import ALL_DTYPES, filled
+from ....lab.states import ALL_DTYPES, filled
 
 NO_ARITHMETIC = {torch.float4_e2m1fn_x2}
 

@@ -1,0 +1,163 @@
+"""Converts checkpoints to other formats and back.
+
+Shards are put together into whole tensors. Each tensor is read when it is to be written, so that a conversion needs the
+memory of the largest tensor, not of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._index.layouts import Region
+from .._runtime.forks import free_in_child
+from .._runtime.validation import did_you_mean
+from ..errors import ConversionError, ReadError, WriteError
+from ._formats.common import ConvertOptions, check_options
+from ._formats.names import FORMATS
+from ._formats.registry import TARGETS, new_paths, open_checkpoint
+from ._view import CheckpointView, StoredTensor, StoredValue, key_of
+
+if TYPE_CHECKING:
+    from .._tensor_file.encryption import DecryptionParams
+
+_Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The result of a conversion.
+
+    Attributes:
+        source_format: One of `FORMATS`.
+        tensors: How many tensors were converted.
+        objects: How many other values were converted.
+        nbytes: Bytes of the tensors in the new file or files.
+        seconds: How long it took.
+    """
+
+    source_format: str
+    tensors: int
+    objects: int
+    nbytes: int
+    seconds: float
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    options: ConvertOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    encryption: DecryptionParams | None = None,
+    on_progress: _Progress = lambda done, total: None,
+) -> Converted:
+    """Converts a checkpoint of any of the `FORMATS` into any other. The target appears as a whole, or not at all.
+
+    Args:
+        source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file or a directory of
+            them, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
+        target: A path or URL where there is nothing yet; links are followed. ``dcp_tensorizer``, ``dcp`` and
+            tensor-parallel tensorizer files take a directory, ``tensorizer`` and ``torch`` a file, and ``safetensors``
+            a file if the name ends in ``.safetensors``, otherwise a directory in Hugging Face's layout.
+        to: The format.
+        options: What to convert, and how.
+        storage_options: Passed to the fsspec filesystems of source and target.
+        encryption: The key of an encrypted source (`tensorizer.DecryptionParams`). The target is not encrypted.
+        on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
+
+    Raises:
+        ConversionError: the format cannot hold a value, or does not take an option, which the message names, or there
+            is something at ``target``; nothing was written.
+        NotCommitted: there is no checkpoint at ``source``.
+        DecryptionError: the key is missing or wrong, or ``source`` is not encrypted.
+        UntrustedObject: an object would need code to run.
+        CheckpointError: ``source`` is damaged, or ``target`` cannot be written; nothing is left there.
+    """
+    started = time.monotonic()
+    options = options or ConvertOptions()
+    for name in filter(None, (to, options.source_format)):
+        if name not in FORMATS:
+            raise ConversionError(
+                f"{name!r} is not one of the formats {', '.join(FORMATS)}{did_you_mean([name], FORMATS)}"
+            )
+    check_options(options, to, os.fspath(target))
+    view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)
+    source_format = view.format
+    view = _select(view, options)
+    check, write = TARGETS[to]
+    check(view, options)
+    try:
+        write(_with_progress(view, on_progress), os.fspath(target), storage_options or {}, options)
+    except WriteError as error:
+        if isinstance(error.__cause__, ReadError):  # the error is the source's
+            raise error.__cause__ from error.__cause__.__cause__
+        raise
+    return Converted(source_format, len(view.tensors), len(view.objects), view.nbytes, time.monotonic() - started)
+
+
+def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
+    """Selects the values to convert, with their new names and dtypes."""
+    selected = [key for key in view.paths if _matches(key, options)]
+    if not selected:
+        excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""
+        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.include) or '*'}{excluded}")
+    paths = new_paths({key: view.values[key].path for key in selected}, options, view.path)
+    values: dict[str, StoredValue] = {}
+    for key, path in paths.items():
+        value = view.values[key]
+        if isinstance(value, StoredTensor):
+            value = _cast(value, options.dtype)
+        elif value.fault:
+            raise ConversionError(f"{view.path}: {key!r} {value.fault}, and cannot be converted: leave it out")
+        named = value if path == value.path else replace(value, key=key_of(path), path=path)
+        values[named.key] = named
+    return replace(view, values=values)
+
+
+def _matches(key: str, options: ConvertOptions) -> bool:
+    selected = not options.include or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.include)
+    return selected and not any(fnmatch.fnmatchcase(key, pattern) for pattern in options.exclude)
+
+
+def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
+    if dtype is None or not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+        return tensor
+
+    def read(region: Region) -> torch.Tensor:
+        return tensor.read(region).to(dtype)
+
+    try:
+        torch.empty(1, dtype=tensor.dtype, device="cpu").to(dtype)
+    except NotImplementedError:
+        raise ConversionError(
+            f"{tensor.key!r} is of {tensor.dtype}, which torch cannot convert to {dtype}: leave it out"
+        ) from None
+    return replace(tensor, dtype=dtype, read=read, chunks=())
+
+
+def _with_progress(view: CheckpointView, on_progress: _Progress) -> CheckpointView:
+    total = view.nbytes
+    counting = free_in_child(threading.Lock())
+    done = 0
+
+    def counted(tensor: StoredTensor) -> StoredTensor:
+        def read(region: Region) -> torch.Tensor:
+            nonlocal done
+            value = tensor.read(region)
+            with counting:
+                done += value.nbytes
+                on_progress(min(done, total), total)
+            return value
+
+        return replace(tensor, read=read)
+
+    return replace(view, values=dict(view.values) | {key: counted(tensor) for key, tensor in view.tensors.items()})

@@ -1,0 +1,74 @@
+"""Hosts told apart, and who holds whose replicas."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dcp_tensorizer._memory.copies import (
+    Peer,
+    Room,
+    address_of,
+    address_towards,
+    is_local,
+    lack_of_room,
+    partners,
+    this_host,
+)
+from dcp_tensorizer._storage.local import boot_id
+
+
+def peers(hosts: str, domains: str = "") -> list[Peer]:
+    """Ranks on hosts and in domains with names of one letter."""
+    return [Peer(host, domain, "10.0.0.1") for host, domain in zip(hosts, domains or hosts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "domains", "expected"),
+    [
+        ("aabb", "", [2, 3, 0, 1]),
+        ("abab", "", [1, 0, 3, 2]),
+        ("abc", "", [1, 2, 0]),
+        ("aaabb", "", [3, 4, 3, 0, 1]),
+        ("abcd", "xxyy", [2, 3, 0, 1]),
+        ("abcd", "xyxy", [1, 0, 3, 2]),
+        ("abc", "xxy", [2, 2, 0]),
+        ("aabb", "xyxy", [1, 0, 3, 2]),
+        ("aaaa", "", []),
+        ("ab", "xx", []),
+        ("a", "", []),
+    ],
+)
+def test_partners(hosts: str, domains: str, expected: list[int]) -> None:
+    """Each rank's is in the next failure domain, which is a host where nothing says more; none if there is one."""
+    assert partners(peers(hosts, domains)) == expected
+
+
+def test_hosts() -> None:
+    """A machine that is started again is another one, and so is a clone that has another name."""
+    assert this_host().split(" ")[0] == boot_id().strip()
+    assert this_host().endswith(socket.gethostname())
+
+
+def test_addresses() -> None:
+    """An interface has a name or an address; otherwise the route to another host says which one it is."""
+    assert address_of("lo") == address_of("127.0.0.1") == address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_of("::1") == "::1"
+    assert is_local("127.0.1.1") and is_local("::1") and is_local("") and not is_local("10.0.0.1")
+    with pytest.raises(OSError, match="No such device"):
+        address_of("nothere0")
+
+
+def test_room() -> None:
+    """Each host needs two replicas of each state that it is given, what its ranks stage, and some for others."""
+    hosts, partner_of = peers("aab"), [2, 2, 0]
+    rooms = [Room(100, 1, 550), Room(100, 1, None), Room(200, 2, 850)]
+    words = "550 bytes of memory available. Replicas there take 400, staging buffers 200 more, and 0 are left to others"
+    assert lack_of_room(hosts, partner_of, rooms, 0) == f"the host of rank 0 has {words}"
+    rooms[0] = Room(100, 1, 600)
+    assert lack_of_room(hosts, partner_of, rooms, 0) == ""
+    assert lack_of_room(hosts, partner_of, rooms, 1).startswith("the host of rank 0 has 600")
+    rooms[0] = Room(100, 1, None)
+    assert lack_of_room(hosts, partner_of, rooms, 50) == ""
+    assert lack_of_room(hosts, partner_of, rooms, 51).startswith("the host of rank 2 has 850")
