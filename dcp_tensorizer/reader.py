@@ -44,7 +44,7 @@ from ._storage.redact import redact, shown
 from ._tensor_file.encryption import Cipher, check_decryption, unlock
 from ._tensor_file.names import metadata_file_name
 from ._tiers.tiered_storage import nearest
-from .errors import CheckpointError, DecryptionError, MetadataError, NotCommitted, ReadError
+from .errors import CheckpointError, DecryptionError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -208,7 +208,10 @@ class TensorizerStorageReader(StorageReader):
         if rank is None:  # DCP's first question
             self._clock = LoadClock()
         try:
-            self._metadata = self._read_metadata(rank)
+            self._storage, self._catalog = self._find(rank)
+            metadata = self._catalog.metadata()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
         except NotCommitted as error:
             if rank is None:
                 raise
@@ -218,8 +221,9 @@ class TensorizerStorageReader(StorageReader):
         except Exception as error:
             self._error = MetadataError(f"{redact(str(self._path))} cannot be read: {type(error).__name__}: {error}")
         else:
+            self._metadata = metadata
             self._clock.has_metadata()
-            return self._metadata
+            return metadata
         return unreadable(self._error, StorageMeta(load_id=self.load_id))
 
     def stored_metadata(self, *, rank: int | None = None) -> Metadata:
@@ -346,13 +350,6 @@ class TensorizerStorageReader(StorageReader):
             storage, catalog, self._load_options, self._metadata, plan.items, self._cipher, self._per_rank, note
         )
 
-    def _read_metadata(self, rank: int | None) -> Metadata:
-        self._storage, self._catalog = self._find(rank)
-        metadata = self._catalog.metadata()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
     def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
         """Opens the checkpoint at the path, or with ``rank`` that rank's own; raises `CheckpointError` if there is
         none.
@@ -440,7 +437,11 @@ class AnyFormatReader(TensorizerStorageReader):
         if pickled is None:
             raise not_committed(storage.path) if rank is None else nothing_committed(storage)
         trusts, extensions = self._load_options.allow_pickle, self._extensions
-        return storage, TorchCatalog(storage, name, pickled, allow_pickle=trusts, extensions=extensions)
+        try:
+            return storage, TorchCatalog(storage, name, pickled, allow_pickle=trusts, extensions=extensions)
+        except UntrustedObject as error:
+            advice = "If you trust the checkpoint as you trust a program, pass allow_pickle=True to the reader."
+            raise UntrustedObject(f"{error}. {advice}") from None
 
 
 def _unknown(storage: Storage) -> CheckpointError:

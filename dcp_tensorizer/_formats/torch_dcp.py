@@ -21,7 +21,7 @@ from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._tensor_file.names import StoredItem
 from .._trust.torch_archive import check_saved
-from ..errors import CheckpointError, MetadataError, ReadError, UntrustedObject, describe
+from ..errors import CheckpointError, MetadataError, ReadError, describe
 from .catalog import Catalog, Coder, Piece, copy_part
 from .torch_metadata import read_pickled
 
@@ -57,7 +57,8 @@ class TorchCatalog(Catalog):
         self._storage = storage
         self._extensions = extensions
         self._size_of = functools.cache(storage.head)
-        self._metadata = _unpickled(pickled, self.path) if allow_pickle else _checked(pickled, self.path)
+        with collector_paused():
+            self._metadata = (_unpickled if allow_pickle else read_pickled)(pickled, self.path)
 
     def metadata(self) -> Metadata:
         return self._metadata
@@ -131,16 +132,6 @@ class _TensorArchive:
             copy_part(self._item, tensor, target)
         except Exception as error:
             raise self._catalog.not_loaded(self._item, error) from error
-
-
-def _checked(pickled: bytes, path: str) -> Metadata:
-    try:
-        with collector_paused():
-            return read_pickled(pickled, path)
-    except UntrustedObject as error:
-        raise UntrustedObject(
-            f"{error}. If you trust the checkpoint as you trust a program, pass allow_pickle=True to the reader."
-        ) from None
 
 
 def _unpickled(pickled: bytes, path: str) -> Metadata:

@@ -123,9 +123,9 @@ class Load:
             check_own_parts(path, self.metadata, plan, getattr(planner, "state_dict", {}))
         pieces_of = self.pieces if plan.items == self.items else catalog.locate(plan.items)
         with collector_paused():
-            objects, tensors, coded = [], [], []
+            objects, tensors, coded, coder_of = [], [], [], catalog.coder
             for item, pieces in zip(plan.items, pieces_of, strict=True):
-                if (coder := catalog.coder(item)) is not None:
+                if (coder := coder_of(item)) is not None:
                     coded.append((item, pieces, coder))
                 elif is_object(pieces):
                     objects.append((item, pieces[0].item))
@@ -138,7 +138,7 @@ class Load:
             check_trust(path, contents)
         casts: Casts = {}
         nbytes += read_tensors(
-            [*tensors, *coded],
+            [*tensors, *coded] if coded else tensors,
             planner,
             functools.partial(targets_of, path, self.metadata, world_size_of_job(), casts),
             exchange.read if exchange is not None and exchange.exchanges_tensors else read,
@@ -305,10 +305,9 @@ def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
     if not delivers_at_once(planner):
         yield from ([item] for item in items)
         return
-    plain = [item for item in items if item[2] is None]
-    if plain or not items:
-        yield plain
-    first = len(plain)
+    first = next((number for number, item in enumerate(items) if item[2] is not None), len(items))
+    if first or not items:
+        yield items[:first]
     while first < len(items):
         nbytes, end = 0, first
         while end < len(items) and (size := nbytes + sum(map(_wanted_bytes, items[end][1]))) <= _CODED_BYTES:

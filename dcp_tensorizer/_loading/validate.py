@@ -9,15 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .._formats.recognise import nothing_committed
-from .._index.schema import item_key
 from .._runtime.threads import in_threads
 from .._runtime.torch_compat import local_elements
 from .._storage.base import Storage
-from .._tensor_file.names import StoredItem, metadata_file_name
+from .._tensor_file.names import metadata_file_name
 from ..errors import CheckpointError, MetadataError, ReadError, listed
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -96,14 +95,6 @@ def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, .
             yield (*path, str(name))
         elif isinstance(member, (Mapping, list)):
             yield from _empty_dicts(member, (*path, str(name)))
-
-
-def stored_item(path: str, metadata: Metadata, index: MetadataIndex) -> StoredItem:
-    """The location of a chunk or object; raises `MetadataError`, naming the key, if the metadata has none."""
-    place = metadata.storage_data["items"].get(item_key(index))
-    if place is None:
-        raise MetadataError(f"{path} has no data for {index.fqn!r} at offset {index.offset}")
-    return place  # type: ignore[no-any-return]
 
 
 def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:

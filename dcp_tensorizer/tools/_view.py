@@ -23,9 +23,9 @@ from .._formats.catalog import Catalog, check_chunks, check_length
 from .._formats.own import read_metadata
 from .._formats.recognise import nothing_committed
 from .._index.layouts import Region, regions_of_range
+from .._index.schema import item_key
 from .._loading.run import copy_elements, fetch
 from .._loading.targets import ReadTarget, part_of
-from .._loading.validate import stored_item
 from .._runtime.forks import free_in_child
 from .._storage.base import Storage
 from .._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
@@ -547,7 +547,9 @@ def _chunks(
         sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
     chunks: dict[torch.Size | None, Chunk] = {}
     for offset, size in sizes.items():
-        item = stored_item(storage.path, metadata, MetadataIndex(key, offset))
+        item = metadata.storage_data["items"].get(item_key(MetadataIndex(key, offset)))
+        if item is None:
+            raise MetadataError(f"{storage.path} has no data for {key!r} at offset {offset}")
         if item.kind == "tensor":
             check_length(storage.path, key, item, size)
         chunks[offset] = Chunk(Region(tuple(offset or ()), size), item, cipher=cipher)

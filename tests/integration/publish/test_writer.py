@@ -18,7 +18,6 @@ from dcp_tensorizer import (
     Export,
     Publish,
     SafetensorsStorageWriter,
-    SaveReport,
     WriteError,
     apply_delta,
     publish,
@@ -31,6 +30,7 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
+from dcp_tensorizer.writer import SaveReport
 
 from ...lab.models import weights_of, write_model
 from ...lab.processes import workers
