@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from .._formats.safetensors_header import INDEX, SINGLE, decode_json
+from .._formats.weight_files import StoredBytes, WeightFile, read_small, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._storage.base import FileIdentity, Storage
@@ -28,15 +29,7 @@ from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
 from .chain import Chain, Delta, copied, read_delta
 from .delta import PIECE, DeltaDecoder, digest_of, zstd
-from .model import (
-    StoredBytes,
-    WeightFile,
-    read_blocks,
-    read_model,
-    read_small,
-    read_weight_file,
-    written_file,
-)
+from .model import read_blocks, read_model, written_file
 from .versions import LEASE, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
 
 _LOCK = ".publish.lock"

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from .._formats.safetensors_header import INDEX, MAX_HEADER
+from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
@@ -25,19 +26,7 @@ from .._storage.open import open_storage, path_to_write
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, listed
 from .chain import Chain, read_delta
 from .delta import PIECE, DeltaEncoder, zstd
-from .model import (
-    READ_BYTES,
-    Model,
-    StoredBytes,
-    TensorReader,
-    WeightFile,
-    header_of,
-    read_blocks,
-    read_model,
-    read_weight_file,
-    reading_tensors,
-    written_file,
-)
+from .model import READ_BYTES, Model, TensorReader, header_of, read_blocks, read_model, reading_tensors, written_file
 from .versions import (
     FileRecord,
     Manifest,

@@ -35,12 +35,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .._formats.safetensors_header import INDEX, decode_json
+from .._formats.weight_files import check_plain_name, check_weight_name, read_small
 from .._runtime.validation import check_count
 from .._storage.base import Storage
 from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
-from .model import check_plain_name, check_weight_name, read_blocks, read_small, written_file
+from .model import read_blocks, written_file
 
 FORMAT = 1
 _DIRECTORY = re.compile(r"weight_v(\d{6,15})")
