@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path
     for path in old:
         if not saved_again or path.name != ".metadata":
             path.unlink()
-    with pytest.raises(ReadError, match="was replaced or removed while it was verified: verify it again"):
+    with pytest.raises(ReadError, match=r"was replaced or removed while it was verified\. Verify it again\."):
         verify_files(storage, parts)
 
 
