@@ -23,7 +23,7 @@ quick: $(READY)
 # These run with the end-to-end tests, and with the storages and the docs, so that the three suites take about as long.
 WITH_E2E := tests/integration/tiers
 WITH_DOCS := tests/unit/publish tests/integration/test_crash_consistency.py \
-	$(patsubst %,tests/e2e/test_%.py,kept_saves memory recipe remote survival)
+	$(patsubst %,tests/e2e/test_%.py,memory recipe remote survival)
 unit-integration: RUNS = tests/unit tests/integration $(patsubst %,--ignore=%,tests/integration/storage $(WITH_E2E) $(WITH_DOCS))
 storage-docs: RUNS = tests/integration/storage tests/docs $(WITH_DOCS)
 e2e: RUNS = tests/e2e tests/soak $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
