@@ -71,7 +71,7 @@ $(APART):
 # `python -m benchmarks.scale --large`, which takes 90 minutes: its figures stay until the next such run.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
-	set -e; for name in ceiling save load remote verify handles deltas export reuse tiers mlperf restarts peers \
+	set -e; for name in ceiling save load remote options mlperf restarts peers \
 		"scale --only items --sizes 1000 5000 20000" "scale --only ranks --sizes 2 8" "scale --only replicas --sizes 2 4"; \
 		do $(BIN)/python -m benchmarks.$$name; done
 

@@ -9,6 +9,17 @@ from typing import Any
 
 from .harness import Content, Spread, cell, compare, spread, table
 
+LEGEND = (
+    "A cell like `0.92 (0.85-1.05)` is a median, with the lowest and the highest value in brackets. "
+    "Where two ranges overlap, this run does not show which of the two is faster. "
+    "The ranges rest on few values. A gap between two of them is a strong hint, not a proof."
+)
+_RATIOS = (
+    "Each figure is one median divided by another, unless a unit is named. In brackets is the least and the "
+    'greatest ratio that the two ranges allow. "Not shown": {} between them. Without brackets, a figure rests on one '
+    "value."
+)
+EXPLAINED = _RATIOS.format("the goal, or 1 where there is no goal, is")
 _MEANINGS = {">=": "at least", "<=": "at most"}
 _UNRECORDED = {"date": "the date", "commit": "the commit", "file_system": "the kind of disk"}
 
@@ -70,26 +81,26 @@ def page(
         sections: Tables and texts; empty ones are left out.
         spreads: There are any, to be explained.
     """
-    machine = content["machine"]
     name, *given = again.split()
-    name, packages = name if "." in name else f"benchmarks.{name}", machine["packages"].items()
-    stem = name.rpartition(".")[2]
+    name = name if "." in name else f"benchmarks.{name}"
+    head = facts(content["machine"], what, how_often, f"python -m {' '.join((name, *given))}")
+    redraw = f"`python -m {name} --redraw` makes this page again from `{name.rpartition('.')[2]}.json`."
+    head += f"\n- **Without measuring:** {redraw}"
+    return "\n\n".join(filter(None, [f"# {title}", head, LEGEND if spreads else "", *sections]))
+
+
+def facts(machine: dict[str, Any], what: str, how_often: str, again: str) -> str:
+    """What was measured, on what, with which code, how often, and the command that does it again."""
+    packages = machine["packages"].items()
     versions = ", ".join(f"{package} {version}" for package, version in packages if version != "not installed")
-    facts = (
+    lines = (
         ("What", what),
         ("Machine and code", machine_line(machine)),
         ("Software", f"Python {machine['python']}, {versions}."),
         ("How often", how_often),
-        ("Again", f"`python -m {' '.join((name, *given))}` measures it again."),
-        ("Without measuring", f"`python -m {name} --redraw` makes this page again from `{stem}.json`."),
+        ("Again", f"`{again}` measures it again."),
     )
-    legend = (
-        "A cell like `0.92 (0.85-1.05)` is a median, with the lowest and the highest value in brackets. "
-        "Where two ranges overlap, this run does not show which of the two is faster. "
-        "The ranges rest on few values. A gap between two of them is a strong hint, not a proof."
-    )
-    lines = "\n".join(f"- **{fact}:** {text}" for fact, text in facts)
-    return "\n\n".join(filter(None, [f"# {title}", lines, legend if spreads else "", *sections]))
+    return "\n".join(f"- **{fact}:** {text}" for fact, text in lines)
 
 
 def glossary(title: str, entries: dict[str, str]) -> str:
@@ -121,23 +132,22 @@ def goals(rows: Iterable[Goal], note: str = "", form: Callable[[float], str] = "
 
     What the ranges leave open is neither reached nor missed: that is not shown.
     """
+    found = list(rows)
+    if any(wanted for _, wanted, _ in found):
+        title, text = "What the project wants, and what it got", EXPLAINED
+    else:
+        title, text = "Ratios", _RATIOS.format("1 is")
+    return "\n\n".join(filter(None, [f"## {title}", text, goal_table(found, form), note]))
+
+
+def goal_table(rows: Iterable[Goal], form: Callable[[float], str]) -> str:
+    """The table of `goals`, by itself."""
     found = [(name, wanted, _spread_of(value)) for name, wanted, value in rows]
     if any(wanted for _, wanted, _ in found):
-        title, open_ = "What the project wants, and what it got", "the goal, or 1 where there is no goal, is"
-        header: tuple[str, ...] = ("figure", "wanted", "measured", "reached")
-        shown = [
-            (name, _in_words(wanted), _one(value, form), _reached(wanted, value, form)) for name, wanted, value in found
-        ]
-    else:
-        title, open_ = "Ratios", "1 is"
-        header = ("ratio", "measured", "is it another than 1?")
-        shown = [(name, _one(value, form), _reached("", value, form, yes="yes")) for name, _, value in found]
-    text = (
-        "Each figure is one median divided by another, unless a unit is named. In brackets is the least and the "
-        f'greatest ratio that the two ranges allow. "Not shown": {open_} between them. Without brackets, a figure '
-        "rests on one value."
-    )
-    return "\n\n".join(filter(None, [f"## {title}", text, table(header, shown), note]))
+        wants = [(name, _in_words(goal), _one(value, form), _reached(goal, value, form)) for name, goal, value in found]
+        return table(("figure", "wanted", "measured", "reached"), wants)
+    ratios = [(name, _one(value, form), _reached("", value, form, yes="yes")) for name, _, value in found]
+    return table(("ratio", "measured", "is it another than 1?"), ratios)
 
 
 def _one(value: Spread | None, form: Callable[[float], str]) -> str:

@@ -19,22 +19,28 @@ from .workloads import MAIN
 ROOT = Path(__file__).resolve().parents[1]
 _TABLE = re.compile(r"^<!-- measured: (.+) -->\n+(?:\|.*\n)*\n*", re.MULTILINE)
 _FIGURE = re.compile(r"[\d.,]*\d(<!-- measured: (.+?) -->)")
+_THIS = "this package"
 _PEERS = {
     THREAD: "torch `FileSystemWriter`, thread",
     PROCESS: "torch `FileSystemWriter`, process",
     CHECKPOINTING: "`torch_checkpointing`",
 }
+_OVERLAPPING = {
+    OVERLAPPED: "this package, `overlap_staging=True`",
+    BACKGROUND: "`torch_checkpointing`, in the background",
+}
+_DURING, _WAITS, _RUNS = "during the copy, training", "waits", "goes on"
 _UNPREPARED = {OURS: "dcp_tensorizer", OVERLAPPED: UNPREPARED}
 _SECONDS = "{:.3f} s".format
 _PERCENT = "{:.0%}".format
 _ON_GPU = {
-    "dcp_tensorizer": "this package",
-    "dcp_tensorizer, cold": "this package, without `prewarm`",
-    "dcp_tensorizer, overlap": "this package, `overlap_staging=True`",
-    "dcp_tensorizer, device": 'this package, `staging="device"`',
-    "torch DefaultStager": "torch's `DefaultStager`, pinned, not blocking",
-    "torch_checkpointing, blocking": "`torch_checkpointing`, pinned",
-    "torch_checkpointing, background": "`torch_checkpointing`, pinned, in the background",
+    "dcp_tensorizer": ("this package", _WAITS),
+    "dcp_tensorizer, cold": ("this package, without `prewarm`", _WAITS),
+    "dcp_tensorizer, device": ('this package, `staging="device"`', _WAITS),
+    "torch_checkpointing, blocking": ("`torch_checkpointing`, pinned", _WAITS),
+    "dcp_tensorizer, overlap": ("this package, `overlap_staging=True`", _RUNS),
+    "torch DefaultStager": ("torch's `DefaultStager`, pinned, not blocking", _RUNS),
+    "torch_checkpointing, background": ("`torch_checkpointing`, pinned, in the background", _RUNS),
 }
 _HEADLINES = {
     "save": {
@@ -55,55 +61,51 @@ _HEADLINES = {
     },
 }
 
-Row = tuple[str, str, Callable[[float], str], int]
-"""Of a table of saves: its title, the figure of the summary, its form, and the number of ranks."""
+Column = tuple[str, str, Callable[[float], str]]
+"""Of a table of saves: its title, the figure of the summary, and its form."""
+
+_FIRST: Column = ("training waits for the first save", "first stall", "{:.2f} s".format)
+_LATER: Column = ("training waits for each later save", "steady stall", _SECONDS)
+_PAUSE: Column = ("longest extra pause between steps", "gap", lambda seconds: f"{seconds * 1e3:.0f} ms")
+_LOOP: Column = ("speed of training during a save", "loop", _PERCENT)
+_DURABLE: Column = ("durable throughput", "durable", "{:.2f} GB/s".format)
+_CPU: Column = ("CPU time for each GB", "cpu per GB", "{:.2f} s".format)
 
 
-def _saves(workload: str, savers: Mapping[str, str], rows: list[Row]) -> str:
-    """A table of medians with a column for each saver, this package's first, and "-" for what was not measured.
+def _medians(workload: str, ranks: int, savers: Mapping[str, str], columns: list[Column]) -> list[list[str]]:
+    """A row for each saver; what was not measured is "-".
 
     First saves are those for which nothing was prepared, as for the peers.
     """
     summary = stored("save")["summary"]
 
-    def shown(saver: str, what: str, form: Callable[[float], str], ranks: int) -> str:
+    def shown(saver: str, what: str, form: Callable[[float], str]) -> str:
         name = f"{_UNPREPARED.get(saver, saver) if what == 'first stall' else saver} | {workload} | {ranks}"
         values = figure(summary, name, what)
         if what == "durable" and values is not None:
             values = rates(values, summary[name]["bytes"])
         return form(values["median"]) if values is not None else "-"
 
-    lines = []
-    for title, *which in rows:
-        ours, *others = (shown(saver, *which) for saver in savers)
-        lines.append([title, f"**{ours}**", *others])
-    return table(("", *savers.values()), lines)
+    return [[title, *(shown(saver, what, form) for _, what, form in columns)] for saver, title in savers.items()]
 
 
 def _large_saves() -> str:
-    ours = {OURS: "this package", OVERLAPPED: "the same, `overlap_staging`"}
-    rows: list[Row] = [
-        ("training waits for the first save, if nothing is prepared", "first stall", "{:.2f} s".format, 1),
-        ("training waits for each later save", "steady stall", _SECONDS, 1),
-        ("the same on each of 2 ranks", "steady stall", _SECONDS, 2),
-        ("speed of training during a save", "loop", _PERCENT, 1),
-        ("the same on 2 ranks", "loop", _PERCENT, 2),
-        ("the same on 4 ranks", "loop", _PERCENT, 4),
-        ("durable throughput; only this package hashes", "durable", "{:.2f} GB/s".format, 1),
-        ("CPU time for each GB", "cpu per GB", "{:.2f} s".format, 1),
-    ]
-    return _saves(MAIN, ours | _PEERS | {BACKGROUND: "the same, in the background"}, rows)
+    columns = [_FIRST, _LATER, _LOOP, _DURABLE, _CPU]
+    savers = {_WAITS: {OURS: _THIS} | _PEERS, _RUNS: _OVERLAPPING}
+    rows = [[title, how, *cells] for how in savers for title, *cells in _medians(MAIN, 1, savers[how], columns)]
+    return table(("", _DURING, *(title for title, *_ in columns)), rows)
+
+
+def _saves_on_ranks() -> str:
+    columns, savers = [_LATER, _LOOP, _DURABLE], {OURS: _THIS} | _PEERS
+    rows = [[title, str(n), *cells] for n in (2, 4) for title, *cells in _medians(MAIN, n, savers, columns)]
+    return table(("", "ranks", *(title for title, *_ in columns)), rows)
 
 
 def _small_saves() -> str:
-    rows: list[Row] = [
-        ("training waits for a save", "steady stall", _SECONDS, 1),
-        ("longest extra pause between steps", "gap", lambda seconds: f"{seconds * 1e3:.0f} ms", 1),
-        ("speed of training during a save", "loop", _PERCENT, 1),
-        ("durable throughput", "durable", "{:.2f} GB/s".format, 1),
-        ("CPU time for each GB", "cpu per GB", "{:.2f} s".format, 1),
-    ]
-    return _saves("5,000 small", {PLANNED: "`SavePlanner`", OURS: "torch's planner"} | _PEERS, rows)
+    columns = [_LATER, _PAUSE, _LOOP, _DURABLE, _CPU]
+    savers = {PLANNED: "this package, `SavePlanner`", OURS: "this package, torch's planner"} | _PEERS
+    return table(("", *(title for title, *_ in columns)), _medians("5,000 small", 1, savers, columns))
 
 
 def _gpu(step: str, name: str, what: str) -> str:
@@ -114,8 +116,11 @@ def _gpu(step: str, name: str, what: str) -> str:
 
 def _gpu_saves() -> str:
     figures = ("stall_s", "durable_s", "first_stall_s")
-    rows = [[title, *(_gpu("saving-4", f"{name} | 4 GB", what) for what in figures)] for name, title in _ON_GPU.items()]
-    return table(("", "training waits, s", "durable after, s", "training waits in the first save, s"), rows)
+    rows = [
+        [*words, *(_gpu("saving-4", f"{name} | 4 GB", what) for what in figures)] for name, words in _ON_GPU.items()
+    ]
+    titles = (_DURING, "training waits, s", "durable after, s", "training waits in the first save, s")
+    return table(("", *titles), rows)
 
 
 def _gpu_speeds() -> str:
@@ -135,7 +140,7 @@ def _gpu_speeds() -> str:
 
 
 def _deltas() -> str:
-    rates = stored("deltas")["rates"]
+    rates = stored("options")["cases"]["deltas"]["rates"]
     percent = [f"{rate['percent']['median']:.2f}%" for rate in rates]
     return table(
         ("learning rate", *(f"{rate['rate']:g}" for rate in rates)), [("bytes of a delta / of the weights", *percent)]
@@ -160,7 +165,7 @@ def _goals() -> str:
     """Every ratio for which there was a goal, reached or not."""
     rows = [
         (f"[{name}](../../benchmarks/results/{name}.md)", title, wanted, value)
-        for name in ("save", "load", "remote", "scale", "verify")
+        for name in ("save", "load", "remote", "scale", "options")
         for title, wanted, value in stored(name)["ratios"]
         if wanted.startswith((">=", "<="))
     ]
@@ -169,6 +174,7 @@ def _goals() -> str:
 
 _TABLES: dict[str, Callable[[], str]] = {
     "saves": _large_saves,
+    "saves on several ranks": _saves_on_ranks,
     "saves of small tensors": _small_saves,
     "saves from a GPU": _gpu_saves,
     "speeds on a GPU": _gpu_speeds,

@@ -32,8 +32,8 @@ from tests.lab.servers import s3_server
 from .case import Case, leave
 from .harness import Content, Spread, cell, quotient, run, run_cases, spread, table, whole
 from .limits import direct_read_seconds, evict, fill_cache
+from .options import SlowProxy
 from .pages import Goal, goals, page
-from .tiers import SlowProxy
 
 _TENSORS = 300
 _SURVIVE = 120.0

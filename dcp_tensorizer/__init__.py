@@ -3,115 +3,48 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._version import __version__
-from .errors import (
-    CheckpointError,
-    ChecksumMismatch,
-    ConversionError,
-    DecryptionError,
-    MetadataError,
-    NotCommitted,
-    ReadError,
-    StagingError,
-    StateMismatch,
-    UnsupportedFormat,
-    UntrustedObject,
-    WriteError,
-    WriterProcessDied,
-    unwrap,
-)
+from . import errors
+from ._version import __version__ as __version__
+from .errors import *  # noqa: F403  # all of them, as its `__all__` has them
 
 if TYPE_CHECKING:
-    from ._job.metrics import GoodputReport
-    from ._loading.report import LoadReport
-    from ._publish.apply import Applied, apply_delta
-    from ._publish.publisher import Publish, PublishedVersion, publish
-    from ._saving.report import SaveReport
-    from ._writer_process.options import SaveLimits
-    from .any_format import open_reader
-    from .integrations.install import install, installed, uninstall
-    from .manager import CheckpointManager
-    from .models import Export, Parts, SafetensorsStorageWriter
-    from .planner import LoadPlanner, SavePlanner
-    from .reader import TensorizerStorageReader
-    from .writer import TensorizerStorageWriter
+    from ._publish.apply import apply_delta as apply_delta
+    from ._publish.publisher import Publish as Publish
+    from ._publish.publisher import publish as publish
+    from ._writer_process.options import SaveLimits as SaveLimits
+    from .any_format import open_reader as open_reader
+    from .integrations.install import install as install
+    from .integrations.install import installed as installed
+    from .integrations.install import uninstall as uninstall
+    from .manager import CheckpointManager as CheckpointManager
+    from .models import Export as Export
+    from .models import SafetensorsStorageWriter as SafetensorsStorageWriter
+    from .planner import LoadPlanner as LoadPlanner
+    from .planner import SavePlanner as SavePlanner
+    from .reader import TensorizerStorageReader as TensorizerStorageReader
+    from .writer import TensorizerStorageWriter as TensorizerStorageWriter
 
-__all__ = [
-    "Applied",
-    "CheckpointError",
-    "CheckpointManager",
-    "ChecksumMismatch",
-    "ConversionError",
-    "DecryptionError",
-    "Export",
-    "GoodputReport",
-    "LoadPlanner",
-    "LoadReport",
-    "MetadataError",
-    "NotCommitted",
-    "Parts",
-    "Publish",
-    "PublishedVersion",
-    "ReadError",
-    "SafetensorsStorageWriter",
-    "SaveLimits",
-    "SavePlanner",
-    "SaveReport",
-    "StagingError",
-    "StateMismatch",
-    "TensorizerStorageReader",
-    "TensorizerStorageWriter",
-    "UnsupportedFormat",
-    "UntrustedObject",
-    "WriteError",
-    "WriterProcessDied",
-    "__version__",
-    "apply_delta",
-    "install",
-    "installed",
-    "open_reader",
-    "publish",
-    "uninstall",
-    "unwrap",
-]
-
-_ON_USE = {
-    "Applied": "_publish.apply",
-    "CheckpointManager": "manager",
-    "Export": "models",
-    "GoodputReport": "_job.metrics",
-    "LoadPlanner": "planner",
-    "LoadReport": "_loading.report",
-    "Parts": "models",
-    "Publish": "_publish.publisher",
-    "PublishedVersion": "_publish.publisher",
-    "SafetensorsStorageWriter": "models",
-    "SaveLimits": "_writer_process.options",
-    "SavePlanner": "planner",
-    "SaveReport": "_saving.report",
-    "TensorizerStorageReader": "reader",
-    "TensorizerStorageWriter": "writer",
-    "apply_delta": "_publish.apply",
-    "install": "integrations.install",
-    "installed": "integrations.install",
-    "open_reader": "any_format",
-    "publish": "_publish.publisher",
-    "uninstall": "integrations.install",
+_NAMES = {
+    name: module
+    for module, names in {
+        "_publish.apply": "apply_delta",
+        "_publish.publisher": "Publish publish",
+        "_writer_process.options": "SaveLimits",
+        "any_format": "open_reader",
+        "integrations.install": "install installed uninstall",
+        "manager": "CheckpointManager",
+        "models": "Export SafetensorsStorageWriter",
+        "planner": "LoadPlanner SavePlanner",
+        "reader": "TensorizerStorageReader",
+        "writer": "TensorizerStorageWriter",
+    }.items()
+    for name in names.split()
 }
-_MODULES = (
-    "any_format",
-    "convert",
-    "data_parallel",
-    "manager",
-    "models",
-    "planner",
-    "progress",
-    "reader",
-    "storage",
-    "tools",
-    "trace",
-    "writer",
-)
+_MODULES = {
+    *("any_format", "data_parallel", "manager", "models", "planner", "progress"),
+    *("reader", "storage", "tools", "trace", "writer"),
+}
+__all__ = sorted(["__version__", *errors.__all__, *_NAMES])
 
 if not TYPE_CHECKING:
 
@@ -119,8 +52,8 @@ if not TYPE_CHECKING:
         """Imports what takes time when it is first asked for: an import of the package takes none."""
         if name in _MODULES:
             return import_module(f".{name}", __name__)
-        if name in _ON_USE:
-            return getattr(import_module(f".{_ON_USE[name]}", __name__), name)
+        if name in _NAMES:
+            return getattr(import_module(f".{_NAMES[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -19,11 +18,9 @@ from ._loading.deliver import LoadOptions
 from ._loading.model_reader import ModelReader
 from ._loading.torch_reader import TorchReader
 from ._loading.validate import ReadFrom, contents, format_of, has_data, nothing_committed, unreadable
-from ._memory.checkpoint import KeptCheckpoint
-from ._memory.find import committed_id, find_orphan
 from ._publish.model import WeightFile, read_weight_files
-from ._runtime.ranks import rank_of_job, world_size_of_job
-from ._runtime.validation import check_flags, check_path
+from ._runtime.ranks import rank_of_job
+from ._runtime.validation import check_path
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, is_location
 from ._storage.redact import redact
@@ -34,18 +31,14 @@ from .reader import ReaderOptions, TensorizerStorageReader
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["AnyFormatReader", "KeptReader", "open_reader"]
+__all__ = ["AnyFormatReader", "open_reader"]
 
 logger = logging.getLogger("dcp_tensorizer")
-
-_KEPT_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
-"""The reader options that apply to checkpoints in memory."""
 
 
 def open_reader(
     path: str | os.PathLike[str],
     *,
-    from_memory: bool = True,
     rename: Rules | None = None,
     **options: Unpack[ReaderOptions],
 ) -> StorageReader:
@@ -62,12 +55,8 @@ def open_reader(
     records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules
     for both.
 
-    If a writer with ``survive`` was saving to the path when its process died, the state is still in this machine's
-    memory. It is loaded from there, unless something newer is at the path.
-
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
-        from_memory: Look in memory, too.
         rename: The rules by which a model was, or would be, saved (see `SafetensorsStorageWriter`), used the other way
             round: its tensors get the names, and the shapes, that they have in the state dict. Only for safetensors.
         options: Options of `TensorizerStorageReader`. For torch's own format only ``storage_options``, ``timeout`` and
@@ -82,7 +71,7 @@ def open_reader(
         MetadataError: it is of none of these formats; the message says what was found.
         ReadError: ``rename`` does not fit the model, or something else than a model is there.
     """
-    return AnyFormatReader(path, from_memory=from_memory, rename=rename, **options)
+    return AnyFormatReader(path, rename=rename, **options)
 
 
 class AnyFormatReader(StorageReader):
@@ -95,15 +84,12 @@ class AnyFormatReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        from_memory: bool = True,
         rename: Rules | None = None,
         **options: Unpack[ReaderOptions],
     ) -> None:
         TensorizerStorageReader(path, **options)  # checks the arguments
-        check_flags(from_memory=from_memory)
         Renaming(rename or {}).inverse()
         self._rename = rename
-        self._looks_in_memory = from_memory
         self._path: str | os.PathLike[str] = absolute_path(path)
         self._root = path
         self._options = options
@@ -113,7 +99,6 @@ class AnyFormatReader(StorageReader):
         self._extensions: Any = None  # set by `install`: decoders of streams that torch's own writer has encoded
         self._reader: StorageReader | None = None
         self._error: CheckpointError | None = None
-        self._set_up: dict[str, Any] = {}  # with what DCP has set up the format's reader
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -153,7 +138,6 @@ class AnyFormatReader(StorageReader):
         """Raises the error of `read_metadata`, if there was one; otherwise calls the format's reader."""
         if self._error is not None:
             raise self._error
-        self._set_up = kwargs
         self._chosen.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -178,21 +162,8 @@ class AnyFormatReader(StorageReader):
         return self._chosen.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Calls the format's reader. What is damaged in memory is read from another copy there, or from storage.
-
-        Raises:
-            ReadError: also if a state in memory is damaged, and storage does not have the same.
-        """
-        damaged: set[tuple[int, str]] = set()
-        while True:
-            try:
-                return self._chosen.read_data(plan, planner)
-            except ReadError as error:
-                if not isinstance(self._reader, KeptReader):
-                    raise
-                self._reader = self._instead_of(self._reader.checkpoint, error, damaged)
-            self._reader.set_up_storage_reader(self._reader.read_metadata(), False, **self._set_up)
-            plan = self._reader.prepare_local_plan(plan)
+        """Calls the format's reader."""
+        return self._chosen.read_data(plan, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -204,45 +175,10 @@ class AnyFormatReader(StorageReader):
         assert self._reader is not None, "read_metadata comes first"
         return self._reader
 
-    def _instead_of(
-        self, checkpoint: KeptCheckpoint, error: ReadError, damaged: set[tuple[int, str]]
-    ) -> TensorizerStorageReader:
-        """A reader of the same state, after a part of it in memory could not be read; raises `ReadError`.
-
-        Other ranks may read the state from memory. So storage serves only if it has the same save.
-        """
-        storage, part = self._storage(self._path), checkpoint.part_in(str(error))
-        if part is not None:
-            place = checkpoint.places[part]
-            damaged.add((part, place))
-            logger.error("rank %d's part of %s, from %s, is not used: %s", part, storage.path, place, str(error))
-            other = find_orphan(absolute_path(self._path), storage, rank_of_job(), world_size_of_job(), damaged)
-            if other is not None and other.save_id == checkpoint.save_id:
-                return KeptReader(other, self._options)
-            if other is not None:
-                other.close()
-        if committed_id(storage) != checkpoint.save_id:
-            advice = "load what storage has with open_reader(path, from_memory=False), on all ranks"
-            logger.error(
-                "%s cannot be loaded from memory, and storage does not have that save: %s", storage.path, advice
-            )
-            raise ReadError(f"{error} No other copy is left. Storage does not have that save: {advice}.") from error
-        logger.error(
-            "%s cannot be loaded from memory: it is loaded from storage, which has the same save", storage.path
-        )
-        reader = TensorizerStorageReader(self._root, **(self._options | {"exchange": None}))
-        reader.reset(self._path)
-        return reader
-
     def _open(self) -> StorageReader:
         """The reader for the checkpoint at the path; raises `CheckpointError` if there is none that can be loaded."""
         storage = self._storage(self._path)
-        rank, world_size = rank_of_job(), world_size_of_job()
-        if self._looks_in_memory:
-            orphan = find_orphan(absolute_path(self._path), storage, rank, world_size)
-            if orphan is not None:
-                return KeptReader(orphan, self._options)
-        found = format_of(storage, rank) if storage.file_in_place() is None else None
+        found = format_of(storage, rank_of_job()) if storage.file_in_place() is None else None
         if found is None:
             raise _unknown(storage)
         if self._rename is not None and found != "safetensors":
@@ -266,31 +202,6 @@ class AnyFormatReader(StorageReader):
         options = LoadOptions(False, False, threads, self._options.get("page_cache"))
         progress = self._options.get("on_progress") or (lambda done, total: None)
         return ModelReader(storage, files, self._rename or {}, options, progress)
-
-
-class KeptReader(TensorizerStorageReader):
-    """Loads a checkpoint that is kept in memory, on each rank by itself.
-
-    The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
-    memory are left out.
-    """
-
-    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
-        kept = {name: value for name, value in options.items() if name in _KEPT_OPTIONS}
-        super().__init__("/", **kept, page_cache=False)  # there is none: ranges are read once
-        self._open = lambda path: checkpoint
-        self.checkpoint = checkpoint
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Sets up as if ranks had saved for themselves: only what this rank loads must be there."""
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything, and releases the memory, so that a reader that is kept does not keep it."""
-        try:
-            return super().read_data(plan, planner)
-        finally:
-            self.checkpoint.close()
 
 
 def _check_parts(path: str, file: WeightFile) -> None:

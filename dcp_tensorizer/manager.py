@@ -38,12 +38,12 @@ from ._job.ranks import Agreement, Heartbeats, make_groups
 from ._job.restore import Selection, StatePart
 from ._job.retention import Retention
 from ._job.steps import StepNames
+from ._memory.copies import DEFAULT_RATE, check_copies
 from ._runtime.forks import Home
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_flags, check_path, check_timeout
 from ._storage.open import absolute_path
 from ._tiers.tiered_storage import nearest
-from ._writer_process.options import DEFAULT_RATE, check_copies
 from .errors import CheckpointError, WriteError
 from .models import Export
 from .writer import TensorizerStorageWriter, WriterOptions
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "GoodputReport"]
 
 
 class CheckpointManager:

@@ -50,7 +50,7 @@ from .errors import CheckpointError, MetadataError, NotCommitted
 if TYPE_CHECKING:
     from ._tensor_file.encryption import DecryptionParams
 
-__all__ = ["ReaderOptions", "TensorizerStorageReader"]
+__all__ = ["LoadReport", "ReaderOptions", "TensorizerStorageReader"]
 
 
 class ReaderOptions(TypedDict, total=False):

@@ -1,8 +1,4 @@
-"""Saves and loads in time: their spans for Perfetto (`TraceFile`), and for OpenTelemetry (`OpenTelemetrySpans`).
-
-Both are an ``on_report`` of writers, readers and managers. They get the record that every save and every load makes
-anyway. Without them nothing is kept.
-"""
+"""Writes the spans of saves and loads to files, for Perfetto: `TraceFile`, an ``on_report``."""
 
 from __future__ import annotations
 
@@ -12,19 +8,15 @@ import os
 import socket
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import BinaryIO
 
 from ._loading.report import LoadReport
-from ._runtime.extras import needed
 from ._runtime.forks import free_in_child
-from ._runtime.spans import PARENTS, Span
+from ._runtime.spans import Span
 from ._saving.report import SaveReport
 from ._storage.local import boot_id
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
-
-__all__ = ["OpenTelemetrySpans", "Span", "TraceFile"]
+__all__ = ["Span", "TraceFile"]
 
 
 class TraceFile:
@@ -49,9 +41,13 @@ class TraceFile:
     def __call__(self, report: SaveReport | LoadReport) -> None:
         """Appends the spans of a report; raises `OSError` if they cannot be written."""
         host, boot = _host()
+        if isinstance(report, LoadReport):
+            kind, number = "load", report.load_id
+        else:
+            kind, number = "save" if report.remote_durable_at is None else "flush", report.save_id
         line = {
-            "kind": _kind(report),
-            "id": report.load_id if isinstance(report, LoadReport) else report.save_id,
+            "kind": kind,
+            "id": number,
             "path": report.path,
             "rank": report.rank,
             "host": host,
@@ -67,52 +63,6 @@ class TraceFile:
                 file.write(json.dumps(line).encode() + b"\n")
 
 
-class OpenTelemetrySpans:
-    """Passes the spans of each report to OpenTelemetry, as one trace for each save and load of a rank.
-
-    The wait before a save, and its flush, are part of no other span: each is a trace of its own.
-
-    It needs ``opentelemetry-api`` (the extra ``otel``). Where they go is the program's choice, as for all of its spans.
-    Names are ``checkpoint.save``, ``checkpoint.stage`` and so on. Attributes are ``checkpoint.path``,
-    ``checkpoint.save_id``, ``checkpoint.rank``, ``checkpoint.file`` and ``checkpoint.bytes``.
-
-    Args:
-        provider: The tracer provider; None for the program's own.
-
-    Raises:
-        ImportError: OpenTelemetry is not installed.
-    """
-
-    def __init__(self, provider: TracerProvider | None = None) -> None:
-        with needed("OpenTelemetrySpans", "dcp_tensorizer[otel]"):
-            from opentelemetry import trace
-
-        self._trace = trace
-        self._tracer = trace.get_tracer("dcp_tensorizer", tracer_provider=provider)
-
-    def __call__(self, report: SaveReport | LoadReport) -> None:
-        """Makes spans, and ends them."""
-        common: dict[str, Any] = {
-            "checkpoint.path": report.path,
-            "checkpoint.save_id": report.save_id,
-            "checkpoint.rank": report.rank,
-        }
-        made: dict[tuple[str, str], Any] = {}
-        for span in _new(report):
-            parent = made.get(_parent(span))
-            attributes = common | {"checkpoint.bytes": span.nbytes}
-            if span.file:
-                attributes["checkpoint.file"] = span.file
-            one = self._tracer.start_span(
-                f"checkpoint.{span.name.replace(' ', '_')}",
-                context=None if parent is None else self._trace.set_span_in_context(parent),
-                start_time=_nanoseconds(span.began, report),
-                attributes=attributes,
-            )
-            made[span.name, span.file] = one
-            one.end(_nanoseconds(span.ended, report))
-
-
 def _drop_cut_line(file: BinaryIO) -> None:
     """Removes an incomplete last line: of a full disk, or of a killed process that had the same number, as in
     containers.
@@ -122,25 +72,6 @@ def _drop_cut_line(file: BinaryIO) -> None:
         if file.read(1) != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _kind(report: SaveReport | LoadReport) -> str:
-    return "load" if isinstance(report, LoadReport) else "save" if report.remote_durable_at is None else "flush"
-
-
-def _new(report: SaveReport | LoadReport) -> tuple[Span, ...]:
-    """The spans that earlier reports of the same save did not have."""
-    return report.spans[-1:] if _kind(report) == "flush" else report.spans
-
-
-def _parent(span: Span) -> tuple[str, str]:
-    """The name and the file of the span that contains a span."""
-    parent = PARENTS.get(span.name, "")
-    return parent, span.file if parent == "file" else ""
-
-
-def _nanoseconds(moment: float, report: SaveReport | LoadReport) -> int:
-    return int((moment + report.clock_offset) * 1e9)
 
 
 @functools.cache

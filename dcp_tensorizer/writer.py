@@ -42,7 +42,7 @@ from ._storage.open import absolute_path, is_location, path_to_write
 from ._storage.redact import redact, shown
 from ._tensor_file.encryption import encryption_cipher
 from ._tiers.target import target_of
-from ._writer_process.options import DEFAULT_RATE, MAX_UNFLUSHED, SaveLimits, SaveOptions, Staging, check_copies
+from ._writer_process.options import MAX_UNFLUSHED, SaveLimits, SaveOptions, Staging
 from .errors import WriteError
 
 if TYPE_CHECKING:
@@ -57,15 +57,11 @@ _NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its thr
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 """Environment variables that DCP has set in its own process, for its process group."""
 
-__all__ = ["TensorizerStorageWriter", "WriterOptions"]
+__all__ = ["SaveReport", "TensorizerStorageWriter", "WriterOptions"]
 
 
 class WriterOptions(TypedDict, total=False):
-    """The options of `TensorizerStorageWriter` that `CheckpointManager` passes on, so that type checkers know their
-    names.
-
-    ``survive`` and the options of copies on other hosts are left out: they are the manager's own.
-    """
+    """The options of `TensorizerStorageWriter`, so that type checkers know their names where they are passed on."""
 
     cache_staged_state_dict: bool
     staging: Staging
@@ -143,24 +139,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         local: A folder on a disk of each node, which mirrors the path. Saves are first made durable there. They are
             sent to the path while no save needs the writer process. Then ``on_report`` is called once more.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
-        survive: Seconds for which a state stays in this machine's memory if the trainer dies during its ``async_save``.
-            `open_reader` loads it from there. 0: nothing is kept.
-        copies: How many hosts keep each state, with ``survive``. 2: another host has a copy in its memory, which
-            `tools.list_kept` finds when this host is lost. The hosts find each other in the first save.
-        copy_rate: The most bytes a second that each host sends for copies; None: no limit.
-        failure_domain: A name for what fails together with this host, such as a rack. Its copies go to a host with
-            another name. By default each host fails by itself.
-        interface: The network interface for copies, by its name or its address. By default the one that reaches the
-            coordinator.
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: an argument has a value that is not allowed; ``local`` has no path; ``copies=2`` has no ``survive``;
-            or two options cannot be combined: ``encryption`` and ``sha256``, ``reuse_unchanged`` or
-            ``staging="shared"``; ``local`` and ``reuse_unchanged`` or ``survive``; ``survive`` and ``staging="shared"``
-            or ``cache_staged_state_dict=False``; ``staging="device"`` and torch's expandable segments.
-        WriteError: there is a key, or ``copies=2``, but no libsodium; the path is read-only (http), or relative, and
-            there is no working directory; or its URL is of an unknown protocol, or needs a library that is missing.
+        ValueError: an argument has a value that is not allowed; ``local`` has no path; or two options cannot be
+            combined: ``encryption`` and ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local`` and
+            ``reuse_unchanged``; ``staging="device"`` and torch's expandable segments.
+        WriteError: there is a key, but no libsodium; the path is read-only (http), or relative, and there is no working
+            directory; or its URL is of an unknown protocol, or needs a library that is missing.
     """
 
     _synchronize_after_execute = False
@@ -184,11 +170,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         limits: SaveLimits = SaveLimits(),  # noqa: B008 - it is frozen
         local: str | os.PathLike[str] | None = None,
         max_unflushed: int = MAX_UNFLUSHED,
-        survive: float = 0.0,
-        copies: int = 1,
-        copy_rate: float | None = DEFAULT_RATE,
-        failure_domain: str | None = None,
-        interface: str | None = None,
     ) -> None:
         options = SaveOptions(
             cache_staged_state_dict=cache_staged_state_dict,
@@ -203,8 +184,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             cipher=None if encryption is None else encryption_cipher(encryption),
             limits=limits,
             max_unflushed=max_unflushed,
-            survive=survive,
-            copies=check_copies(copies, copy_rate, failure_domain, interface, survive),
         )
         self._path = None if path is None else path_to_write(path, options.storage_options)
         if local is not None:
@@ -327,6 +306,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         queued inside on the current stream waits for them. Otherwise entering waits until the state may be changed.
 
         Raises:
+            StagingError: a CUDA graph is being captured, whose replays would not wait.
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
         self._saver.raise_refusal()
@@ -337,7 +317,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Makes each step of an optimizer wait as inside `lock`, for ``overlap_staging`` without a change to the loop.
 
         It applies only to `optimizer.step()`. Other code that changes the state needs `lock`: a forward pass with
-        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8.
+        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8. A step
+        that a CUDA graph captures raises `StagingError`: take `lock` around the graph's replays.
 
         Args:
             optimizer: Its steps wait as long as the writer lives.

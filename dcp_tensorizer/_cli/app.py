@@ -284,7 +284,6 @@ def convert(
     include: Annotated[
         list[str] | None, typer.Option("--include", metavar="PATTERN", help="Only keys that match; repeatable.")
     ] = None,
-    select: Annotated[list[str] | None, typer.Option("--select", hidden=True)] = None,
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys that match; repeatable.")
     ] = None,
@@ -315,14 +314,14 @@ def convert(
     as_json: Json = False,
 ) -> int:
     """Bring a checkpoint into another format. It takes the memory of the largest tensor."""
-    from .. import convert as formats
+    from .. import tools
     from .terminal import progress
     from .views import show_converted
 
     if split is not None and tensor_parallel == 1:
         raise typer.BadParameter("needs --tensor-parallel N, the number of files", param_hint="--split")
-    conversion = formats.Options(
-        include=[*(include or ()), *(select or ())],
+    conversion = tools.ConvertOptions(
+        include=include or (),
         exclude=exclude or (),
         strip_prefix=strip_prefix,
         rename=read_renaming(rename),
@@ -332,10 +331,10 @@ def convert(
         shard_bytes=read_nbytes(shard_size),
         tensor_parallel=tensor_parallel,
         split=read_split(split),
-        buffers=(*formats.Options.buffers, *(buffer or ())),
+        buffers=(*tools.ConvertOptions.buffers, *(buffer or ())),
     )
     with progress("converting", hidden=as_json) as on_progress:
-        converted = formats.convert(
+        converted = tools.convert(
             source,
             target,
             to,
@@ -398,7 +397,6 @@ def gc(
     keep_latest: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Remove committed checkpoints but the N newest.")
     ] = None,
-    keep: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Remove only what is older: 90s, 30m, 12h, 7d, 2w.")
     ] = None,
@@ -415,7 +413,7 @@ def gc(
 
     removals = tools.collect(
         path,
-        keep_latest=keep if keep_latest is None else keep_latest,
+        keep_latest=keep_latest,
         older_than=None if older_than is None else read_seconds(older_than),
         only_data=only_data,
         dry_run=dry_run,

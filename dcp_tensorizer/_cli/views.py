@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .._publish.apply import Applied, VersionsVerified
     from .._publish.publisher import PublishedVersion
     from .._publish.versions import VersionInfo
-    from ..convert import Converted
     from ..tools import CheckpointInfo, Collected, Reported
+    from ..tools._convert import Converted
     from ..tools._diff import Difference
     from ..tools._inspect import Inspection, TensorInfo
     from ..tools._trace import Traced

@@ -1,4 +1,4 @@
-"""DCP's ``state_dict_metadata`` as rules: which of a few layouts and properties each tensor has.
+"""DCP's ``state_dict_metadata`` as rules: each tensor refers to a shared layout and to shared properties.
 
 Tensors of one shape are mostly sharded in the same way. So rules stay small for any number of ranks, where DCP has an
 object for each chunk. The index of a checkpoint consists of rules, and `SavePlanner` makes and sends them.
@@ -42,10 +42,35 @@ class StateRules:
     @classmethod
     def of(cls, described: Mapping[Any, Any]) -> StateRules:
         """Makes the rules from DCP's entries; raises `WriteError`, naming the key, if an entry is invalid."""
-        maker = _Maker()
-        rows = [maker.row_of(key, entry) for key, entry in described.items()]
-        numbers = np.array(rows, dtype=np.int64).reshape(-1, 2)
-        return cls(list(described), numbers, maker.properties, maker.layouts)
+        properties: list[TensorProperties] = []
+        layouts: list[ChunkLayout] = []
+        known_properties: dict[Any, int] = {}
+        known_chunks: dict[tuple[Any, ...], int] = {}
+        rows: list[tuple[int, int]] = []
+        for key, entry in described.items():
+            if isinstance(entry, BytesStorageMetadata):
+                rows.append((-1, -1))
+                continue
+            try:
+                if not isinstance(entry, TensorStorageMetadata):
+                    raise TypeError(
+                        f"the planner describes it as a {type(entry).__module__}.{type(entry).__qualname__}"
+                    )
+                number = known_properties.setdefault(tuple(vars(entry.properties).values()), len(properties))
+                if number == len(properties):
+                    _row(entry.properties)  # checked here, where an error can name the key
+                    properties.append(entry.properties)
+                # Comparing tuples takes a tenth of the time of making arrays of them.
+                chunks = entry.chunks
+                same = (tuple(entry.size), *[tuple(c.offsets) for c in chunks], *[tuple(c.sizes) for c in chunks])
+                if same not in known_chunks:
+                    layout = ChunkLayout.of(entry.size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
+                    known_chunks[same] = len(layouts)
+                    layouts.append(layout)
+                rows.append((number, known_chunks[same]))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise _undescribed(key, error) from error
+        return cls(list(described), np.array(rows, dtype=np.int64).reshape(-1, 2), properties, layouts)
 
     def described(self) -> dict[Any, Any]:
         """DCP's entries. They are made anew at each call, so that the caller may change them."""
@@ -77,44 +102,6 @@ class StateRules:
         for layout in self.layouts:
             state.update(layout.identity)
         return state.digest()
-
-
-class _Maker:
-    """Numbers properties and layouts."""
-
-    def __init__(self) -> None:
-        self.properties: list[TensorProperties] = []
-        self.layouts: list[ChunkLayout] = []
-        self._known_properties: dict[Any, int] = {}
-        self._known_chunks: dict[tuple[Any, ...], int] = {}
-
-    def row_of(self, key: Any, entry: Any) -> tuple[int, int]:
-        if isinstance(entry, BytesStorageMetadata):
-            return -1, -1
-        try:
-            if not isinstance(entry, TensorStorageMetadata):
-                raise TypeError(f"the planner says that it is a {type(entry).__module__}.{type(entry).__qualname__}")
-            return self._number_of_properties(entry.properties), self._number_of_layout(entry)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise _undescribed(key, error) from error
-
-    def _number_of_properties(self, properties: TensorProperties) -> int:
-        number = self._known_properties.setdefault(tuple(vars(properties).values()), len(self.properties))
-        if number == len(self.properties):
-            _row(properties)  # checked here, where an error can name the key
-            self.properties.append(properties)
-        return number
-
-    def _number_of_layout(self, entry: TensorStorageMetadata) -> int:
-        # Comparing tuples takes a tenth of the time of making arrays of them.
-        chunks = entry.chunks
-        same = (tuple(entry.size), *[tuple(c.offsets) for c in chunks], *[tuple(c.sizes) for c in chunks])
-        number = self._known_chunks.get(same)
-        if number is None:
-            layout = ChunkLayout.of(entry.size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
-            number = self._known_chunks[same] = len(self.layouts)
-            self.layouts.append(layout)
-        return number
 
 
 def _packed(key: Any) -> bytes:
@@ -163,7 +150,7 @@ def entries_section(rules: StateRules, parts: Sequence[RankPlaces], recent: Rece
 
 
 class _Owners:
-    """Finds out which rank wrote which chunk."""
+    """Which rank wrote which chunk."""
 
     def __init__(self, parts: Sequence[RankPlaces]) -> None:
         rows = [decode_places(part.places) for part in parts]

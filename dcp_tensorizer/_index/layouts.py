@@ -7,10 +7,8 @@ share a layout.
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from .._tensor_file.regions import Integers
+from ..errors import MetadataError
 from .schema import Layout, Run, encode_rows
 
 _MOST = 1 << 26
@@ -45,14 +44,14 @@ def check_numbers(layouts: Iterable[Layout], owners: Iterable[Sequence[Run]]) ->
     sides = [side for row in layouts for side in (row.offsets, row.sizes) if side is not None]
     lists = itertools.chain(owners, *sides)
     if (count := sum(run[2] for runs in lists for run in runs)) > _MOST:
-        raise ValueError(f"it has {count:,} numbers")
+        raise ValueError(f"the index expands to {count:,} numbers; the limit is {_MOST:,}")
 
 
 def expand(runs: Sequence[Run]) -> np.ndarray:
     """The numbers of some runs; raises `ValueError` if they are too many, or too large."""
     count = sum(run[2] for run in runs)
     if count > _MOST or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
-        raise ValueError(f"it has {count:,} numbers in a row, or larger ones than there are")
+        raise ValueError(f"a run of {count:,} numbers is too long, or exceeds 62 bits")
     return np.concatenate([first + step * np.arange(times, dtype="i8") for first, step, times in runs] or [_NONE])
 
 
@@ -87,7 +86,7 @@ class ChunkLayout:
                 )
         starts, sizes = (_rows([pair[side] for pair in pairs], len(dims)) for side in (0, 1))
         if starts.size and min(starts.min(), sizes.min()) < 0:
-            raise ValueError(f"a chunk begins before the tensor, or has less than no elements, of shape {dims}")
+            raise ValueError(f"chunk offsets and sizes must not be negative, in a tensor of shape {dims}")
         return cls.of_rows(dims, starts, sizes)
 
     @classmethod
@@ -185,7 +184,7 @@ def _rows(numbers: Sequence[Sequence[int]], dims: int) -> np.ndarray:
 
 # --- regions of tensors -----------------------------------------------------------------------------------------------
 
-_MAX_ROUNDS = 8  # of cuts along all dimensions: sharding needs one or two; remaining groups are swept
+_MOST_SIDE_BY_SIDE = 10_000  # chunks that are compared with one: a tiny index may describe millions
 
 
 class Region(NamedTuple):
@@ -228,130 +227,62 @@ def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
         return False
     filled = [chunk for chunk in chunks if math.prod(chunk.size)]
     # The chunks have as many elements as the tensor, so they hold each one once if no two chunks overlap.
-    return _lie_within(shape, filled) and _are_disjoint(shape, filled)
-
-
-def _lie_within(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
-    return all(
-        first >= 0 and first + size <= extent
-        for chunk in chunks
-        for first, size, extent in zip(chunk.start, chunk.size, shape, strict=True)
-    )
-
-
-def _are_disjoint(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
-    if _is_grid(shape, chunks):  # the usual sharding: two cells overlap only if they are the same cell
-        return len({chunk.start for chunk in chunks}) == len(chunks)
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    stops = starts + np.array([chunk.size for chunk in chunks], dtype=np.int64)  # they lie within: no overflow
+    if any(a < 0 or a + n > m for chunk in filled for a, n, m in zip(chunk.start, chunk.size, shape, strict=True)):
+        return False
+    starts = np.array([chunk.start for chunk in filled], dtype=np.int64)
+    stops = starts + np.array([chunk.size for chunk in filled], dtype=np.int64)  # they lie within: no overflow
     return overlapping_pair(starts, stops) is None
 
 
-def _is_grid(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
-    """Returns whether, in every dimension, each chunk ends where the next one begins or the tensor ends."""
-    for dim, extent in enumerate(shape):
-        lines = [*sorted({chunk.start[dim] for chunk in chunks}), extent]
-        cell_size = {line: after - line for line, after in itertools.pairwise(lines)}
-        if any(chunk.size[dim] != cell_size[chunk.start[dim]] for chunk in chunks):
-            return False
-    return True
-
-
 def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | None:
-    """The numbers of two chunks that overlap; None if no two do. The arrays have a row per chunk, a column per
-    dimension.
+    """Finds two chunks that overlap.
 
-    Chunks that sharding makes can be cut apart: a cut along a dimension goes through no chunk, and has some on either
-    side. That takes O(n log n), and so does sweeping the rest in two dimensions. As in DCP, a chunk without elements
-    overlaps another one if it lies strictly inside.
+    Sharding makes grids, or cuts a tensor's elements in C order; both take O(n log n). Other chunks are sorted along
+    one dimension, and each is compared with those that reach it. As in DCP, a chunk without elements overlaps another
+    one if it lies strictly inside.
+
+    Args:
+        starts: A row per chunk, a column per dimension.
+        stops: The same of the elements after the last.
+
+    Returns:
+        The chunks' numbers; None if no two overlap.
+
+    Raises:
+        MetadataError: the chunks are neither, and more than `_MOST_SIDE_BY_SIDE` of them would have to be compared with
+            each of the others.
     """
-    if len(starts) < 2:
+    if len(starts) < 2 or _is_grid(starts, stops) or _are_in_order(starts, stops):
         return None
     if not starts.shape[1]:
         return 0, 1
-    low, high = _numbered(starts, stops)
-    for group in _cut_apart(low, high):
-        pair = _sweep(group, low, high)
-        if pair is not None:
-            return pair
-    return None
-
-
-def _numbered(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
-    """Replaces coordinates by their ranks, dimension by dimension, so that they are less than twice the number of
-    chunks.
-    """
-    both = np.concatenate([starts, stops])
-    columns = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in both.T]
-    numbers = np.stack(columns, axis=1)
-    return numbers[: len(starts)], numbers[len(starts) :]
-
-
-def _cut_apart(low: Integers, high: Integers) -> list[list[int]]:
-    """The groups of two or more chunks that no cut divides further. All groups are cut in one pass."""
-    dims = low.shape[1]
-    width = 2 * len(low)  # more than any coordinate, so that groups do not touch
-    rows, groups, count, vain = np.arange(len(low)), np.zeros(len(low), dtype=np.int64), 1, 0
-    for dim in itertools.islice(itertools.cycle(range(dims)), _MAX_ROUNDS * dims):
-        order = np.lexsort((high[rows, dim], low[rows, dim], groups))
-        rows, groups = rows[order], groups[order]
-        reach = np.maximum.accumulate(high[rows, dim] + groups * width)
-        cuts = low[rows[1:], dim] + groups[1:] * width >= reach[:-1]
-        groups = np.concatenate([[0], np.cumsum(cuts)])
-        vain = vain + 1 if groups[-1] + 1 == count else 0
-        several = (np.bincount(groups) > 1)[groups]
-        rows, groups = rows[several], np.unique(groups[several], return_inverse=True)[1].reshape(-1)
-        if not len(rows) or vain == dims:
-            break
-        count = int(groups[-1]) + 1
-    if not len(rows):
-        return []
-    return [part.tolist() for part in np.split(rows, np.flatnonzero(np.diff(groups)) + 1)]
-
-
-def _sweep(group: list[int], low: Integers, high: Integers) -> tuple[int, int] | None:
-    """Finds two chunks of a group that overlap. Dimensions in which all chunks share a point are ignored."""
-    some_low, some_high = low[group], high[group]
-    dims = np.flatnonzero(some_low.max(axis=0) >= some_high.min(axis=0)).tolist()
-    if not dims:
-        return group[0], group[1]
-    if len(dims) > 2:
-        return _sweep_many(group, some_low[:, dims], some_high[:, dims])
-    boxes = np.stack([some_low[:, dims[0]], some_high[:, dims[0]], some_low[:, dims[-1]], some_high[:, dims[-1]]])
-    return _sweep_two(sorted(zip(*boxes.tolist(), group, strict=True)))
-
-
-def _sweep_two(boxes: list[tuple[int, int, int, int, int]]) -> tuple[int, int] | None:
-    """Sweeps sorted boxes: start and stop in one dimension, start and stop in the other, and their number.
-
-    The active boxes lie side by side in the other dimension, so that only neighbours need to be compared.
-    """
-    active: list[tuple[int, int, int]] = []
-    ends: list[tuple[int, tuple[int, int, int]]] = []
-    for start, stop, low, high, number in boxes:
-        while ends and ends[0][0] <= start:
-            del active[bisect_left(active, heapq.heappop(ends)[1])]
-        box = (low, high, number)
-        at = bisect_left(active, box)
-        if at and active[at - 1][1] > low:
-            return active[at - 1][2], number
-        if at < len(active) and active[at][0] < high:
-            return active[at][2], number
-        active.insert(at, box)
-        heapq.heappush(ends, (stop, box))
-    return None
-
-
-def _sweep_many(group: list[int], low: Integers, high: Integers) -> tuple[int, int] | None:
-    """Sweeps along the first dimension, and compares each chunk with all active ones. Sharding makes no such groups."""
+    dim = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
     active = np.zeros(0, dtype=np.int64)
-    for row in np.lexsort((high[:, 0], low[:, 0])):
-        active = active[high[active, 0] > low[row, 0]]
-        overlaps = ((low[active] < high[row]) & (high[active] > low[row])).all(axis=1)
+    for row in np.lexsort((stops[:, dim], starts[:, dim])).tolist():
+        active = active[stops[active, dim] > starts[row, dim]]
+        overlaps = ((starts[active] < stops[row]) & (stops[active] > starts[row])).all(axis=1)
         if overlaps.any():
-            return group[active[overlaps.argmax()]], group[row]
+            return int(active[overlaps.argmax()]), row
         active = np.append(active, row)
+        if len(active) > _MOST_SIDE_BY_SIDE:
+            raise MetadataError(f"the {len(starts):,} chunks of a tensor are of no sharding. Save it in other chunks")
     return None
+
+
+def _is_grid(starts: Integers, stops: Integers) -> bool:
+    """Returns whether each chunk is a cell of its own: it ends where the next one begins, in every dimension."""
+    for begins, ends in zip(starts.T, stops.T, strict=True):
+        lines = np.unique(begins)
+        if (ends != np.append(lines[1:], ends.max())[np.searchsorted(lines, begins)]).any():
+            return False
+    cells = starts[(starts < stops).all(axis=1)]  # chunks without elements may share a corner
+    return len(set(map(tuple, cells.tolist()))) == len(cells)
+
+
+def _are_in_order(starts: Integers, stops: Integers) -> bool:
+    """Returns whether each chunk ends before the next one begins, in C order."""
+    chunks = sorted(zip(starts.tolist(), (stops - 1).tolist(), strict=True))
+    return all(last < first for (_, last), (first, _) in itertools.pairwise(chunks))
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:

@@ -21,7 +21,7 @@ from .._version import __version__
 from ..errors import WriteError, describe
 from .container import Part, pack
 from .entries import StateRules, entries_section
-from .locations import InlineItem, RankPlaces, inline_rows
+from .locations import RankPlaces, inline_rows
 from .schema import DataFile, Head, KeyRecord, SaveRecord, encode_rows, to_text
 
 
@@ -44,7 +44,9 @@ def encode(
     rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)
     section = entries_section(rules, parts, recent)
     sections = [Part("entries", None, section), *_planner_part(metadata.planner_data)]
-    if inline := _inline(parts):
+    items = [item for part in parts for item in part.inline]
+    ends = itertools.accumulate(len(item.content) for item in items)
+    if inline := [item for item, end in zip(items, ends, strict=True) if end <= MAX_INLINE_BYTES]:
         sections.append(Part("inline", None, encode_rows(inline_rows(inline))))
     sections += [
         Part("places", part.rank, part.places, tuple(DataFile(*file) for file in part.files)) for part in parts
@@ -66,13 +68,6 @@ def encode(
         record=record,
     )
     return pack(head, sections, None if cipher is None else cipher.sign)
-
-
-def _inline(parts: Sequence[RankPlaces]) -> list[InlineItem]:
-    """The small items of all ranks, as many as fit into the index."""
-    items = [item for part in parts for item in part.inline]
-    ends = itertools.accumulate(len(item.content) for item in items)
-    return [item for item, end in zip(items, ends, strict=True) if end <= MAX_INLINE_BYTES]
 
 
 def _optional_text(value: Any) -> str | Ext | None:

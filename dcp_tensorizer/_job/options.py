@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .._runtime.validation import check_count, check_type, did_you_mean
+from .._memory.copies import ONE_COPY, CopyOptions
+from .._runtime.validation import check_count, check_timeout, check_type, did_you_mean
 from .._tensor_file.encryption import decryption_key
-from .._writer_process.options import ONE_COPY, CopyOptions, SaveLimits
-from .._writer_process.options import check_survival as check_survival_of_writer
+from .._writer_process.options import SaveLimits
 from ..models import Export
 from ..reader import TensorizerStorageReader
 from ..writer import TensorizerStorageWriter
@@ -141,11 +141,13 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
     Raises `TypeError` unless they are numbers, and `ValueError` if they are invalid, or not with the writer's
     options.
     """
-    check_survival_of_writer(
-        seconds,
-        writer_options.get("staging", "buffer"),
-        cache_staged_state_dict=bool(writer_options.get("cache_staged_state_dict", True)),
-    )
+    check_timeout(seconds, least=0, name="survive")
+    if seconds and writer_options.get("staging") == "shared":
+        raise ValueError(
+            "survive and staging='shared' cannot be combined: what is not copied is gone with the process that has it"
+        )
+    if seconds and not writer_options.get("cache_staged_state_dict", True):
+        raise ValueError("survive and cache_staged_state_dict=False cannot be combined: the buffers hold the states")
     check_count("survive_every", every, optional=True)
     check_count("buffers", buffers)
     if buffers not in (2, 3):

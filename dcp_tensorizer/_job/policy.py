@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
+from .._memory.copies import NOTHING_IN_MEMORY, MemoryVote
 from .._runtime.forks import Home, in_child
 from .._runtime.validation import check_count, check_timeout
-from .copies import NOTHING_IN_MEMORY, MemoryVote
 from .metrics import GoodputClock
 from .ranks import Agreement
 

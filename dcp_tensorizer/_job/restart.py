@@ -26,22 +26,22 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
+from .._memory.checkpoint import KeptReader, described
 from .._memory.client import KeeperProcess, connect_to_keepers
-from .._memory.find import Elsewhere, Held, Predecessors
-from .._memory.peers import this_host
-from .._memory.protocol import KeptHead
+from .._memory.copies import MemoryVote, PeerCopies, this_host
+from .._memory.find import AllMemory, Predecessors
+from .._memory.protocol import Found, KeptHead
 from .._memory.runtime_directory import identity, job_name
 from .._memory.wire import Address
+from .._runtime.memory_limit import available_memory
 from .._runtime.threads import NEVER, Deadline, in_background
-from .._saving.keeping import described, lack_of_room
 from .._saving.saver import Saver
+from .._staging.buffer_pool import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
-from ..any_format import KeptReader
 from ..errors import CheckpointError, ReadError, WriteError, describe
 from ..planner import SavePlanner
-from .copies import MemoryVote, PeerCopies
 from .lineage import Place, RestoreChoice
 from .optimizer_state import dtypes_kept
 from .options import JobOptions
@@ -51,6 +51,7 @@ from .steps import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
+_ROOM = 1.05  # of a buffer: what is allocated beside it
 _LOOK_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
@@ -209,7 +210,7 @@ class Survival:
         self._forget_all_but([newest, self.copies.confirmed], but_copied=len(in_use) < self._most_buffers)
         if self.copies.is_on and len(self._kept) > 1:
             saves.reclaim()
-            if why := lack_of_room(saves, nbytes):
+            if why := _lack_of_room(saves, nbytes):
                 self.copies.give_up(why)
                 self._forget_all_but([newest])
         asks_again = self.copies.look_for_room(nbytes, max(0, self._most_buffers - len(in_use)))
@@ -330,7 +331,7 @@ class Survival:
         saves = self._saver.engine.saves
         saves.reclaim()
         nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
-        why = lack_of_room(saves, nbytes) if nbytes else ""
+        why = _lack_of_room(saves, nbytes) if nbytes else ""
         if not why:
             return
         if self._kept:
@@ -353,6 +354,16 @@ class Survival:
                 self._keeper.forget(forgotten, but_copied=but_copied)
         except WriteError as error:
             self._stop_keeping(str(error))
+
+
+def _lack_of_room(saves: StagedSaves, nbytes: int) -> str:
+    """The reason why another staging buffer of this size does not fit into memory; empty if it does."""
+    if saves.has_buffer(nbytes):
+        return ""
+    available = available_memory()
+    if available is None or available > _ROOM * nbytes:
+        return ""
+    return f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
 
 
 def _stopped(path: Path) -> str:
@@ -411,7 +422,7 @@ def load_kept(
     started = time.perf_counter()
     path = f"the memory of step {head.step} on rank {agreement.rank}"
     load = functools.partial(_loaded, found, head, agreement.rank, path, state, selection, options)
-    loaded, own = load(memory.own_places(head, agreement.rank, agreement.size))
+    loaded, own = load(memory.places(head, agreement.rank))
     problems = agreement.gathered(own)
     is_part = head.world_size == agreement.size and memory.places(head)
     if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
@@ -435,10 +446,14 @@ def load_kept(
 class _Offer(NamedTuple):
     """The states in the memory of a rank's host."""
 
-    heads: list[KeptHead]  # the heads of all parts
-    held: list[Held]  # the parts that its keepers give to other hosts
+    keepers: list[Found]
     folder: tuple[int, int] | None  # the identity of the job's folder there
     host: str
+
+    @property
+    def heads(self) -> list[KeptHead]:
+        """The heads of all parts."""
+        return [head for keeper in self.keepers for head in keeper.heads]
 
     def knows(self, head: KeptHead) -> bool:
         """Returns whether this host kept a part of the state itself, and so knows the folder's identity of then."""
@@ -452,12 +467,12 @@ class _Offer(NamedTuple):
 
 def _chosen(
     found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice, lost: Collection[str]
-) -> tuple[KeptHead, Elsewhere] | None:
+) -> tuple[KeptHead, AllMemory] | None:
     """Finds the newest state that all ranks can reach, with its places, unless it is outdated. All find the same."""
     there = identity(folder.location)
-    offers = agreement.gathered(_Offer(found.heads, found.held, there, this_host()))
-    memory = Elsewhere([(offer.heads, offer.held) for offer in offers])
-    reached = [kept.head for kept in memory.states()]
+    offers = agreement.gathered(_Offer(found.found, there, this_host()))
+    memory = AllMemory([offer.keepers for offer in offers])
+    reached = memory.states()
     if not reached:
         if any(offer.heads for offer in offers):
             logger.warning(
@@ -488,7 +503,7 @@ def _chosen(
 
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
     """Describes which parts of the newest state are left on hosts that give them to others; empty if there are none."""
-    heads = [head for offer in offers for held in offer.held for head in held.heads]
+    heads = [head for offer in offers for keeper in offer.keepers if keeper.address for head in keeper.heads]
     if not heads:
         return ""
     newest = max(heads, key=lambda head: (head.step, head.number, head.id))

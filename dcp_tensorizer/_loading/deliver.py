@@ -23,7 +23,6 @@ from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
 from .._runtime.torch_compat import plain_tensor_at, real_tensors
 from .._runtime.validation import check_flags
-from .._staging.device import CUDA
 from .._storage.base import Storage
 from .._tensor_file.dtypes import detached, is_wrapper, named_dtype
 from .._tensor_file.encryption import Cipher
@@ -31,7 +30,6 @@ from .._tensor_file.names import StoredItem
 from .._trust.objects import advice, unsafe_globals
 from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .exchange import Exchange
-from .gpu import PinnedPools
 from .run import fetch, limits_of
 from .targets import Casts, Located, ReadTarget, is_object, targets_of, warn_of_casts
 from .validate import check_own_parts
@@ -78,32 +76,30 @@ def load_items(
     ``progress`` gets the bytes of tensors done, and the bytes in all; ``note`` gets the time of each read. Raises
     `CheckpointError`; see `TensorizerStorageReader.read_data`.
     """
-    with PinnedPools(CUDA) as pools:
-        read = functools.partial(
-            fetch,
-            source.storage,
-            threads=options.threads,
-            verify=options.verify,
-            cipher=source.cipher,
-            page_cache=options.page_cache,
-            in_memory=source.index.in_memory,
-            pools=pools,
-            note=note,
+    read = functools.partial(
+        fetch,
+        source.storage,
+        threads=options.threads,
+        verify=options.verify,
+        cipher=source.cipher,
+        page_cache=options.page_cache,
+        in_memory=source.index.in_memory,
+        note=note,
+    )
+    exchange = None
+    if source.group is not None:
+        limits = limits_of(source.storage)
+        reason = (
+            ""
+            if delivers_at_once(planner)
+            else f"a planner of type {type(planner).__name__} gets one tensor after the other"
         )
-        exchange = None
-        if source.group is not None:
-            limits = limits_of(source.storage)
-            reason = (
-                ""
-                if delivers_at_once(planner)
-                else f"a planner of type {type(planner).__name__} gets one tensor after the other"
-            )
-            inline = source.index.in_memory
-            exchange = Exchange(
-                source.group, source.storage.path, read, limits, verify=options.verify, in_memory=inline, reason=reason
-            )
-        with exchange or nullcontext():
-            nbytes = _load(source, plan, planner, options, read, exchange, progress)
+        inline = source.index.in_memory
+        exchange = Exchange(
+            source.group, source.storage.path, read, limits, verify=options.verify, in_memory=inline, reason=reason
+        )
+    with exchange or nullcontext():
+        nbytes = _load(source, plan, planner, options, read, exchange, progress)
     return nbytes, 0 if exchange is None else exchange.received_bytes
 
 

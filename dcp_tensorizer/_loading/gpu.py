@@ -3,6 +3,10 @@
 If host memory were needed for all of the model, a model that only fits on the GPUs could not be loaded. So there are a
 few slots, each of one read's size. A thread takes a slot, reads into it, checks it, queues its copies on a side stream,
 and returns the slot. Its next user waits for those copies.
+
+Each call that releases the interpreter lock lets another thread take it: some 25 for each 8 MiB, with blocks that are
+hashed one by one, held loads at 6 to 8 GB/s where 26 were possible. So on many cores a read is of `DEVICE_BYTES`, items
+up to that size have one digest to compare, and small tensors cross the bus together.
 """
 
 from __future__ import annotations
@@ -16,35 +20,57 @@ from contextlib import contextmanager
 import torch
 
 from .._runtime.direct_memory import direct_memory
-from .._runtime.forks import Finalizer, free_in_child, keep_from_children
+from .._runtime.forks import Finalizer, free_in_child, in_child, keep_from_children
 from .._runtime.memory_limit import check_headroom
-from .._staging.device import Device, Event, pin_if_possible
+from .._runtime.threads import cores
+from .._staging.device import CUDA, Device, Event, SideStream, pin_if_possible
 from .._staging.shared_memory import aligned
 from ..errors import ReadError, StagingError
-from .read_planner import ReadOperation
+from .read_planner import ReadLimits, ReadOperation
 from .targets import ReadTarget
+
+DEVICE_BYTES = 32 << 20
+"""Bytes of one read for a GPU where there are cores for several."""
+
+_FEW_CORES = 4
+_POOL_BYTES = 256 << 20  # of the slots that threads read into at the same time
 
 
 class PinnedPools:
-    """The slots of a load, which may consist of many reads, because a planner may want one tensor after the other.
+    """The slots of a process's loads, each of which may consist of many reads, because a planner may want one tensor
+    after the other.
 
-    Registering memory takes longer than reading as much. So the slots of one read are kept for the next ones.
+    Registering memory takes longer than reading as much. So the slots of one read are kept for the next ones, also
+    those of later loads.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kept: PinnedPool | None = None
         self._lock = free_in_child(threading.Lock())  # an exchange reads beside the load
+        in_child(self, PinnedPools._forget)
 
-    def __enter__(self) -> PinnedPools:
-        return self
+    def _forget(self) -> None:
+        self._kept = None  # its memory is its parent's
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Frees the slots that no load uses."""
         self._keep(None)
+
+    def limits(self, targets: Sequence[ReadTarget], limits: ReadLimits, threads: int) -> ReadLimits:
+        """The limits for reads to these targets: larger ones if any of them is on a device, and there are cores."""
+        elsewhere = (target.tensor for target in targets if not target.in_place)
+        if cores() <= _FEW_CORES or all(self._device.index_of(tensor) is None for tensor in elsewhere):
+            return limits
+        nbytes = min(DEVICE_BYTES, _POOL_BYTES // threads)
+        return limits._replace(
+            max_scratch_bytes=max(limits.max_scratch_bytes, nbytes),
+            max_coalesced_bytes=max(limits.max_coalesced_bytes, nbytes),
+        )
 
     @contextmanager
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
-        """The slots for a read: one and a half per thread; None if no target is on a device.
+        """The slots for a read: one per thread, and two whose copies are in progress; None if no target is on a device.
 
         All copies have arrived when the block ends.
         """
@@ -59,8 +85,7 @@ class PinnedPools:
         if not indices:
             yield None
             return
-        readers = min(threads, len(operations))
-        pool = self._take(indices, readers + -(-readers // 2), nbytes)
+        pool = self._take(indices, min(threads, len(operations)) + 2, nbytes)
         try:
             yield pool
             pool.settle()
@@ -97,25 +122,24 @@ class Slot:
         self.pool = pool
         self._copied_to: set[int] = set()
 
-    def send(self, data: memoryview | torch.Tensor, target: ReadTarget) -> torch.Tensor:
+    def send(self, content: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Queues a copy of bytes of this slot to the device of a target, and returns it for this slot's further
-        copies.
+        copies. Raises `torch.OutOfMemoryError`.
         """
-        index = self.pool.device.index_of(target.tensor)
-        assert index is not None
-        self._copied_to.add(index)
-        content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
-        stream = self.pool.streams[index]
+        stream = self._stream_for(target)
         sent = stream.allocate(content.numel())
         stream.copy([sent], [content])
         return sent
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy to a device, from this slot or from what was sent there."""
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queues copies to one device, from this slot or from what was sent there."""
+        self._stream_for(targets[0]).copy(targets, sources)
+
+    def _stream_for(self, target: torch.Tensor) -> SideStream:
         index = self.pool.device.index_of(target)
         assert index is not None
         self._copied_to.add(index)
-        self.pool.streams[index].copy([target], [source])
+        return self.pool.streams[index]
 
     def copies(self) -> list[Event]:
         """Events after which the slot's memory is free again."""
@@ -184,3 +208,7 @@ class PinnedPool:
         finally:
             self._unpin()
             self._slots = queue.SimpleQueue()
+
+
+POOLS = PinnedPools(CUDA)
+"""The slots of this process."""

@@ -12,10 +12,10 @@ import itertools
 import resource
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -26,14 +26,14 @@ from .._runtime.forks import free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.spans import Span
 from .._runtime.threads import Workers, ranks_of_node
-from .._staging.device import CUDA
 from .._staging.shared_memory import aligned
+from .._staging.tensor_copy import unit_of
 from .._storage.base import UNLIMITED, MemoryReader, RangeReader, Storage
 from .._tensor_file.digests import DigestCheck, all_match, check_digests
 from .._tensor_file.dtypes import memories_of, named_dtype
 from .._tensor_file.encryption import Cipher
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
-from .gpu import PinnedPool, PinnedPools, Slot
+from .gpu import POOLS, PinnedPool, PinnedPools, Slot
 from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
 from .targets import ReadTarget, in_turns, part_of
 
@@ -54,7 +54,7 @@ def fetch(
     limits: ReadLimits | None = None,
     page_cache: bool | None = None,
     in_memory: Mapping[str, bytes] = MappingProxyType({}),
-    pools: PinnedPools | None = None,
+    pools: PinnedPools = POOLS,
     note: Callable[[Span], object] = lambda span: None,
 ) -> int:
     """Reads everything that the targets want; returns the number of bytes. Targets on a GPU are ready when it returns.
@@ -69,7 +69,7 @@ def fetch(
         limits: How reads are joined and cut; None for the storage's.
         page_cache: Leave data of local disks in the page cache; None: if there is room for it.
         in_memory: Contents of files that need not be read, by name.
-        pools: Memory for data on its way to GPUs, shared by several reads; None for its own.
+        pools: Memory for data on its way to GPUs.
         note: Called with the time of each operation, by several threads.
 
     Raises:
@@ -78,7 +78,12 @@ def fetch(
     """
     if not targets:
         return 0
-    turns = [plan_reads(turn, limits or limits_of(storage), verify=verify) for turn in in_turns(targets)]
+    min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
+    if limits is None:
+        limits = limits_of(storage)
+        if storage.reads.min_threads < UNLIMITED:  # the page cache may answer, and requests need not be many
+            limits = pools.limits(targets, limits, max_threads)
+    turns = [plan_reads(turn, limits, verify=verify) for turn in in_turns(targets)]
     operations = [operation for turn in turns for operation in turn]
     total = sum(operation.nbytes for operation in operations)
     if page_cache is None:
@@ -99,11 +104,8 @@ def fetch(
             progress(done, total)
         return nbytes
 
-    with ExitStack() as stack:
-        pools = pools or stack.enter_context(PinnedPools(CUDA))
-        min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
-        pool = stack.enter_context(pools.pool_for(operations, max_threads))
-        files = stack.enter_context(closing(_OpenFiles(storage, operations, in_memory)))
+    opened = closing(_OpenFiles(storage, operations, in_memory))
+    with pools.pool_for(operations, max_threads) as pool, opened as files:
         executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
         for turn in turns:
             run_all(turn, run, min_threads=min_threads, max_threads=max_threads)
@@ -195,8 +197,13 @@ class _Executor:
         for segment, place in zip(operation.segments, places, strict=True):
             if segment.item.nonce_and_macs:
                 verifying += _timed(self._decrypt, segment, place)
-            if segment.target_offset is None:
-                scatter(segment, place, slot)
+        starts = itertools.accumulate((aligned(s.scratch_bytes) for s in operation.segments), initial=0)
+        in_scratch = [of for of in zip(operation.segments, places, starts, strict=False) if of[0].target_offset is None]
+        for index, run in itertools.groupby(in_scratch, key=lambda of: _device_of_small(of[0], slot)):
+            of_device = list(run)
+            if slot is None or index is None or len(of_device) == 1 or not _scatter_sent(of_device, slot):
+                for segment, place, _ in of_device:
+                    scatter(segment, place, slot)
         return verifying
 
     # --- the memory that segments are read into -----------------------------------------------------------------
@@ -340,37 +347,95 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
     """
     for target in segment.targets:
         is_queued = slot is not None and slot.pool.is_for(target)
-        copy = slot.copy if slot is not None and is_queued else torch.Tensor.copy_
         if target.has_stored_layout:
             pairs = _run(target, segment, data)
         elif slot is not None and is_queued:
             # Only runs of bytes cross the bus. The device picks rows out of them, converts them, and writes to any
             # strides.
-            pairs = _parts(target, segment, slot.send(data, target))
+            content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+            pairs = _parts(target, segment, slot.send(content, target.tensor))
         else:
             pairs = _parts(target, segment, data)
-        for pair in pairs:
-            copy(*pair)
+        for into, out in pairs:
+            if slot is not None and is_queued:
+                slot.copy([into], [out])
+            else:
+                into.copy_(out)
+
+
+# One send of a tensor takes 60 to 100 microseconds of the interpreter's time, and the bus moves this in 20.
+_SMALL_BYTES = 1 << 20
+
+
+def _device_of_small(segment: Segment, slot: Slot | None) -> int | None:
+    """The device that all targets of a small segment are on; None if there is none, or the segment is not small."""
+    if slot is None:
+        return None
+    indices = {slot.pool.device.index_of(target.tensor) for target in segment.targets}
+    return indices.pop() if segment.nbytes <= _SMALL_BYTES and len(indices) == 1 else None
+
+
+def _scatter_sent(segments: Sequence[tuple[Segment, memoryview, int]], slot: Slot) -> bool:
+    """Scatters segments that lie side by side in a slot, each from its start there, to targets on one device.
+
+    They cross the bus in one copy, and one call for each size of elements takes that apart on the device. Returns False
+    if the device has no memory for it.
+    """
+    (first, _, begin), *_, (_, place, last) = segments
+    try:
+        sent = slot.send(slot.memory[begin : last + place.nbytes], first.targets[0].tensor)
+    except torch.OutOfMemoryError:
+        return False
+    as_units: dict[torch.dtype, torch.Tensor] = {}
+    fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+    for segment, place, start in segments:
+        for target in segment.targets:
+            if not target.has_stored_layout:
+                for into, out in _parts(target, segment, sent[start - begin : start - begin + place.nbytes]):
+                    slot.copy([into], [out])
+            elif (found := _shared_run(target, segment)) is not None:
+                into, offset, nbytes = found
+                unit = unit_of(into.dtype)  # as integers, because the fused kernel for half precision changes NaNs
+                if unit not in as_units:
+                    whole = sent[: sent.numel() // unit.itemsize * unit.itemsize]
+                    as_units[unit] = whole.view(unit)
+                at = (start - begin + offset) // unit.itemsize
+                targets, sources = fused[unit]
+                targets.append(into if into.dtype is unit else into.view(unit))
+                sources.append(as_units[unit].as_strided((nbytes // unit.itemsize,), (1,), at))
+    for targets, sources in fused.values():
+        slot.copy(targets, sources)
+    return True
 
 
 def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
     """As `_parts`, for a target of the stored layout: one pair at most, and few calls of torch.
 
-    Each call lets the interpreter go, and other threads take it.
+    Each call releases the interpreter lock, and other threads take it.
     """
-    assert target.run is not None
-    begin, end = target.run
+    if (found := _shared_run(target, segment)) is None:
+        return
+    into, offset, nbytes = found
+    if isinstance(data, torch.Tensor):
+        source = data[offset : offset + nbytes].view(into.dtype)
+    else:
+        source = torch.frombuffer(data, dtype=into.dtype, count=into.numel(), offset=offset)
+    yield _with_copy_kernel(into, source)
+
+
+def _shared_run(target: ReadTarget, segment: Segment) -> tuple[torch.Tensor, int, int] | None:
+    """The elements of a target of the stored layout that are in a segment, as one dimension; and where their bytes
+    are in the segment, and how many.
+    """
+    run = target.run
+    assert run is not None
+    begin, end = run
     first, stop = max(segment.start, begin), min(segment.stop, end)
     if first >= stop:
-        return
-    dtype, size = target.tensor.dtype, target.itemsize
-    if isinstance(data, torch.Tensor):
-        source = data[first - segment.start : stop - segment.start].view(dtype)
-    else:
-        count = (stop - first) // size
-        source = torch.frombuffer(data, dtype=dtype, count=count, offset=first - segment.start)
+        return None
+    size = target.itemsize
     offset = target.tensor.storage_offset() + (first - begin) // size
-    yield _with_copy_kernel(target.tensor.as_strided((source.numel(),), (1,), offset), source)
+    return target.tensor.as_strided(((stop - first) // size,), (1,), offset), first - segment.start, stop - first
 
 
 def _parts(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:

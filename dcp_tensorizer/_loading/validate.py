@@ -52,8 +52,7 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
     if others:
         raise MetadataError(
             f"{path} was overwritten while its metadata was read: rank {others[0]} found another save there than rank "
-            f"0. No target has changed. Load it again, or load another checkpoint. If a save that was cut off is "
-            f"in the memory of some machines only, pass from_memory=False."
+            f"0. No target has changed. Load it again, or load another checkpoint."
         )
 
 

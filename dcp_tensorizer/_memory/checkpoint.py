@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.futures import Future
 
 from .._index.container import IndexFile, read_head
 from .._index.locations import RankPlaces
@@ -22,9 +23,13 @@ from .._index.read import Index
 from .._index.schema import ItemKey, item_key
 from .._index.write import encode
 from .._runtime.forks import Descriptor
+from .._runtime.gc_pause import collector_paused
 from .._runtime.threads import cores
+from .._saving.write_plan import resolve
+from .._staging.shared_memory import SharedBuffer
 from .._storage.base import FileInfo, MemoryReader, RangeReader, ReadTuning, Sink, Storage
 from .._storage.local_io import read_into
+from .._tensor_file.dtypes import host_bytes
 from .._tensor_file.names import (
     StoredItem,
     block_size,
@@ -34,9 +39,12 @@ from .._tensor_file.names import (
     metadata_file_name,
 )
 from ..errors import WriteError
+from ..reader import TensorizerStorageReader
 from .protocol import Extent, Keep, KeptContent, KeptHead
 from .replicas import RemotePart
 
+_READER_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
+"""The reader options that apply to checkpoints in memory."""
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _STREAMS = 4  # the fewest parallel reads from other hosts, however few cores this one has
 
@@ -153,6 +161,31 @@ class _Buffer(RangeReader):
         self._descriptor.close()
 
 
+class KeptReader(TensorizerStorageReader):
+    """Loads a checkpoint that is kept in memory, on each rank by itself.
+
+    The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
+    memory are left out.
+    """
+
+    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
+        kept = {name: value for name, value in options.items() if name in _READER_OPTIONS}
+        super().__init__("/", **kept, page_cache=False)  # there is none: ranges are read once
+        self._open = lambda path: checkpoint
+        self.checkpoint = checkpoint
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Sets up as if ranks had saved for themselves: only what this rank loads must be there."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads everything, and releases the memory, so that a reader that is kept does not keep it."""
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self.checkpoint.close()
+
+
 def _names(head: KeptHead) -> list[str]:
     """The files of a rank's state: its buffer, and the bytes that are not in the buffer."""
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
@@ -162,6 +195,36 @@ def _names(head: KeptHead) -> list[str]:
 #
 # It is an index of one rank's part, as a checkpoint has one of all parts. Keepers pass it on without decoding it. Its
 # digests are zeros: keepers take the real ones later, and send them beside it.
+
+
+@collector_paused()
+def described(
+    head: KeptHead,
+    plan: SavePlan,
+    planner: SavePlanner,
+    buffer: SharedBuffer,
+    seconds: float,
+    *,
+    digests_follow: bool = False,
+) -> Keep:
+    """Describes a staged state dict for a keeper; ``plan`` has all items that this rank could write.
+
+    Raises `CheckpointError`, naming the key, if an item cannot be saved.
+    """
+    wanted = SavePlan(list(plan.items))
+    items, extents, inline = [], list[Extent](), bytearray()
+    resolved = resolve(wanted, planner, lambda tensor: buffer.locate(tensor) is not None)
+    for planned, item in zip(wanted.items, resolved, strict=True):
+        extent = None
+        if item.has_bytes:
+            offset = buffer.locate(item.tensor)
+            extent = Extent(offset is None, len(inline) if offset is None else offset, item.tensor.nbytes)
+            extents.append(extent)
+            if offset is None:
+                inline += host_bytes(item.tensor)
+        items.append((planned, kept_place(head, item.name, item.kind, item.dtype, extent)))
+    description = description_of(head, items, plan.planner_data, buffer.nbytes, len(inline))
+    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
 
 
 def description_of(

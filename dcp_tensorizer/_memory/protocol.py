@@ -24,7 +24,7 @@ class KeptHead(NamedTuple):
     """The facts about a kept state that are needed before it is loaded.
 
     Attributes:
-        id: The id of the save if there is one, otherwise 32 other hexadecimal digits. The same on all ranks.
+        id: 32 hexadecimal digits; the same on all ranks.
         number: A later state of a run has a larger number.
         job: The run of the job that kept the state. Each restart begins another run.
         rank: The rank whose state it is.
@@ -34,8 +34,6 @@ class KeptHead(NamedTuple):
         left: If the job went back to an earlier step, the id of the checkpoint that was the newest then; else None.
         folder: The device and the inode of the job's folder, as ``host`` sees them. None if there is no local folder,
             or it did not exist yet.
-        path: Where the state was being saved; empty if a manager decides that.
-        replaces: The id of the checkpoint that was at the path; None if there was none.
         host: The host that kept the state (see `this_host`); empty if it is not known.
         line: The ids of the checkpoints that the state resumes from, the newest first. Only those that its run saved
             or restored.
@@ -50,8 +48,6 @@ class KeptHead(NamedTuple):
     parent_step: int | None = None
     left: str | None = None
     folder: tuple[int, int] | None = None
-    path: str = ""
-    replaces: str | None = None
     host: str = ""
     line: tuple[str, ...] = ()
 

@@ -18,11 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .._storage.local import boot_id
-from .._storage.redact import redact
 from ..errors import WriteError
-
-SAVES = "saves"
-"""Used instead of a job's location by keepers of states of saves, which have paths of their own."""
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
@@ -46,11 +42,6 @@ def job_name(location: str) -> str:
     # The boot's id is part of it: machines may share the directory's disk, but a socket works on one machine only.
     named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(named, digest_size=8).hexdigest()
-
-
-def location_of(path: str | Path) -> str:
-    """The name of a checkpoint for keepers, without secrets. ``path`` is a URL, or an absolute local path."""
-    return redact(os.path.realpath(path) if isinstance(path, Path) else path.rstrip("/"))
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:

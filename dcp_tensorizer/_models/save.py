@@ -30,7 +30,6 @@ from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
 from .._saving.commit import files_of_models, put_records, remove, remove_records
 from .._saving.item_bytes import ItemBytes
-from .._saving.keeping import KeptSave
 from .._saving.rank_group import RankGroup
 from .._saving.report import SaveCallbacks
 from .._saving.save import Save, SaveDescription
@@ -92,7 +91,6 @@ class ModelSave(Save):
         save_id: str,
         storage: Storage,
         staged: StagedSave | None,
-        kept: KeptSave | None = None,
     ) -> None:
         super().__init__(saver, save_id, storage, staged)
         self.model = saver.model
@@ -318,10 +316,10 @@ class ModelSave(Save):
         try:
             for start in range(0, max(1, nbytes), step):
                 sink.put(start, memory[start : start + step])
-            parts = sink.finish()
+            sink.complete()
         finally:
-            sink.close()
-        self._others = (*self._others[:-1], _OtherFile(file, parts, replaces))
+            sink.abort()
+        self._others = (*self._others[:-1], _OtherFile(file, sink.parts, replaces))
 
     def _drop_files(self) -> None:
         """Drops the files that were begun, if they are not a model by now. Idempotent."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -27,13 +27,9 @@ from .._tiers.target import FlushTarget
 from .._version import environment
 from ..errors import WriteError, describe
 from .flushing import Flushing
-from .keeping import Keeping, KeepingRank
 from .reuse import KnownFiles
 from .write_plan import plan_with
 from .writer_client import WriterClient
-
-if TYPE_CHECKING:
-    from .keeping import KeptState
 
 
 class Engine:
@@ -51,7 +47,6 @@ class Engine:
         sections: Those of the last indexes, see `entries_section`.
         tables: The coordinator's memory of the ranks' tables of places.
         files: The contents of the files of the last saves.
-        keeping: States that are kept in memory during their save, in case this process dies.
         connection: To the storage of the last save, kept for the next one.
         warned_of_group: A warning has said that saves share their process group with training.
     """
@@ -66,7 +61,6 @@ class Engine:
         self.sections: Recent[bytes] = Recent(_SAVES)
         self.tables = KnownTables()
         self.files = KnownFiles()
-        self.keeping = Keeping()
         self.connection: object = None
         self.warned_of_group = False
         self._flushings: dict[tuple[str, str], Flushing] = {}
@@ -74,7 +68,7 @@ class Engine:
         self._open: list[weakref.ref[object]] = []
         # Reentrant, because a signal handler that closes a writer may interrupt its holder.
         self._opening = free_in_child(threading.RLock())
-        # Not `atexit`, which multiprocessing's processes do not call. Priority 1: before the keeper ends, which has 0.
+        # Not `atexit`, which multiprocessing's processes do not call.
         Finalize(None, _exit, (weakref.ref(self),), exitpriority=1)
 
     def open(self, user: object) -> None:
@@ -304,15 +298,12 @@ _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 class Offer(NamedTuple):
     """A rank's offer in ``SavePlan.storage_data``: the id of its save, and digests of tables.
 
-    If ranks keep states in memory, the offer also has this rank's host, and the answer has the state. The answer also
-    has the id of the coordinator's save.
+    The coordinator's answer also has the id of its own save.
     """
 
     save_id: str
     digests: tuple[bytes, ...]
-    state: KeptState | None = None
     save: str = ""
-    keeping: KeepingRank | None = None
 
 
 class KnownTables:
@@ -350,25 +341,18 @@ class SaveTables:
         self._save_id = save_id
         self._promised: dict[bytes, bytes] = {}
 
-    def offer(self, plan: SavePlan, keeping: KeepingRank | None = None) -> SavePlan:
-        """On a rank: adds to its plan the digests of its tables, and what the coordinator needs for copies."""
-        return plan_with(plan, Offer(self._save_id, self._known.own, keeping=keeping))
+    def offer(self, plan: SavePlan) -> SavePlan:
+        """On a rank: adds to its plan the digests of its tables."""
+        return plan_with(plan, Offer(self._save_id, self._known.own))
 
-    def answer(self, plan: SavePlan, state: KeptState | None = None) -> SavePlan:
-        """On the coordinator: adds to a rank's plan the digests that it knows, and the state that ranks keep in
-        memory.
-        """
+    def answer(self, plan: SavePlan) -> SavePlan:
+        """On the coordinator: adds to a rank's plan the digests that it knows."""
         offer = plan.storage_data
         if not isinstance(offer, Offer):
             return plan
         found = {digest: table for digest in offer.digests if (table := self._known.find(digest)) is not None}
         self._promised.update(found)
-        return plan_with(plan, Offer(offer.save_id, tuple(found), state, self._save_id))
-
-    def told(self, plan: SavePlan) -> KeptState | None:
-        """On a rank: the coordinator's message about the kept state."""
-        answer = plan.storage_data
-        return answer.state if isinstance(answer, Offer) and answer.save_id == self._save_id else None
+        return plan_with(plan, Offer(offer.save_id, tuple(found), self._save_id))
 
     def save_of(self, plan: SavePlan) -> str:
         """On a rank: the id of the coordinator's save; empty if unknown."""
@@ -399,9 +383,3 @@ class SaveTables:
                 f"rank {part.rank} has not sent the places of its data, and the coordinator does not know them: plans "
                 f"of two saves were mixed up. Give each save the planner's own plans."
             ) from None
-
-
-def keeping_rank(plan: SavePlan) -> KeepingRank | None:
-    """On the coordinator: a rank's introduction, for copies on other hosts."""
-    offer = plan.storage_data
-    return offer.keeping if isinstance(offer, Offer) else None

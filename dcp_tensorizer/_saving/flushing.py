@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext, environment
 from .._runtime.threads import NEVER, Deadline, Patience, in_background
-from .._tiers.flush import FlushThread
 from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, FlushEntry, FlushRecord, Queue
 from .._tiers.target import FlushTarget
 from ..errors import ReadError, WriteError
@@ -73,7 +72,6 @@ class Flushing:
         self.target = target
         self.queue = Queue(target.folder())
         self._client = client
-        self._thread = FlushThread() if target.is_in_process else None
         self._followed: dict[str, _Followed] = {}
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
@@ -245,9 +243,6 @@ class Flushing:
         return self.queue.records(OPEN, self.target.name)
 
     def _request(self) -> None:
-        if self._thread is not None:
-            self._thread.add(self.target)
-            return
         context = ProcessContext.here()
         self._environment = dict(context.environment)
         try:
@@ -270,7 +265,7 @@ class Flushing:
                 if not self._look():
                     self._is_watching = False
                     return
-                if self._thread is None and not self._has_ended and (not self._client.is_running or self._is_outdated):
+                if not self._has_ended and (not self._client.is_running or self._is_outdated):
                     self._request()
 
     def _look(self) -> bool:

@@ -41,8 +41,7 @@ from .commit import (
     remove_with_records,
     replaced_files,
 )
-from .engine import SaveTables, keeping_rank
-from .keeping import KeptSave, KeptState
+from .engine import SaveTables
 from .report import SaveReport, report_of, warn_if_stale
 from .reuse import FilesOfSave
 from .write_plan import Item, in_files, resolve, warn_of_refused, write_results
@@ -82,7 +81,6 @@ class Save:
         save_id: The id of the save.
         storage: The directory that this rank writes to.
         staged: The staged state; None if the save writes from the tensors themselves.
-        kept: The state in memory, if it is kept there during the save.
 
     Attributes:
         path: The checkpoint's path for messages and reports, without credentials.
@@ -102,7 +100,6 @@ class Save:
         save_id: str,
         storage: Storage,
         staged: StagedSave | None,
-        kept: KeptSave | None = None,
     ) -> None:
         self.id = save_id
         self.storage = storage
@@ -112,7 +109,6 @@ class Save:
         self.is_given_up = False
         self._saver = saver
         self._staged = staged
-        self._kept = kept
         description: SaveDescription = (None if staged is None else staged.description) or SaveDescription()
         self._record, self._files = description.record, description.files
         self._spans, self._lapped = [*description.spans], time.perf_counter()
@@ -137,8 +133,6 @@ class Save:
         self.rank = rank
         self.commits = is_coordinator or not use_collectives
         self.metadata_rank = None if use_collectives else rank
-        if not use_collectives:
-            self._kept = None  # no rank would know what the others keep
         self._saver.engine.failures.set_coordinator(is_coordinator)
 
     def prepare(self, plan: SavePlan) -> SavePlan:
@@ -149,16 +143,12 @@ class Save:
         """
         with self.or_fail():
             self.open()
-            keeping = None if self._kept is None else self._kept.planned(plan)
-            return plan if self.commits else self._tables.offer(plan, keeping)
+            return plan if self.commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
         with self.or_fail():
-            states: list[KeptState | None] = [None] * len(plans)
-            if self._kept is not None:
-                states = [*self._kept.begin(self.id, [keeping_rank(plan) for plan in plans], self.rank)]
-            return [self._tables.answer(plan, state) for plan, state in zip(plans, states, strict=True)]
+            return [self._tables.answer(plan) for plan in plans]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's items, and makes them durable.
@@ -229,8 +219,6 @@ class Save:
     # --- the parts of the hooks -------------------------------------------------------------------------------------
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
-        if self._kept is not None and not self._saver.closed:
-            self._kept.keep(self._tables.told(plan), planner, self.rank)
         items = self._resolved(plan, planner)
         written = self.write_items(items)
         try:
@@ -291,8 +279,6 @@ class Save:
 
     def _committed(self) -> None:
         """Does what follows the commit, before the files that it has replaced are removed."""
-        if self._kept is not None:
-            self._kept.committed()
 
     def _lap(self, name: str, nbytes: int = 0) -> None:
         """Records a span, which began when the one before ended."""

@@ -32,7 +32,6 @@ from .._tiers.target import place_of
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
-from .keeping import KeptSave
 from .report import Freshness, Reports, SaveCallbacks
 from .save import Save, SaveDescription
 from .tiered_save import TieredSave
@@ -147,7 +146,6 @@ class Saver:
             if self._leave():
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
-        self.engine.keeping.begin_staging(self.engine.saves)
         started = time.perf_counter()
         if (error := self._wait_for_room()) is not None:
             return self.stager.refuse(error)
@@ -191,9 +189,6 @@ class Saver:
             where = self._where(path, directory, staged_save)
             self._check_group(where, staged_save)
             storage, make = self._destination(where)
-            kept = None
-            if staged_save is not None and self.options.survive:
-                kept = KeptSave(self.engine.keeping, where, storage, self.options, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
@@ -203,7 +198,7 @@ class Saver:
                 self._flushes = True
                 self.engine.open(self)  # also without staging, because the flush needs the process
             self.engine.connection = storage.connection
-            return make(self, self.save_id, storage, staged_save, kept)
+            return make(self, self.save_id, storage, staged_save)
 
     def raise_refusal(self) -> None:
         """Raises the error of a save that was refused after too many failures in a row, once, for the training thread.
@@ -226,7 +221,6 @@ class Saver:
         if self._alive_mark is not None:
             self._alive_mark.end()
         if self._leave():
-            self.engine.keeping.end(deadline, is_abandoned=not is_over)
             self.engine.end_process(deadline)
         elif not is_over:
             self.engine.client.end_process(deadline)

@@ -22,7 +22,6 @@ from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe, listed_ranks
 from .commit import agree_on_key, encoded, remove
 from .flushing import CommittedMeta, Flushing
-from .keeping import KeptSave
 from .report import SaveReport
 from .save import Save
 from .write_plan import Item
@@ -53,13 +52,12 @@ class TieredSave(Save):
         save_id: str,
         storage: Storage,
         staged: StagedSave | None,
-        kept: KeptSave | None = None,
         *,
         flushing: Flushing,
         place: str,
     ) -> None:
         storage.max_file_bytes = _MAX_FILE_BYTES
-        super().__init__(saver, save_id, storage, staged, kept)
+        super().__init__(saver, save_id, storage, staged)
         self.path = f"{flushing.target.name}/{place}" if place else flushing.target.name
         self._flushing = flushing
         self._place = place

@@ -1,4 +1,4 @@
-"""GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``.
+"""GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
 Every call names its device: a new thread begins on device 0, and running anything there by mistake makes a context on
 another rank's GPU. Nothing here starts CUDA in a process that does not use it: only tensors on a GPU lead here.
@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import warnings
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -23,6 +22,7 @@ import torch
 from .._runtime.forks import free_in_child
 from .._runtime.torch_compat import allocator_settings, copy_all
 from ..errors import StagingError
+from .driver import Batch, batch_of, copier, new_stream, pieces_of
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -37,7 +37,8 @@ PIECE_BYTES = 32 << 20
 whole tensor. A piece takes a millisecond, some hundred times as long as queueing it."""
 
 LANES = 4
-"""Streams on which large copies are queued in turn. Queueing waits when about 1,000 operations are pending on one."""
+"""Streams on which large copies are queued in turn, if there are no batches. Queueing waits when about 1,000 operations
+are pending on one."""
 
 
 class Event(Protocol):
@@ -51,7 +52,13 @@ class Event(Protocol):
 
 
 class SideStream(abc.ABC):
-    """A queue of copies on one device, beside the queues of training."""
+    """A queue of copies on one device, beside the queues of training.
+
+    Attributes:
+        has_batches: `copy_batch` can be tried.
+    """
+
+    has_batches = False
 
     def __init__(self) -> None:
         self._idle: deque[torch.Tensor] = deque(maxlen=1)
@@ -71,6 +78,16 @@ class SideStream(abc.ABC):
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queues copies in any order, also relative to those of `copy`."""
         self.copy(targets, sources)
+
+    @abc.abstractmethod
+    def batch(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Batch:
+        """Prepares copies of bytes from addresses on the device to addresses of pinned host memory."""
+
+    @abc.abstractmethod
+    def copy_batch(self, batch: Batch) -> bool:
+        """Queues the copies of a batch, in any order; returns False if the driver refuses one, and then has no batches
+        any more.
+        """
 
     @contextmanager
     def buffer(self, most: int, least: int) -> Iterator[torch.Tensor]:
@@ -122,6 +139,10 @@ class Device(Protocol):
     side_streams: SideStreams
     """The side streams of this process, shared by all savers and loads."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph."""
+
     def new_stream(self, index: int) -> SideStream:
         """A new stream on a device."""
 
@@ -134,10 +155,8 @@ class Device(Protocol):
 
 
 class SideStreams(dict[int, SideStream]):
-    """One stream per device, made on first use, and then kept.
-
-    torch reuses memory that a stream has used only for that stream, and hands out 32 streams in turn. With a new stream
-    for each save or writer, 32 of them would keep memory.
+    """One stream per device, made on first use, and then kept: torch reuses memory that a stream has used only for that
+    stream.
     """
 
     def __init__(self, device: Device) -> None:
@@ -178,32 +197,28 @@ def pin_if_possible(device: Device, address: int, nbytes: int, index: int) -> Ca
         return lambda: None
 
 
-def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Cuts host memory into pieces of at most ``most`` bytes, each for one copy; returns their starts and ends in it.
-
-    ``borders`` are the sorted addresses at which registrations begin. No copy may cross one.
-    """
-    inside = borders[bisect_right(borders, address) : bisect_left(borders, address + nbytes)]
-    ends = [*(border - address for border in inside), nbytes]
-    return [
-        (first, min(first + most, end))
-        for start, end in zip([0, *ends], ends, strict=False)
-        for first in range(start, end, most)
-    ]
-
-
 class _CudaStream(SideStream):
-    """CUDA streams over which large copies are spread. All other copies are queued on the first of them.
+    """CUDA streams over which large copies are spread; one, if the driver takes batches. All other copies are queued on
+    the first.
 
-    ``borders`` returns the addresses at which registrations of host memory begin.
+    They are not of torch's pool, which hands out 32 in turn: NCCL, graph captures and FSDP would get them, too, and
+    wait for gigabytes of copies. ``borders`` returns the addresses at which registrations of host memory begin.
     """
 
     def __init__(self, index: int, borders: Callable[[], Sequence[int]]) -> None:
         super().__init__()
         self._index = index
         self._borders = borders
-        self._lanes = [torch.cuda.Stream(device=index) for _ in range(LANES)]
+        self._copier = copier()
+        self.has_batches = self._copier is not None
         self._followed = torch.cuda.current_stream(index)
+        with torch.cuda.device(index):
+            torch.cuda.Event().record(self._followed)  # makes the device's context current, as the driver needs it
+            handles = [new_stream() for _ in range(1 if self.has_batches else LANES)]
+        self._lanes = [
+            torch.cuda.Stream(device=index) if handle is None else torch.cuda.ExternalStream(handle, device=index)
+            for handle in handles
+        ]
         self._is_spread = False  # copies have been queued on all lanes, not only on the first
 
     def follow(self) -> None:
@@ -243,6 +258,22 @@ class _CudaStream(SideStream):
             return [(target, source)]
         into, out = _bytes(target), _bytes(source)
         return [(into[start:stop], out[start:stop]) for start, stop in cuts]
+
+    def batch(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Batch:
+        return batch_of(targets, sources, sizes, self._borders(), PIECE_BYTES)
+
+    def copy_batch(self, batch: Batch) -> bool:
+        if not self.has_batches or self._copier is None:
+            return False
+        with torch.cuda.device(self._index):
+            torch.cuda.Event().record(self._lanes[0])  # makes the device's context current in this thread
+            status = self._copier(batch, self._lanes[0].cuda_stream)
+        if status:
+            self.has_batches = False
+            logger.warning(
+                "GPU %d: the driver refuses batches of copies (%d). Copies are slower now.", self._index, status
+            )
+        return not status
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         device, followed = torch.device("cuda", self._index), self._followed
@@ -321,6 +352,10 @@ class Cuda:
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.device.index if tensor.is_cuda else None
+
+    @property
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, index: int) -> SideStream:
         return _CudaStream(index, lambda: self._borders)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,6 +30,9 @@ from .._runtime.threads import cores, in_threads
 from .._runtime.torch_compat import is_plain
 from ..errors import StagingError
 from .device import Device, pin_if_possible
+
+if TYPE_CHECKING:
+    from .tensor_copy import BatchPlan
 
 # A multiple of vector loads, of the largest element, and of a cache line.
 _ALIGNMENT = 64
@@ -91,6 +94,7 @@ class SharedBuffer:
         keep_from_children(self._map)
         self._used = 0
         self._layout: _Layout | None = None  # the tensors that `allocate_all` has made last
+        self.batches: BatchPlan | None = None  # the copies of the state that was staged here last
         self.is_kept = False
         self._pinning = False
         self._undo: list[Callable[[], None]] = []

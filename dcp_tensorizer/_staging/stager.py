@@ -18,6 +18,7 @@ import torch
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.threads import Deadline, is_running
+from .._runtime.torch_compat import is_plain
 from .._tensor_file.dtypes import is_plain_class
 from ..errors import StagingError
 from .buffer_pool import StagedSaves
@@ -26,7 +27,7 @@ from .shared_mappings import SharedMappings, SharedTensors
 from .shared_memory import SharedBuffer, aligned
 from .staged_save import StagedSave, StagedStateDict, StagingState
 from .state_tree import DtypeOf, TensorList, copy_items, fill_tensors
-from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
+from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, Layout, allocation_order
 
 _RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from staging until it returns
 
@@ -59,6 +60,18 @@ class _Snapshot:
             return sum(map(aligned, map(attrgetter("nbytes"), self.sources)))
         pairs = zip(self.sources, self.dtypes, strict=True)
         return sum(aligned(source.numel() * dtype.itemsize) for source, dtype in pairs)
+
+    def layout(self) -> Layout:
+        """What decides where the sources are copied to, and how."""
+        placed = list(zip(self.sources, self.places, strict=True))
+        return (
+            self.places,
+            self.dtypes,
+            list(map(attrgetter("shape"), self.sources)),
+            list(map(attrgetter("dtype"), self.sources)),
+            [0 if place is None else source.data_ptr() for source, place in placed],
+            [place is not None and is_plain(source) for source, place in placed],
+        )
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
@@ -201,7 +214,15 @@ class Stager:
             staged_save.wait_released()
 
     def hold_training(self) -> None:
-        """Keeps later work of the calling thread from changing anything that is still being copied."""
+        """Keeps later work of the calling thread from changing anything that is still being copied.
+
+        Raises `StagingError` while a CUDA graph is captured.
+        """
+        if self._overlap_staging and self._device.is_capturing:
+            raise StagingError(
+                "a CUDA graph is being captured, and its replays would not wait for the copies of a save. Take "
+                "writer.lock() around graph.replay(), not inside the capture."
+            )
         for staged_save in self.saves.of(self):
             staged_save.hold_training()
 
@@ -232,11 +253,14 @@ class Stager:
             buffer.is_kept = is_kept
             if (index := self._pin_for(snapshot.devices)) is not None:
                 buffer.pin(self._device, index)
-            tensors, copies = self._begin_copies(snapshot, buffer)
-            staged_save.copies = copies
+            copies = staged_save.copies = Copies(self._device.side_streams, self._thread_count, self._limits)
+            layout = self._repeat_batches(snapshot, buffer, copies)
+            tensors = self._begin_copies(snapshot, buffer, copies)
             copy_from_devices = self._copy_from_devices if copies.on_device else None
             if copy_from_devices is None:
                 copies.queue_from_devices()
+                if layout is not None:
+                    buffer.batches = copies.plan(layout)
             staged.update(snapshot.fill(tensors))
             staged_save.reach(StagingState.BUILT)
             if copy_from_devices is not None and not copy_from_devices(buffer, copies):
@@ -253,8 +277,21 @@ class Stager:
         if staged_save.error is not None and not self._overlap_staging:
             staged.clear()
 
+    def _repeat_batches(self, snapshot: _Snapshot, buffer: SharedBuffer, copies: Copies) -> Layout | None:
+        """Queues what can be copied by the addresses of the last state in the buffer, if this one has the same: the bus
+        is busy before there are staged tensors. Returns the layout; None if there are no batches.
+        """
+        streams = self._device.side_streams
+        if self._copy_from_devices is not None or not any(streams[index].has_batches for index in snapshot.devices):
+            return None
+        layout = snapshot.layout()
+        if buffer.batches is not None and buffer.batches.layout == layout:
+            copies.repeat(buffer.batches)
+        buffer.batches = None
+        return layout
+
     @collector_paused()
-    def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer) -> tuple[list[torch.Tensor], Copies]:
+    def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer, copies: Copies) -> list[torch.Tensor]:
         """Makes a staged tensor for each source, and begins to copy those in host memory."""
         sources, dtypes, places = snapshot.sources, snapshot.dtypes, snapshot.places
         shapes = list(map(attrgetter("shape"), sources))
@@ -265,7 +302,8 @@ class Stager:
             staged = [of_number[n] for n in range(len(sources))]
         else:
             staged = buffer.allocate_all(dtypes, shapes)
-        return staged, Copies(staged, sources, places, self._device.side_streams, self._thread_count, self._limits)
+        copies.add(staged, sources, places)
+        return staged
 
     @collector_paused()
     @torch.no_grad()

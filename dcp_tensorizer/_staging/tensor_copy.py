@@ -1,9 +1,9 @@
 """Copying a state dict's tensors to their staged tensors, in few calls, with the cores and the streams that are free.
 
-A large tensor is copied from a GPU in one copy over the bus. Two kinds of tensors go through a buffer on the GPU
-instead: tensors that are too small for a copy of their own, and tensors that would need a temporary copy on the GPU
-(not contiguous, lazily conjugated, or cast). Many small tensors leave the buffer in one copy. For that their staged
-tensors lie side by side: see `allocation_order`.
+A contiguous tensor is copied from a GPU by its address, in a batch of others, if the driver takes batches (`driver`);
+otherwise by itself. Two kinds of tensors go through a buffer on the GPU instead: tensors that are too small for a copy
+of their own, and tensors that would need a temporary copy on the GPU (not contiguous, lazily conjugated, or cast). Many
+small tensors leave the buffer in one copy. For that their staged tensors lie side by side: see `allocation_order`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import functools
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from .._runtime.threads import in_background
 from .._runtime.torch_compat import copy_all, is_plain
 from .._tensor_file.dtypes import UNCOPYABLE, copyable
 from .device import Device, Event, SideStream, SideStreams
+from .driver import Batch
 from .shared_memory import aligned
 
 
@@ -37,10 +38,12 @@ class GatherLimits:
         small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of this
             thread and 5 of the bus, which moves 128 KiB in that time. Views for the gathering take less, and the
             gathering itself almost nothing.
+        batch_bytes: From this size on, contiguous tensors go by batches instead, if there are any.
     """
 
     buffer_bytes: int = 32 << 20
     small_bytes: int = 256 << 10
+    batch_bytes: int = 16 << 10
 
     def is_small(self, source: torch.Tensor) -> bool:
         return source.nbytes <= self.small_bytes
@@ -54,40 +57,80 @@ _FUSED = {torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, t
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+Layout = tuple[list[Any], ...]
+"""All that decides which bytes of a state are copied from and to which addresses. It refers to no tensor."""
+
+
+class BatchPlan(NamedTuple):
+    """The batches of a state, for later states of the same layout in the same staging buffer."""
+
+    layout: Layout
+    batches: dict[int, tuple[Batch, Set[int]]]  # by device, with the numbers of the sources in it
+
+
 class Copies:
     """Copies of tensors to their staged tensors: begun by one thread, and waited for by any.
 
-    ``places`` are the devices of the sources; None for host memory. Those in host memory are copied by ``threads``
-    threads, which begin at once. Those on devices are queued on ``streams``, after `SideStreams.follow`.
+    Those in host memory are copied by ``threads`` threads. Those on devices are queued on ``streams``, after
+    `SideStreams.follow`.
     """
 
-    def __init__(
-        self,
-        staged: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        places: Sequence[int | None],
-        streams: SideStreams,
-        threads: int,
-        limits: GatherLimits = DEFAULT_LIMITS,
-    ) -> None:
+    def __init__(self, streams: SideStreams, threads: int, limits: GatherLimits = DEFAULT_LIMITS) -> None:
+        self._streams = streams
+        self._threads = threads
         self._limits = limits
-        self._on_device: dict[int, list[Pair]] = defaultdict(list)
+        self._on_device: dict[int, list[tuple[int, Pair]]] = defaultdict(list)  # with the number of each
+        self._on_host = HostCopies((), (), 1)
+        self._batches: dict[int, tuple[Batch, Set[int]]] = {}
+        self._queued: set[int] = set()
+        self._marks: list[Event] = []
+
+    def repeat(self, plan: BatchPlan) -> None:
+        """Queues the batches of an earlier state, before there are staged tensors. `add` leaves its sources out."""
+        for index, of_device in plan.batches.items():
+            self._copy_batch(index, *of_device)
+
+    def _copy_batch(self, index: int, batch: Batch, numbers: Set[int]) -> bool:
+        stream = self._streams[index]
+        try:
+            if not stream.copy_batch(batch):
+                return False
+            self._queued |= numbers
+            self._batches[index] = batch, numbers
+            return True
+        finally:
+            self._marks.append(stream.mark())
+
+    def add(
+        self, staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], places: Sequence[int | None]
+    ) -> None:
+        """Prepares the copies, and begins those in host memory; called once.
+
+        ``places`` are the devices of the sources; None for host memory.
+        """
         if not UNCOPYABLE.isdisjoint(map(attrgetter("dtype"), sources)):
             staged, sources = list(map(copyable, staged)), list(map(copyable, sources))
         if any(place is not None for place in places):
-            for target, source, place in zip(staged, sources, places, strict=True):
-                if place is not None and source.numel():
-                    self._on_device[place].append((target, source))
+            for number, (target, source, place) in enumerate(zip(staged, sources, places, strict=True)):
+                if place is not None and number not in self._queued and source.numel():
+                    self._on_device[place].append((number, (target, source)))
             on_host = [number for number, place in enumerate(places) if place is None]
             staged, sources = [staged[number] for number in on_host], [sources[number] for number in on_host]
-        self.streams = {index: streams[index] for index in self._on_device}
-        self._on_host = HostCopies(staged, sources, threads)
-        self._marks: list[Event] = []
+        self._on_host = HostCopies(staged, sources, self._threads)
+
+    @property
+    def streams(self) -> dict[int, SideStream]:
+        """The streams of the devices that sources are on."""
+        return {index: self._streams[index] for index in self._on_device}
 
     @property
     def on_device(self) -> list[Pair]:
         """The pairs whose sources are on devices."""
-        return [pair for pairs in self._on_device.values() for pair in pairs]
+        return [pair for pairs in self._on_device.values() for _, pair in pairs]
+
+    def plan(self, layout: Layout) -> BatchPlan:
+        """The batches that have been queued, for states of the same layout."""
+        return BatchPlan(layout, self._batches)
 
     def start(self) -> None:
         """Queues the copies from devices, and makes those from host memory."""
@@ -97,10 +140,28 @@ class Copies:
     def queue_from_devices(self) -> None:
         """Queues the copies from devices, without waiting for them."""
         for index, stream in self.streams.items():
+            pairs = self._on_device[index]
+            if stream.has_batches:
+                pairs = self._queue_batch(index, stream, pairs)
             try:
-                queue_on_device(self._on_device[index], stream, self._limits)
+                queue_on_device([pair for _, pair in pairs], stream, self._limits)
             finally:
                 self._marks.append(stream.mark())
+
+    def _queue_batch(self, index: int, stream: SideStream, pairs: list[tuple[int, Pair]]) -> list[tuple[int, Pair]]:
+        """Queues the pairs that go by addresses; returns the others."""
+        least = self._limits.batch_bytes
+        numbers = {
+            number
+            for number, (target, source) in pairs
+            if source.nbytes >= least and target.dtype is source.dtype and is_plain(source)
+        }
+        if not numbers:
+            return pairs
+        rows = [(t.data_ptr(), s.data_ptr(), s.nbytes) for number, (t, s) in pairs if number in numbers]
+        if not self._copy_batch(index, stream.batch(*zip(*rows, strict=True)), numbers):
+            return pairs
+        return [pair for pair in pairs if pair[0] not in numbers]
 
     def copy_from_host(self) -> None:
         """Makes the copies from host memory."""
@@ -126,13 +187,12 @@ def allocation_order(
 ) -> list[int]:
     """The order in which to allocate staged tensors of some dtypes: first those that are gathered together.
 
-    These are the small ones of one device and one element size.
+    These are the small ones of one device and one element size, apart from those that batches take.
     """
-
-    gathered: dict[int, tuple[int, int]] = {}
+    gathered: dict[int, tuple[int, bool, int]] = {}
     for number, source in enumerate(sources):
         if (index := device.index_of(source)) is not None and limits.is_small(source):
-            gathered[number] = index, dtypes[number].itemsize
+            gathered[number] = index, source.nbytes >= limits.batch_bytes, dtypes[number].itemsize
     return [*sorted(gathered, key=gathered.__getitem__), *(n for n in range(len(sources)) if n not in gathered)]
 
 
@@ -194,10 +254,8 @@ def _batches(small: Iterable[_Small], most: int) -> Iterator[list[_Small]]:
 
 def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -> None:
     """Copies small tensors side by side on the device, and from there to their staged tensors in one copy."""
-    dtypes = {one.staged.dtype for one in batch}
-    unit = next(iter(dtypes))
-    if len(dtypes) > 1 or unit not in _FUSED:
-        unit = _INTEGER.get(unit.itemsize, torch.int64)
+    units = {unit_of(one.staged.dtype) for one in batch}
+    unit = units.pop() if len(units) == 1 else _INTEGER.get(batch[0].staged.itemsize, torch.int64)
     size = unit.itemsize
     extents = [n // size for one in batch for n in (one.nbytes, aligned(one.nbytes) - one.nbytes)]
     total = sum(extents) * size
@@ -214,6 +272,11 @@ def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -
         if not is_same:
             stream.copy([slot.view(staged.dtype).view(staged.shape)], [source])
     stream.copy([_memory(batch[0].staged, total)], [buffer[:total]])
+
+
+def unit_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which a fused kernel copies elements of a dtype without a change to their bits."""
+    return dtype if dtype in _FUSED else _INTEGER.get(dtype.itemsize, torch.int64)
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,8 @@ class Refused(WriteError):
 class Sink(abc.ABC):
     """A new file, written in parts of equal size: in any order and by several threads, unless `in_order` is set.
 
-    A storage's sink defines `_put_part`, `_complete` and `_abort`.
+    A storage's sink defines `_put_part`, `_complete` and `_abort`. The sink of a `SharedFile` is one process's part in
+    it: `complete` makes that part durable, and `abort` leaves the file.
     """
 
     part_bytes: int
@@ -75,16 +76,25 @@ class Sink(abc.ABC):
         self.bytes_written = 0
         """Bytes taken so far. It grows as long as the write makes progress."""
         self.write_seconds = 0.0
-        """Time spent in `put_part`, added up over threads."""
+        """Time spent in `put`, added up over threads."""
         self.complete_seconds = 0.0
         """Time spent in `complete`."""
+        self.parts: dict[int, dict[str, str]] = {}
+        """The parts that this process wrote, for `Storage.complete_shared`."""
         self._lock = free_in_child(threading.Lock())
         self._is_open = True
 
     def put_part(self, number: int, data: memoryview) -> None:
         """Writes a part; raises `OSError`. ``data`` begins on a page. Afterwards the caller may change it again."""
+        self.put(number * self.part_bytes, data)
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Writes a part at its offset in the file; if `Storage.granule_of` is 1, any bytes. Raises `OSError`.
+
+        ``data`` begins at the same distance from a page as ``offset``. Afterwards the caller may change it again.
+        """
         started = time.perf_counter()
-        self._put_part(number, data)
+        self._put(offset, data)
         with self._lock:
             self.bytes_written += data.nbytes
             self.write_seconds += time.perf_counter() - started
@@ -104,6 +114,12 @@ class Sink(abc.ABC):
             self._is_open = False
             with suppress(Exception):  # the caller reports the error for which it gives up
                 self._abort()
+
+    def _put(self, offset: int, data: memoryview) -> None:
+        number, start = divmod(offset, self.part_bytes)
+        if start:
+            raise OSError(f"no part of {self.part_bytes:,} bytes begins at {offset:,}")
+        self._put_part(number, data)
 
     @abc.abstractmethod
     def _put_part(self, number: int, data: memoryview) -> None:
@@ -128,59 +144,6 @@ class SharedFile(NamedTuple):
     nbytes: int
     save_id: str
     """The save that writes it."""
-
-
-class SharedSink(abc.ABC):
-    """One process's part in a `SharedFile`, written by several threads.
-
-    A storage's sink defines `_put` and `_finish`.
-    """
-
-    concurrency = 1
-    """The number of parallel writes that reach the full speed."""
-
-    def __init__(self) -> None:
-        self.bytes_written = 0
-        """Bytes taken so far. It grows as long as the write makes progress."""
-        self.write_seconds = 0.0
-        """Time spent in `put`, added up over threads."""
-        self.complete_seconds = 0.0
-        """Time spent in `finish`."""
-        self._lock = free_in_child(threading.Lock())
-
-    def put(self, offset: int, data: memoryview) -> None:
-        """Writes bytes at an offset; raises `OSError`.
-
-        Afterwards the caller may change ``data`` again. Its address and the offset have the same remainder by a page.
-        """
-        started = time.perf_counter()
-        self._put(offset, data)
-        with self._lock:
-            self.bytes_written += data.nbytes
-            self.write_seconds += time.perf_counter() - started
-
-    def finish(self) -> Mapping[int, Mapping[str, str]]:
-        """Makes all bytes that were put durable; raises `OSError`. Idempotent.
-
-        Returns:
-            The parts that this process wrote, for `Storage.complete_shared`.
-        """
-        started = time.perf_counter()
-        try:
-            return self._finish()
-        finally:
-            self.complete_seconds += time.perf_counter() - started
-
-    def close(self) -> None:  # noqa: B027
-        """Closes the file for this process. Idempotent."""
-
-    @abc.abstractmethod
-    def _put(self, offset: int, data: memoryview) -> None:
-        """Writes bytes at an offset."""
-
-    @abc.abstractmethod
-    def _finish(self) -> Mapping[int, Mapping[str, str]]:
-        """Makes the written bytes durable."""
 
 
 class RangeReader(abc.ABC):
@@ -331,7 +294,7 @@ class Storage(abc.ABC):
         """Begins a file that several processes write; raises `OSError`. `complete_shared` or `abort_shared` ends it."""
         raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
 
-    def open_shared(self, file: SharedFile, *, sync: bool) -> SharedSink:
+    def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:
         """Opens a shared file that this or another process has begun; raises `OSError`."""
         raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
 
@@ -342,7 +305,7 @@ class Storage(abc.ABC):
 
         Args:
             file: The file.
-            parts: The parts that `SharedSink.finish` has returned in all processes.
+            parts: The `Sink.parts` of all processes.
             replace: Replace an old file. Otherwise an old file is an error, as far as the storage can tell.
 
         Raises:

@@ -21,7 +21,7 @@ from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
 from .redact import Scrubber
 from .remote import Ranges, RemoteStorage, is_transient, patience_of
 from .s3 import S3Storage
-from .urls import check_names, check_writable, is_in_process, protocols_of
+from .urls import check_writable, is_in_process, protocols_of
 
 _AZURE = ("az", "abfs", "abfss")
 # Azure's library looks here for keys, proxies and certificates. Other variables are left out: a filesystem is made, and
@@ -38,17 +38,16 @@ def is_known(url: str) -> bool:
     return {*fsspec.available_protocols(), *fsspec.registry}.issuperset(protocols_of(url))
 
 
-def check_url(url: str, options: Mapping[str, Any]) -> str:
-    """Checks a URL's protocols and the names of its options; returns the first protocol.
+def check_url(url: str) -> str:
+    """Returns the first protocol of a URL.
 
-    Raises `ValueError` for an unknown protocol or option, and `ImportError` if a library is missing.
+    Raises `ValueError` for an unknown protocol, and `ImportError` if a library is missing.
     """
     import fsspec
 
     for behind in protocols_of(url):
         fsspec.get_filesystem_class(behind)
     protocol: str = fsspec.utils.get_protocol(url)
-    check_names(protocol, fsspec.get_filesystem_class(protocol), options)
     return protocol
 
 
@@ -63,23 +62,24 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
 
-    protocol = check_url(url, options)
-    options = {"skip_instance_cache": True} | _timeout_options(protocol, timeout) | dict(options)
+    protocol = check_url(url)
+    waits: dict[str, float] = {}
+    if protocol in ("gs", "gcs"):
+        waits = {"requests_timeout": timeout / 2}  # the time of a whole request, not of silence
+    elif protocol in _AZURE:
+        waits = dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
+    options = {"skip_instance_cache": True} | waits | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)
-    else:
-        filesystem, root = fsspec.core.url_to_fs(url, **(options | _new_ones_of_chain(url, options)))
+    else:  # all filesystems of a chain are made anew, not only the first one
+        behind = protocols_of(url)[1:] if "::" in url else []
+        anew = {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
+        filesystem, root = fsspec.core.url_to_fs(url, **(options | anew))
     if type(filesystem) is LocalFileSystem:
         return Path(root)
     if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, which only s3fs can use
         return S3Storage(filesystem, root, url, scrub, timeout)
     return StreamStorage(filesystem, root, url, scrub, timeout)
-
-
-def _new_ones_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that make fsspec create all filesystems of a chain anew, not only the first one."""
-    behind = protocols_of(url)[1:] if "::" in url else []
-    return {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
 
 
 def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -97,15 +97,6 @@ def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> t
         filesystem = _shared_filesystems[key]
     filesystem.invalidate_cache()
     return filesystem, kind._strip_protocol(url)
-
-
-def _timeout_options(protocol: str, timeout: float) -> dict[str, float]:
-    """Options that limit the waits of filesystems with connections of their own."""
-    if protocol in ("gs", "gcs"):
-        return {"requests_timeout": timeout / 2}  # the time of a whole request, not of silence
-    if protocol in _AZURE:
-        return dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
-    return {}
 
 
 # --- a directory of any fsspec filesystem: streams to write, ranges to read -------------------------------------------
@@ -163,7 +154,9 @@ class StreamStorage(RemoteStorage):
             try:
                 self.filesystem.pipe_file(self._full(name), data, **mode)
             except OSError as error:
-                if _is_taken(error):
+                # Another job's file makes a conditional put fail. s3fs calls that an invalid argument.
+                answer = getattr(error.__cause__, "response", None) or {}
+                if answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
                     raise FileExistsError(TAKEN) from None
                 raise
 
@@ -213,12 +206,6 @@ class StreamStorage(RemoteStorage):
         """Makes a fresh filesystem: with new connections, and with credentials as they are now."""
         old, self._environment = self.filesystem, environment()
         self.filesystem = type(old)(*old.storage_args, **old.storage_options, skip_instance_cache=True)
-
-
-def _is_taken(error: OSError) -> bool:
-    """Returns whether another job's file has made a conditional put fail. s3fs calls it an invalid argument."""
-    answer = getattr(error.__cause__, "response", None) or {}
-    return answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict")
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:

@@ -32,7 +32,6 @@ from .base import (
 )
 from .local_io import (
     LocalFile,
-    LocalSharedSink,
     LocalSink,
     UncachedFile,
     explained,
@@ -125,8 +124,8 @@ class LocalStorage(Storage):
         make_shared(self._root / token, nbytes, preallocate=self._is_local, umask=self.umask)
         return SharedFile(name, token, nbytes, save_id)
 
-    def open_shared(self, file: SharedFile, *, sync: bool) -> LocalSharedSink:
-        return self._looked_for(lambda: LocalSharedSink(self._root / file.token, sync=sync))
+    def open_shared(self, file: SharedFile, *, sync: bool) -> LocalSink:
+        return self._looked_for(lambda: LocalSink(self._root / file.token, None, sync=sync))
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         found = self._looked_for(lambda: _check_kind(self._root / file.token)).st_size
@@ -409,7 +408,7 @@ def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     name = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}.get(kind, "a device")
-    raise OSError(f"it is {name}, and not a file: remove it, or choose another path")
+    raise OSError(f"it is {name}, not a regular file. Remove it, or choose another path")
 
 
 def _link(source: Path, target: Path) -> bool:
@@ -636,13 +635,10 @@ def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
     with suppress(OSError), mounts.open("rb") as lines:
         for line in lines:
             fields, _, rest = line.partition(b" - ")
-            mount = _unescaped(fields.split(b" ")[4])
+            # Characters that would end a field are escaped.
+            escaped = fields.split(b" ")[4]
+            mount = os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), escaped))
             is_inside = real == mount or real.startswith(mount.rstrip("/") + "/")
             if is_inside and len(mount) >= len(nearest):
                 nearest, kind = mount, rest.split(b" ")[0].decode("ascii", "replace")
     return kind
-
-
-def _unescaped(field: bytes) -> str:
-    """A path of the list of mounts, in which characters that would end a field are escaped."""
-    return os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), field))

@@ -9,7 +9,7 @@ import os
 import pwd
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child, too_large, too_many
 from .._runtime.process_context import current_umask
-from .base import MemoryReader, RangeReader, SharedSink, Sink, rest_of
+from .base import MemoryReader, RangeReader, Sink, rest_of
 
 _IOV_MAX = 1024  # Linux's limit on the buffers of one preadv
 _LEAST_UNCACHED = 1 << 20  # smaller reads are not worth a look at the cache
@@ -90,7 +90,10 @@ class _Uncached:
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
         start = offset // BLOCK * BLOCK
-        buffer = _bounce_buffer(-(-(offset + nbytes - start) // BLOCK) * BLOCK)
+        size = -(-(offset + nbytes - start) // BLOCK) * BLOCK
+        if len(getattr(_bounce, "buffer", b"")) < size:
+            _bounce.buffer = direct_memory(size)
+        buffer = _bounce.buffer[:size]
         try:
             count = os.preadv(self._fd, [buffer], start)
         except OSError as error:
@@ -106,14 +109,7 @@ class _Uncached:
             self._residency.close()
 
 
-_bounce = threading.local()
-
-
-def _bounce_buffer(nbytes: int) -> memoryview:
-    """This thread's buffer. It is replaced when it is too small."""
-    if len(getattr(_bounce, "buffer", b"")) < nbytes:
-        _bounce.buffer = direct_memory(nbytes)
-    return _bounce.buffer[:nbytes]  # type: ignore[no-any-return]
+_bounce = threading.local()  # each thread's buffer, which is replaced when it is too small
 
 
 class UncachedFile(LocalFile):
@@ -181,22 +177,34 @@ _OF_OWNER = 0o600
 
 
 class LocalSink(Sink):
-    """A new local file of known size, which must not exist; raises `OSError`.
+    """A local file that is written past the page cache where possible; raises `OSError`.
 
-    ``preallocate`` reserves the space first, so that a full disk is an error before the work begins. Many network
-    mounts cannot do that, and glibc would imitate it by writing zeros.
+    Incomplete blocks, at the edges of runs, go through the page cache. Such a write and all other writes to the file
+    wait for each other, across processes. So the edges are written last: with 60 tensors in a file of two processes, a
+    thread then waits 726 times instead of 984.
+
+    Args:
+        path: The file.
+        nbytes: The size of a new file, which must not exist. None for a file that `make_shared` has made, in which
+            this process writes its part.
+        sync: Make the data durable.
+        preallocate: Reserve the space of a new file first, so that a full disk is an error before the work begins.
+            Many network mounts cannot do that, and glibc would imitate it by writing zeros.
+        umask: Of the save, for a new file's mode.
     """
 
     part_bytes = 4 << 20  # 1 to 8 MiB are equally fast; larger parts take less Python time per byte, and more memory
     concurrency = 6  # 4,000 tensors of 215 kB in one file: 10% faster than with 2; 8 gain no more
 
     def __init__(
-        self, path: Path, nbytes: int, *, sync: bool, preallocate: bool = True, umask: int | None = None
+        self, path: Path, nbytes: int | None, *, sync: bool, preallocate: bool = True, umask: int | None = None
     ) -> None:
         super().__init__()
         self.path = path
         self._sync = sync
-        self._fd = new_file(path, umask)
+        self._is_shared = nbytes is None
+        self._edges: list[tuple[int, bytes]] = []
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC) if nbytes is None else new_file(path, umask)
         self._direct_fd = open_direct(path, os.O_WRONLY)
         self._to_close = [self._fd] if self._direct_fd is None else [self._fd, self._direct_fd]
         try:
@@ -207,29 +215,51 @@ class LocalSink(Sink):
             raise explained(error) from error
 
     def _put_part(self, number: int, data: memoryview) -> None:
-        offset = number * self.part_bytes
-        whole = data.nbytes // BLOCK * BLOCK
+        self._put(number * self.part_bytes, data)
+
+    def _put(self, offset: int, data: memoryview) -> None:
+        head = min(data.nbytes, -offset % BLOCK)
+        whole = (data.nbytes - head) // BLOCK * BLOCK
         try:
-            if self._direct_fd is None or not _put_direct(self._direct_fd, data[:whole], offset):
-                whole = 0
-            _put(self._fd, data[whole:], offset + whole)
+            middle = data[head : head + whole]
+            if self._direct_fd is None or not whole or not _put_direct(self._direct_fd, middle, offset + head):
+                _put(self._fd, data, offset)
+                return
+            for start, edge in (offset, data[:head]), (offset + head + whole, data[head + whole :]):
+                if not edge.nbytes:
+                    continue
+                if len(self._edges) < _MAX_EDGES:
+                    self._edges.append((start, bytes(edge)))
+                else:
+                    _put(self._fd, edge, start)
         except OSError as error:
             raise explained(error) from error
 
     def _complete(self) -> None:
+        try:
+            for start, edge in self._edges:
+                _put(self._fd, memoryview(edge), start)
+        except OSError as error:
+            raise explained(error) from error
         if self._sync:
-            _sync(self._fd)
+            os.fsync(self._fd)
+            if hasattr(os, "posix_fadvise"):  # what went through the page cache leaves it
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._close_descriptors()
 
     def _abort(self) -> None:
         try:
             self._close_descriptors()
         finally:
-            self.path.unlink(missing_ok=True)
+            if not self._is_shared:
+                self.path.unlink(missing_ok=True)
 
     def _close_descriptors(self) -> None:
+        """Closes each descriptor once: even if that fails, its number may be another file's afterwards."""
         numbers, self._to_close = self._to_close, []
-        _close_all(numbers)
+        with ExitStack() as closing:
+            for number in numbers:
+                closing.callback(os.close, number)
 
 
 def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None) -> None:
@@ -246,73 +276,6 @@ def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None
     except OSError as error:
         path.unlink(missing_ok=True)
         raise explained(error) from error
-
-
-class LocalSharedSink(SharedSink):
-    """This process's part in a file that other processes write, too. Where possible, it writes past the page cache.
-
-    Incomplete blocks, at the edges of its runs, go through the page cache. Such a write and all other writes to the
-    file wait for each other, across processes. So the edges are written last: with 60 tensors in a file of two
-    processes, a thread then waits 726 times instead of 984.
-    """
-
-    concurrency = 6
-
-    def __init__(self, path: Path, *, sync: bool) -> None:
-        super().__init__()
-        self._sync = sync
-        self._edges: list[tuple[int, bytes]] = []
-        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct_fd = open_direct(path, os.O_WRONLY)
-        self._to_close = [self._fd] if self._direct_fd is None else [self._fd, self._direct_fd]
-
-    def _put(self, offset: int, data: memoryview) -> None:
-        head = min(data.nbytes, -offset % BLOCK)
-        whole = (data.nbytes - head) // BLOCK * BLOCK
-        try:
-            middle = data[head : head + whole]
-            if self._direct_fd is None or not whole or not _put_direct(self._direct_fd, middle, offset + head):
-                _put(self._fd, data, offset)
-                return
-            for place, edge in (offset, data[:head]), (offset + head + whole, data[head + whole :]):
-                if not edge.nbytes:
-                    continue
-                if len(self._edges) < _MAX_EDGES:
-                    self._edges.append((place, bytes(edge)))
-                else:
-                    _put(self._fd, edge, place)
-        except OSError as error:
-            raise explained(error) from error
-
-    def _finish(self) -> Mapping[int, Mapping[str, str]]:
-        if self._to_close:
-            try:
-                for place, edge in self._edges:
-                    _put(self._fd, memoryview(edge), place)
-            except OSError as error:
-                raise explained(error) from error
-            if self._sync:
-                _sync(self._fd)
-            self.close()
-        return {}
-
-    def close(self) -> None:
-        numbers, self._to_close = self._to_close, []
-        _close_all(numbers)
-
-
-def _sync(fd: int) -> None:
-    """Makes a file durable, and drops it from the page cache."""
-    os.fsync(fd)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _close_all(numbers: Sequence[int]) -> None:
-    """Closes each descriptor once. Even if that fails, its number may be another file's afterwards."""
-    with ExitStack() as closing:
-        for number in numbers:
-            closing.callback(os.close, number)
 
 
 def new_file(path: Path, umask: int | None = None) -> int:

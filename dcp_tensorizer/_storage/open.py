@@ -69,18 +69,31 @@ def open_storage(
     if isinstance(resolved, Path):
         return LocalStorage(resolved)
     url = re.sub(r"(?<=[^:/])/+$", "", resolved)  # a child's name follows one slash
+    options, scrub = options or {}, Scrubber(options)
     if points := _registered(url):
-        return _open_registered(points, url, options or {}, timeout)
-    scrub = Scrubber(options)
+        opener, name = _opener(points, url, scrub), points[0].value
+        with _named(url, name, scrub):
+            storage: object = opener(url, options, timeout)
+        if not isinstance(storage, Storage):
+            raise WriteError(scrub(f"cannot open {url}: {name} gives no Storage, but {type(storage).__name__}"))
+        return storage
     with _translated(url, scrub):
-        return _open_url(url, options or {}, scrub, timeout)
+        # Imported only for URLs: these imports take time in the writer process of every rank.
+        if re.match(_SFTP, url):
+            from .sftp import SftpStorage
+
+            return SftpStorage(url, options, scrub, timeout)
+        from .fsspec import open_url
+
+        opened = open_url(url, options, scrub, timeout)
+        return LocalStorage(opened) if isinstance(opened, Path) else opened
 
 
 def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | Path:
     """Returns the `absolute_path` of a user's path, after all checks that need no connection.
 
-    Raises `TypeError` unless it is a path or a URL, `WriteError` if the URL's protocol is unknown, its library is
-    missing or does not know the options, and what `absolute_path` raises.
+    Raises `TypeError` unless it is a path or a URL, `WriteError` if the URL's protocol is unknown or its library is
+    missing, and what `absolute_path` raises.
     """
     check_path(path)
     resolved = absolute_path(path)
@@ -90,7 +103,13 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
             _opener(points, resolved, scrub)
         else:
             with _translated(resolved, scrub):
-                _check_url(resolved, options or {})
+                # The library is imported, and raises whatever it raises.
+                if re.match(_SFTP, resolved):
+                    from . import sftp  # noqa: F401
+                else:
+                    from .fsspec import check_url
+
+                    check_url(resolved)
     return resolved
 
 
@@ -114,31 +133,6 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
         ) from None
 
 
-def _check_url(url: str, options: Mapping[str, Any]) -> None:
-    """Imports the library of a URL, and checks the names of its options; raises whatever the library raises."""
-    if re.match(_SFTP, url):
-        from .sftp import check_options
-
-        check_options(options)
-    else:
-        from .fsspec import check_url
-
-        check_url(url, options)
-
-
-def _open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage:
-    """Opens a URL by the storages of this package; raises whatever their libraries raise."""
-    # Imported only for URLs: these imports take time in the writer process of every rank.
-    if re.match(_SFTP, url):
-        from .sftp import SftpStorage
-
-        return SftpStorage(url, options, scrub, timeout)
-    from .fsspec import open_url
-
-    opened = open_url(url, options, scrub, timeout)
-    return LocalStorage(opened) if isinstance(opened, Path) else opened
-
-
 def _registered(url: str) -> list[EntryPoint]:
     """The entry points of a URL's protocol; none for ``file:`` and for URLs that are chained by ``::``."""
     protocol, separator, _ = url.partition("://")
@@ -155,17 +149,6 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     from importlib.metadata import entry_points  # not for local paths
 
     return tuple(entry_points(group=STORAGES))
-
-
-def _open_registered(points: list[EntryPoint], url: str, options: Mapping[str, Any], timeout: float) -> Storage:
-    """Opens a URL by the object of an entry point. Errors become `WriteError`, without credentials."""
-    scrub = Scrubber(options)
-    opener, name = _opener(points, url, scrub), points[0].value
-    with _named(url, name, scrub):
-        storage: object = opener(url, options, timeout)
-    if not isinstance(storage, Storage):
-        raise WriteError(scrub(f"cannot open {url}: {name} gives no Storage, but {type(storage).__name__}"))
-    return storage
 
 
 def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:

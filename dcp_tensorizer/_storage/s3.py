@@ -35,12 +35,11 @@ from .base import (
     RangeReader,
     Refused,
     SharedFile,
-    SharedSink,
     Sink,
     Storage,
     rest_of,
 )
-from .remote import RemoteStorage, is_transient, patience_of
+from .remote import RemoteStorage, Retries, is_transient, patience_of
 
 # --- the client: botocore's, with its errors as Python's --------------------------------------------------------------
 #
@@ -58,6 +57,10 @@ _ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # only aiobotocore knows
 # An answer to HEAD has no code but its status: 400.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "400"}
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
+# The request may succeed later, whatever its status: some have 400.
+_LATER = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
+_LATER |= {"RequestLimitExceeded", "BandwidthLimitExceeded"}
+_UNAVAILABLE = 503
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 _DENIED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"} | _EXPIRED
 
@@ -78,9 +81,8 @@ def shared_client(filesystem: Any, timeout: float) -> S3Client:
 class S3Client:
     """botocore's client, made from the options of an s3fs filesystem that is not connected.
 
-    botocore repeats requests that may succeed later (5xx, slow-down, resets, timeouts), with growing waits. It also
-    refreshes credentials, if it can. A token may expire all the same, or the environment may change and the server deny
-    access. Then a request makes a new client, which looks for credentials again.
+    botocore refreshes credentials, if it can. A token may expire all the same, or the environment may change and the
+    server deny access. Then a request makes a new client, which looks for credentials again.
     """
 
     def __init__(self, filesystem: Any, timeout: float) -> None:
@@ -89,10 +91,12 @@ class S3Client:
         self._waiting = {
             "connect_timeout": patience,  # botocore also applies it to sending a piece of a body
             "read_timeout": patience,
-            "retries": {"mode": "standard", "total_max_attempts": _attempts(timeout)},
         }
-        self.retries_are_chosen = "retries" in filesystem.config_kwargs
-        """By the user."""
+        chosen: dict[str, Any] = {"mode": "standard"} | dict(filesystem.config_kwargs.get("retries") or {})
+        repeats = chosen.pop("max_attempts", None)  # botocore's older option: the attempts after the first
+        self.attempts: int | None = chosen.get("total_max_attempts", None if repeats is None else repeats + 1)
+        """The number of attempts that the user has chosen for a request; None: the user has not."""
+        self._retries = chosen | {"total_max_attempts": 1}  # `Retries` repeats requests
         self.has_answered = False
         """The server has, to any request."""
         self._lock = free_in_child(threading.Lock())
@@ -100,6 +104,7 @@ class S3Client:
         self._environment: Mapping[str, str] = {}  # when it was made
 
     def call(self, operation: str, **arguments: Any) -> Any:
+        """Sends a request once, or with new credentials once more; raises `OSError`."""
         import botocore.exceptions
 
         client = self._connected(None)
@@ -107,7 +112,6 @@ class S3Client:
         if "Metadata" in arguments:
             arguments["Metadata"] = extra.pop("Metadata", {}) | arguments["Metadata"]
         arguments = extra | arguments
-        repeats = 0
         try:
             try:
                 answer = getattr(client, operation)(**arguments)
@@ -120,13 +124,12 @@ class S3Client:
                 is_outdated = _code(error) in _DENIED and self._environment != environment()
                 if not is_outdated and _code(error) not in _EXPIRED:
                     raise
-                repeats = _repeats(error)
                 body = arguments.get("Body")
                 if body is not None and hasattr(body, "seek"):
                     body.seek(0)
                 return getattr(self._connected(client), operation)(**arguments)
         except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
-            raise translated(error, arguments, repeats) from None
+            raise translated(error, arguments.get("Bucket")) from None
 
     def checksum(self, data: memoryview) -> dict[str, str]:
         """The CRC-32 of a body, as arguments of a request; empty if the user chose otherwise.
@@ -166,6 +169,7 @@ class S3Client:
         given = self._filesystem
         wanted = {key: value for key, value in given.config_kwargs.items() if key not in _ASYNC_CONFIG}
         config = _CONFIG | self._waiting | wanted
+        config["retries"] = self._retries
         config["s3"] = _CONFIG["s3"] | dict(given.config_kwargs.get("s3") or {})
         named = {
             "aws_access_key_id": given.key,
@@ -191,11 +195,6 @@ class S3Client:
             return {}
         model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
         return {key: value for key, value in given.items() if key in model.input_shape.members}
-
-
-def _attempts(timeout: float) -> int:
-    """The number of attempts that fit in the timeout, up to six: between them botocore waits up to 1, 2, 4, ... s."""
-    return max([1] + [n for n in range(2, 7) if n * patience_of(timeout) + 2 ** (n - 1) - 1 <= timeout])
 
 
 def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
@@ -234,54 +233,37 @@ def _code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def _repeats(error: Any) -> int:
-    """The number of times that botocore has repeated the request before this answer."""
-    return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
-
-
-def translated(error: Any, arguments: Mapping[str, Any], repeats: int) -> OSError:
-    """Translates an error of botocore's to one of Python's, with the server's message.
-
-    ``repeats`` counts the retries of botocore's rounds before the last one.
-    """
-    if getattr(error, "response", None) is None:
-        return (ConnectionError if _is_of_connection(error) else OSError)(f"{type(error).__name__}: {error}")
-    code = _code(error)
-    if code in _TAKEN:
-        return FileExistsError(TAKEN)
-    tries = 1 + repeats + _repeats(error)
-    often = "once" if tries == 1 else f"{tries} times"
-    said = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name}, tried {often})"
-    if tries > 1 and "Body" in arguments:
-        # Not a refusal, whatever this answer says: an earlier attempt may have put the object, although its answer was
-        # lost.
-        return _answered(error, said)
-    if code == "NoSuchBucket":
-        return FileNotFoundError(f"the bucket {arguments['Bucket']!r} does not exist")
-    if code in _MISSING:
-        return NoSuchObject("it does not exist")
-    if code == "NoSuchUpload":
-        return FileNotFoundError(said)
-    if code in ("InvalidRange", "416"):
-        return PastEnd("the file ends before that")
-    return PermissionError(said) if code in _DENIED and tries == 1 else _answered(error, said)
-
-
-def _is_of_connection(error: Exception) -> bool:
+def translated(error: Any, bucket: object = None) -> OSError:
+    """Translates an error of botocore's to one of Python's, with the server's message."""
     from botocore.exceptions import ConnectionError as NotConnected  # neither a Python error nor an HTTPClientError
     from botocore.exceptions import HTTPClientError, SSLError
 
-    return isinstance(error, HTTPClientError | NotConnected) and not isinstance(error, SSLError)
-
-
-def _answered(error: Any, said: str) -> OSError:
-    """Makes an error with the server's status, which tells whether the request may succeed later."""
-    answered = _Answered(said)
-    answered.status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if getattr(error, "response", None) is None:
+        is_of_connection = isinstance(error, HTTPClientError | NotConnected) and not isinstance(error, SSLError)
+        return (ConnectionError if is_of_connection else OSError)(f"{type(error).__name__}: {error}")
+    code = _code(error)
+    if code in _TAKEN:
+        return FileExistsError(TAKEN)
+    if code == "NoSuchBucket":
+        return FileNotFoundError(f"the bucket {bucket!r} does not exist")
+    if code in _MISSING:
+        return NoSuchObject("it does not exist")
+    if code in ("InvalidRange", "416"):
+        return PastEnd("the file ends before that")
+    message = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name})"
+    if code == "NoSuchUpload":
+        return FileNotFoundError(message)
+    if code in _DENIED:
+        return PermissionError(message)
+    answered = _Answered(message)
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    answered.status = _UNAVAILABLE if code in _LATER else status
     return answered
 
 
 class _Answered(OSError):
+    """An answer of a server's, whose ``status`` shows whether the request may succeed later."""
+
     status = 0
 
 
@@ -324,6 +306,7 @@ class S3Storage(RemoteStorage):
             raise ValueError("a versionId names one object, and a checkpoint has many: leave it out")
         super().__init__(url, prefix, scrub, timeout)
         self._client = self.connection = shared_client(filesystem, timeout)
+        self.retries = Retries(timeout, self._client.attempts or Retries.attempts, first_wait=1.0)
 
     def _list(self) -> tuple[list[FileInfo], list[str]]:
         files: list[FileInfo] = []
@@ -361,12 +344,12 @@ class S3Storage(RemoteStorage):
             self.abort_uploads(name)  # a lost answer may have named one
             raise
         upload = str(answer["UploadId"])
-        if beginnings > 1 or answer["ResponseMetadata"].get("RetryAttempts", 0) > 0:
+        if beginnings > 1:
             self.abort_uploads(name, but=upload)  # a lost answer may have named another one
         return SharedFile(name, upload, nbytes, save_id)
 
-    def open_shared(self, file: SharedFile, *, sync: bool) -> SharedSink:
-        return _S3SharedSink(self, file)
+    def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:
+        return _S3Sink(self, file.name, file.nbytes, file.token)
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         if not replace and self.head(file.name) is not None:
@@ -385,8 +368,8 @@ class S3Storage(RemoteStorage):
                 self.call("abort_multipart_upload", file.name, UploadId=upload)
 
     def create_upload(self, name: str, owner: str) -> dict[str, Any]:
-        """Begins an upload to an object, which will carry the id of its owner; raises `OSError`."""
-        answer: dict[str, Any] = self.call("create_multipart_upload", name, Metadata={_SAVE: owner})
+        """Begins an upload to an object, which will carry the id of its owner, in one try; raises `OSError`."""
+        answer: dict[str, Any] = self.once("create_multipart_upload", name, Metadata={_SAVE: owner})
         return answer
 
     def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], owner: str) -> None:
@@ -394,7 +377,7 @@ class S3Storage(RemoteStorage):
         listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
         whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
         try:
-            self.patiently(lambda: self.call("complete_multipart_upload", name, **whole))
+            self.patiently(lambda: self.once("complete_multipart_upload", name, **whole))
         except OSError:
             # If an answer was lost, the request is repeated. Then the upload is gone: the first request completed it.
             # It is gone, too, if another job has aborted it, and then the object may be that job's.
@@ -422,10 +405,8 @@ class S3Storage(RemoteStorage):
             return None
         return copied if copied is not None and copied[0] == identity[0] else None
 
-    def _put_file(self, name: str, data: bytes, *, sync: bool, replace: bool) -> None:
-        # Not repeated until the timeout: an attempt whose answer was lost may have put the object, and another job may
-        # have replaced it since. A late attempt would bring back a checkpoint whose files that job has removed.
-        self._put(name, data, {} if replace else {"IfNoneMatch": "*"})
+    def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
+        self._put(name, data, {} if replace else {"IfNoneMatch": "*"}, is_new=not replace)
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
         if expected is None:
@@ -434,9 +415,7 @@ class S3Storage(RemoteStorage):
         if tag is None or self.read(name) != expected:  # in this order: the tag must be that of the contents
             return False
         try:
-            with self._putting(name, data) as begin:
-                begin()
-                self._put(name, data, {"IfMatch": tag})
+            self._put(name, data, {"IfMatch": tag})
         except Refused:
             if self.read(name) != expected:  # another one was quicker
                 return False
@@ -468,42 +447,63 @@ class S3Storage(RemoteStorage):
                     self.call("abort_multipart_upload", name, UploadId=upload)
 
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
-        """Sends one request about an object.
+        """Sends a request about an object, a few times if it may succeed later.
 
         Raises `FileNotFoundError` if it (`NoSuchObject`) or its bucket does not exist, and `OSError` for all other
         errors.
         """
+        return self.retries.call(lambda: self.once(operation, name, **arguments))
+
+    def once(self, operation: str, name: str, **arguments: Any) -> Any:
+        """`call`, without a retry."""
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
 
     def patiently(self, request: Callable[[], _T]) -> _T:
-        """Returns the result of a request for a data file, which is repeated until the timeout.
+        """Returns the result of a request for a data file (`once`), which is repeated until the timeout.
 
-        botocore gives up after six attempts, whose waits are random, and may be short. In half of all outages of 8 s,
-        one of eight parts in progress would fail, and the save with it. If the user sets ``retries``, only bodies that
-        break off are requested again. A server that has never answered most likely has a wrong address, and is not
-        tried again.
+        In half of all outages of 8 s, one of eight parts in progress would fail after six attempts, and the save with
+        it. A server that has never answered most likely has a wrong address, and is not tried for longer. If the user
+        sets ``retries``, that is the limit, but bodies that break off are requested again.
         """
-        if self._client.retries_are_chosen:
-            return self.retries.call(request, lambda error: isinstance(error, _BrokenOff))
-        retries = dataclasses.replace(self.retries, attempts=math.inf)
-        return retries.call(request, lambda error: self._client.has_answered and is_transient(error))
+        chosen, failures = self._client.attempts, 0
+
+        def may_succeed(error: Exception) -> bool:
+            nonlocal failures
+            if isinstance(error, _BrokenOff):
+                return True
+            failures += 1
+            is_patient = chosen is None and self._client.has_answered
+            return (is_patient or failures < self.retries.attempts) and is_transient(error)
+
+        most = math.inf if chosen is None else max(chosen, Retries.attempts)
+        return dataclasses.replace(self.retries, attempts=most).call(request, may_succeed)
 
     def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
-        """Sends a request with a body, as `call` does without."""
-        return self.call(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
+        """Sends a request with a body, as `once` does without."""
+        return self.once(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """The fields of the answer to a part that are needed to complete the upload."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
-    def _put(self, name: str, data: bytes, condition: Mapping[str, str]) -> None:
-        """Puts an object under a condition, or without it if the server says that it has no conditional writes."""
-        try:
-            self.call("put_object", name, Body=data, **condition)
-        except OSError as error:
-            if not condition or getattr(error, "status", None) != _NOT_IMPLEMENTED:
-                raise
-            self.call("put_object", name, Body=data)
+    def _put(self, name: str, data: bytes, condition: Mapping[str, str], *, is_new: bool = False) -> None:
+        """Puts an object under a condition, or without it if the server says that it has no conditional writes.
+
+        Not repeated until the timeout: an attempt whose answer was lost may have put the object, and another job may
+        have replaced it since. A late attempt would bring back a checkpoint whose files that job has removed.
+        """
+        with self._putting(name, data, is_new=is_new) as begin:
+
+            def put() -> None:
+                begin()
+                try:
+                    self.once("put_object", name, Body=data, **condition)
+                except OSError as error:
+                    if not condition or getattr(error, "status", None) != _NOT_IMPLEMENTED:
+                        raise
+                    self.once("put_object", name, Body=data)
+
+            self.retries.call(put)
 
     def _read(self, name: str, most: int | None) -> bytes:
         return S3Reader(self, name).read(most)
@@ -563,7 +563,7 @@ class S3Reader(RangeReader):
     def read(self, most: int | None) -> bytes:
         """The whole object, or its first bytes."""
         limits = {} if most is None else {"Range": f"bytes=0-{most - 1}"}
-        answer = self._get(**limits)
+        answer = self._storage.retries.call(lambda: self._get(**limits))
         if "ContentLength" not in answer:  # some proxies send an answer as they get it
             return bytes(answer["Body"].read())
         content = memoryview(bytearray(answer["ContentLength"]))
@@ -573,7 +573,7 @@ class S3Reader(RangeReader):
 
     def _get(self, **limits: str) -> Any:
         """The server's answer to a request for the object; raises `OSError` if the object has been replaced since."""
-        answer = self._storage.call("get_object", self._name, **limits)
+        answer = self._storage.once("get_object", self._name, **limits)
         tag = answer.get("ETag")
         if tag is not None and self._first.setdefault("ETag", tag) != tag:
             answer["Body"].close()
@@ -625,21 +625,24 @@ class _Body:
 
 
 class _S3Sink(Sink):
-    """Puts a file of one part, or uploads one of several parts."""
+    """Puts a file of one part, or uploads one of several parts.
+
+    ``shared`` is the id of an upload to which other processes send parts, too. The sink then sends only its own.
+    """
 
     concurrency = _CONCURRENCY
 
-    def __init__(self, storage: S3Storage, name: str, nbytes: int) -> None:
+    def __init__(self, storage: S3Storage, name: str, nbytes: int, shared: str = "") -> None:
         super().__init__()
         self._storage = storage
         self._name = name
         self._nbytes = nbytes
+        self._shared = shared
         self._owner = uuid.uuid4().hex
-        self._parts: dict[int, dict[str, str]] = {}
         self._upload: Future[dict[str, Any]] | None = None
         self._beginnings = 0
-        self.part_bytes = max(_PART, -(-nbytes // _MOST_PARTS))
-        if nbytes > self.part_bytes:
+        self.part_bytes = storage.granule_of(nbytes)
+        if nbytes > self.part_bytes and not shared:
             self._upload = in_background(functools.partial(storage.patiently, self._begin))
 
     def _begin(self) -> dict[str, Any]:
@@ -649,22 +652,28 @@ class _S3Sink(Sink):
         return self._storage.create_upload(self._name, self._owner)
 
     def _put_part(self, number: int, data: memoryview) -> None:
-        storage = self._storage
-        if self._upload is None:
+        storage, nbytes = self._storage, min(self.part_bytes, self._nbytes - number * self.part_bytes)
+        if self._shared and data.nbytes != nbytes:
+            raise OSError(f"part {number} has {nbytes:,} bytes, got {data.nbytes:,}")
+        if self._upload is None and not self._shared:
             storage.patiently(lambda: storage.send("put_object", self._name, data))
         else:
             part = {"PartNumber": number + 1, **self._id()}
             answer = storage.patiently(lambda: storage.send("upload_part", self._name, data, **part))
-            self._parts[number + 1] = storage.part(answer)
+            self.parts[number + 1] = storage.part(answer)
 
     def _complete(self) -> None:
+        if self._shared:
+            return
         if self._upload is not None:
-            self._storage.complete_upload(self._name, self._id()["UploadId"], self._parts, self._owner)
+            self._storage.complete_upload(self._name, self._id()["UploadId"], self.parts, self._owner)
             self._abort_others(self._upload)
         elif not self._nbytes:
             self._storage.call("put_object", self._name, Body=b"")
 
     def _abort(self) -> None:
+        if self._shared:
+            return
         if self._upload is None:
             self._storage.remove(self._name)
             return
@@ -674,36 +683,12 @@ class _S3Sink(Sink):
 
     def _id(self) -> dict[str, Any]:
         """The argument that names the upload in a request; waits until it has begun, or raises why it could not."""
+        if self._shared:
+            return {"UploadId": self._shared}
         assert self._upload is not None
         return {"UploadId": self._upload.result()["UploadId"]}
 
     def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
         """Aborts uploads of unknown ids, which a retry may have begun after a lost answer."""
-        is_repeated = self._beginnings > 1 or upload.exception()
-        if is_repeated or upload.result()["ResponseMetadata"].get("RetryAttempts", 0) > 0:
+        if self._beginnings > 1 or upload.exception():
             self._storage.abort_uploads(self._name)
-
-
-class _S3SharedSink(SharedSink):
-    """This process's parts of an upload to which other processes send parts, too."""
-
-    concurrency = _CONCURRENCY
-
-    def __init__(self, storage: S3Storage, file: SharedFile) -> None:
-        super().__init__()
-        self._storage = storage
-        self._file = file
-        self._part_bytes = storage.granule_of(file.nbytes)
-        self._parts: dict[int, dict[str, str]] = {}
-
-    def _put(self, offset: int, data: memoryview) -> None:
-        number, start = divmod(offset, self._part_bytes)
-        if start or data.nbytes != min(self._part_bytes, self._file.nbytes - offset):
-            raise OSError(f"{data.nbytes:,} bytes at {offset:,} are not a whole part of {self._part_bytes:,} bytes")
-        storage = self._storage
-        part = {"PartNumber": number + 1, "UploadId": self._file.token}
-        answer = storage.patiently(lambda: storage.send("upload_part", self._file.name, data, **part))
-        self._parts[number + 1] = storage.part(answer)
-
-    def _finish(self) -> Mapping[int, Mapping[str, str]]:
-        return self._parts

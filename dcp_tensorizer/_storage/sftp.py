@@ -20,7 +20,6 @@ from .._runtime.forks import Finalizer, free_in_child, in_child
 from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, temporary_file_name
 from .remote import Ranges, RemoteStorage, Retries, is_transient, patience_of
-from .urls import names_of, refuse_unknown
 
 
 class SftpStorage(RemoteStorage):
@@ -238,11 +237,6 @@ class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
         return kind, data
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for an option that `SftpClient` does not know."""
-    refuse_unknown(options, names_of(paramiko.SSHClient.connect) | {"host_key_policy"} | _FOR_FSSPEC)
-
-
 class SftpClient:
     """One SSH connection, with a channel for each active thread: a channel of paramiko's serves one thread at a time.
 
@@ -255,7 +249,6 @@ class SftpClient:
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
-        check_options(options)
         self._patience = patience_of(timeout)
         self.retries = Retries(timeout)
         waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._patience)

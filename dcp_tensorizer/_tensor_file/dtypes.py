@@ -55,15 +55,11 @@ def _fault(tensor: torch.Tensor) -> str | None:
     if tensor.dtype in _SUB_BYTE:
         return f"of dtype {tensor.dtype}, which DCP cannot plan. Save the result of its view(torch.uint8)"
     if type(tensor) not in _PLAIN and tensor.numel() and not has_memory(tensor):
-        return _opaque(tensor)
+        return (
+            f"of type {type(tensor).__qualname__}, which cannot be staged: it has neither a storage nor "
+            f"__tensor_flatten__. Give its class __tensor_flatten__ and __tensor_unflatten__"
+        )
     return None
-
-
-def _opaque(tensor: torch.Tensor) -> str:
-    return (
-        f"of type {type(tensor).__qualname__}, which cannot be staged: it has neither a storage nor "
-        f"__tensor_flatten__. Give its class __tensor_flatten__ and __tensor_unflatten__"
-    )
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

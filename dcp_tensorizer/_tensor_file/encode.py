@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import xxhash
@@ -27,6 +27,7 @@ from .layout import END, Entry, FileLayout, T
 from .names import NONCE_BYTES, StoredItem, block_size
 
 if TYPE_CHECKING:
+    from .._storage.base import Sink
     from .encryption import Cipher
 
 
@@ -46,7 +47,7 @@ _MIN_PARTS = 6  # five that one thread fills, and one that is being written
 def encode(
     layout: FileLayout[T],
     contents: Callable[[T], memoryview],
-    sink: PartSink,
+    sink: Sink,
     threads: int,
     buffer_bytes: int = BUFFER_BYTES,
     *,
@@ -68,7 +69,7 @@ def encode(
 def encode_ahead(
     layout: FileLayout[T],
     contents: Callable[[T], memoryview],
-    sink: PartSink,
+    sink: Sink,
     threads: int,
     buffer_bytes: int = BUFFER_BYTES,
     memory: PartMemory | None = None,
@@ -301,31 +302,6 @@ class _Encryption(NamedTuple):
 # --- the parts of a file, which several threads fill and others write -------------------------------------------------
 
 
-class PartSink(Protocol):
-    """Takes a file's parts. Storages have more capable sinks (``_storage.base.Sink``)."""
-
-    @property
-    def part_bytes(self) -> int:
-        """Size of every part but the last."""
-
-    @property
-    def concurrency(self) -> int:
-        """How many parts to write at once."""
-
-    @property
-    def in_order(self) -> bool:
-        """True if the sink takes the parts one at a time, in order."""
-
-    def put_part(self, number: int, data: memoryview) -> None:
-        """Takes a part; ``data`` begins on a page. Raises `OSError`."""
-
-    def complete(self) -> None:
-        """Completes the file; raises `OSError`, and then there is no file."""
-
-    def abort(self) -> None:
-        """Drops the file."""
-
-
 class PartMemory:
     """Memory for the parts of one file after the other. A written part returns its memory for the next.
 
@@ -387,7 +363,7 @@ class FileParts:
     """
 
     def __init__(
-        self, nbytes: int, sink: PartSink, *, filling: int, writing: int, memory: PartMemory | None = None
+        self, nbytes: int, sink: Sink, *, filling: int, writing: int, memory: PartMemory | None = None
     ) -> None:
         self._nbytes = nbytes
         self._sink = sink

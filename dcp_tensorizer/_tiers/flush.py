@@ -213,8 +213,8 @@ class Flusher:
         try:
             index = self._index(entry)
             if index is not None:
-                earlier = {other.id for other in self._queue.entries() if other.number < entry.number}
-                replaced = publish(remote, index, commit, earlier, self._check_owner)
+                known = {other.id for other in self._queue.entries() if other.number < entry.number}
+                replaced = publish(remote, index, commit, known, self._check_owner)
             elif set(commit.files) <= named_files(remote, commit.name):
                 replaced = None
             else:
@@ -223,7 +223,10 @@ class Flusher:
             self._give_up(entry, record, str(error))
             return
         if replaced is None:  # a process that died at this point has committed it
-            replaced = self._replaced_before(entry, record.place, commit.name) - set(commit.files)
+            # The files of earlier saves from this folder whose metadata had the same place and name.
+            earlier = [r for e, r in self._queue.records() if e.number < entry.number and r.place == record.place]
+            commits = [r.commit for r in earlier if r.commit is not None and r.commit.name == commit.name]
+            replaced = {name for other in commits for name in other.files} - set(commit.files)
         with suppress(OSError):  # files that stay take space, and do no harm
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
@@ -255,12 +258,6 @@ class Flusher:
         except MetadataError:
             return None
         return index
-
-    def _replaced_before(self, entry: FlushEntry, place: str, name: str) -> set[str]:
-        """The files of earlier saves from this folder whose metadata had the same place and name."""
-        before = [r for e, r in self._queue.records() if e.number < entry.number and r.place == place]
-        commits = [r.commit for r in before if r.commit is not None and r.commit.name == name]
-        return {name for commit in commits for name in commit.files}
 
     def _look(self, entry: FlushEntry, record: FlushRecord) -> None:
         """Checks whether a rank's files are part of a checkpoint on the remote."""
@@ -444,12 +441,12 @@ def _is_old(entry: FlushEntry) -> bool:
 
 def free(queue: Queue) -> bool:
     """Removes all local copies of saves that are on the remote, to free space; returns whether there were any."""
-    dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if _is_here(queue, r)]
+
+    def is_here(record: FlushRecord) -> bool:
+        return any((queue.root / record.place / name).exists() for name in record.files)
+
+    dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if is_here(r)]
     return any(dropped)
-
-
-def _is_here(queue: Queue, record: FlushRecord) -> bool:
-    return any((queue.root / record.place / name).exists() for name in record.files)
 
 
 def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
@@ -603,19 +600,14 @@ def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
     """Returns whether the checkpoint on the remote was saved later: by serials and branches, or else by clocks."""
-    if there.save_id in earlier or _has_left(own, there):
+    branch, own_branch = (() if head.record is None else head.record.branch for head in (there, own))
+    has_left = bool(branch) and branch[-1][0] in {name for name, _ in own_branch[:-1]}  # the other's, before this save
+    if there.save_id in earlier or has_left:
         return False
     serial, own_serial = (0 if head.record is None else head.record.serial for head in (there, own))
     if serial and own_serial and serial != own_serial:
         return serial > own_serial
     return there.saved_at > own.saved_at
-
-
-def _has_left(own: Head, there: Head) -> bool:
-    """Returns whether the job has left the branch of the other checkpoint before it saved its own."""
-    if own.record is None or there.record is None or not there.record.branch:
-        return False
-    return there.record.branch[-1][0] in {name for name, _ in own.record.branch[:-1]}
 
 
 def _head(data: bytes | None, name: str) -> Head | None:

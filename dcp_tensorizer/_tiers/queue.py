@@ -373,9 +373,6 @@ class Queue:
     def _put(self, entry: FlushEntry, record: FlushRecord, *, sync: bool) -> None:
         self._storage.put(entry.name, msgspec.json.encode(record), sync=sync)
 
-    def _put_index(self, entry: FlushEntry, index: bytes, *, sync: bool) -> None:
-        self._storage.put(f"{entry.stem}.index", index, sync=sync)
-
     def _unlink(self, *names: str) -> None:
         for name in names:
             with suppress(OSError):
@@ -508,7 +505,7 @@ class Writing:
         record = msgspec.structs.replace(self.record, files=dict(files), commit=commit)
         entry = self.entry._replace(state=UNFLUSHED)
         if commit is not None:
-            self.queue._put_index(entry, index, sync=sync)
+            self.queue._storage.put(f"{entry.stem}.index", index, sync=sync)
         self._is_handed_over = True  # before the record is written, so that an interruption does not remove the files
         try:
             self.queue._put(entry, record, sync=sync)

@@ -39,11 +39,6 @@ class FlushTarget:
         """The remote folder without credentials, for records and messages."""
         return redact(self.remote).rstrip("/")
 
-    @property
-    def is_in_process(self) -> bool:
-        """Returns whether the remote is the memory of one process, which no other process can reach."""
-        return is_in_process(self.remote)
-
     def patience(self) -> Patience:
         """The time limit for a flush that makes no progress."""
         return Patience(self.timeout, _LONGEST_LOOK)
@@ -52,11 +47,8 @@ class FlushTarget:
         """The remote storage of a place; raises `WriteError`."""
         root = Path(self.remote) if self.remote.startswith("/") else self.remote
         storage = open_storage(root, self.options, self.timeout)
-        if storage.in_process and not self.is_in_process:
-            raise WriteError(
-                f"{self.name} is in the memory of one process, and another one flushes the local folder: save there "
-                f"without local=, or mirror a remote that both processes reach"
-            )
+        if storage.in_process:
+            raise WriteError(_in_process(self.name))
         return below(storage, place)
 
     def folder(self, place: str = "") -> Path:
@@ -82,21 +74,28 @@ def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str 
     return None if {"", ".", ".."} & set(place.split("/")) else place
 
 
+def _in_process(name: str) -> str:
+    return f"{name} is in the memory of one process, and another one flushes the local folder. Save without local="
+
+
 def target_of(
     path: str | os.PathLike[str] | None, local: object, options: Mapping[str, Any], timeout: float
 ) -> FlushTarget:
     """The target of a writer or a reader with a local folder.
 
-    Raises `TypeError` unless the local folder is a path, `ValueError` if there is no path to mirror, if it is a URL, or
-    if one contains the other, and `WriteError` if one is relative and there is no working directory.
+    Raises `TypeError` unless the local folder is a path, `ValueError` if it is a URL, if there is no path to mirror, if
+    that is in memory, or if one contains the other, and `WriteError` if one is relative and there is no working
+    directory.
     """
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
-        raise TypeError(f"local must be a str or an os.PathLike, and is {type(local).__name__}")
+        raise TypeError(f"local must be a str or an os.PathLike, got {type(local).__name__}")
     if path is None:
         raise ValueError("local=... mirrors a path: give the writer the path as well")
     here, remote = absolute_path(local), os.fspath(absolute_path(path))
     if not isinstance(here, Path):
-        raise ValueError("local must be a folder on a disk of this machine, and is a URL")
+        raise ValueError("local must be a folder on a disk of this machine, got a URL")
+    if is_in_process(remote):
+        raise ValueError(_in_process(redact(remote)))
     if place_of(here, remote) is not None or place_of(remote, here) is not None:
-        raise ValueError(f"local={os.fspath(here)!r} and the path must be two folders, and one is in the other")
+        raise ValueError(f"local={os.fspath(here)!r} and path={redact(remote)!r} must not contain each other")
     return FlushTarget(os.fspath(here), remote, dict(options), timeout)

@@ -314,7 +314,7 @@ class Inert:
 
     def _named(self, module: Any, name: Any, protocol: int) -> Named:
         if type(module) is not str or type(name) is not str:
-            raise Malformed("it has a name that is no text")
+            raise Malformed("it has a global whose name is not a string")
         if protocol < 3:  # such pickles have Python 2's names
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._names:

@@ -93,8 +93,9 @@ class Snapshots:
         self._streams.follow(sources)
         places = list(map(self._streams.device.index_of, sources))
         with torch.no_grad():
-            copies = Copies(staged, sources, places, self._streams, 1)
+            copies = Copies(self._streams, 1)
             try:
+                copies.add(staged, sources, places)
                 copies.start()
             finally:
                 copies.wait()  # no copy may arrive after the trainer has gone on

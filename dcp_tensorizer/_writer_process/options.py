@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .._runtime.threads import cores
 from .._runtime.validation import (
@@ -28,49 +26,6 @@ Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
 """Checkpoints that may be only in a local folder before training waits for the remote."""
-DEFAULT_RATE = 500e6
-"""Bytes a second that each host sends for copies, unless the user says otherwise."""
-LEAST_RATE = 1e6
-"""The least that is allowed: a partner gives up that hears nothing for a minute."""
-
-
-class CopyOptions(NamedTuple):
-    """The user's options for copies."""
-
-    copies: int = 1  # how many hosts have each state, its own among them
-    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
-    failure_domain: str | None = None  # what fails together with this host; None: the host alone
-    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
-
-
-ONE_COPY = CopyOptions()
-
-
-def check_copies(
-    copies: object, rate: object, failure_domain: object, interface: object, seconds: object
-) -> CopyOptions:
-    """Checks the options for copies of states on other hosts.
-
-    Raises `TypeError` for wrong types, `ValueError` for values that are invalid, alone or together, and `WriteError`
-    if there is no libsodium to encrypt copies.
-    """
-    check_count("copies", copies)
-    if copies not in (1, 2):
-        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
-    if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
-        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
-    if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
-        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
-    for name, value in (("failure_domain", failure_domain), ("interface", interface)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
-    if copies == 2:
-        if not seconds:
-            raise ValueError("copies=2 needs survive=: it says how long states are kept")
-        from .._tensor_file.encryption import require_libsodium  # which the writer process imports only with a key
-
-        require_libsodium()
-    return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +82,6 @@ class SaveOptions:
     limits: SaveLimits = SaveLimits()
     target: FlushTarget | None = None
     max_unflushed: int = MAX_UNFLUSHED
-    survive: float = 0.0
-    copies: CopyOptions = ONE_COPY
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -137,7 +90,6 @@ class SaveOptions:
         check_storage_options(self.storage_options)
         check_type("limits", self.limits, SaveLimits)
         check_count("max_unflushed", self.max_unflushed)
-        check_survival(self.survive, self.staging, cache_staged_state_dict=self.cache_staged_state_dict)
         if self.cipher is not None and self.sha256:
             raise ValueError(
                 "sha256 and encryption cannot be combined: encrypted tensors are authenticated, and a hash of their "
@@ -158,11 +110,6 @@ class SaveOptions:
                 "reuse_unchanged and local cannot be combined: local copies go when they have been flushed, and a "
                 "flush sends whole files"
             )
-        if self.target is not None and self.survive:
-            raise ValueError(
-                "survive and local cannot be combined in a writer: what is saved is on a local disk within moments. "
-                "CheckpointManager has both"
-            )
         object.__setattr__(self, "thread_count", self.thread_count or min(4, cores()))
         object.__setattr__(self, "storage_options", dict(self.storage_options or {}))
 
@@ -170,21 +117,8 @@ class SaveOptions:
         """The writer's arguments without secrets: of ``encryption`` only whether there is one."""
         hidden = {"storage_options", "target", "max_unflushed"}
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in hidden}
-        values |= {"cipher": self.cipher is not None, "copies": self.copies.copies}
+        values["cipher"] = self.cipher is not None
         shown = {"encryption" if name == "cipher" else name: value for name, value in values.items()}
         if self.target is not None:
             shown |= {"local": self.target.local, "max_unflushed": self.max_unflushed}
         return shown
-
-
-def check_survival(seconds: object, staging: object, *, cache_staged_state_dict: bool) -> None:
-    """Checks ``survive``; raises `TypeError` unless it is a number, and `ValueError` if it conflicts with other
-    options.
-    """
-    check_timeout(seconds, least=0, name="survive")
-    if seconds and staging == "shared":
-        raise ValueError(
-            "survive and staging='shared' cannot be combined: what is not copied is gone with the process that has it"
-        )
-    if seconds and not cache_staged_state_dict:
-        raise ValueError("survive and cache_staged_state_dict=False cannot be combined: the buffers hold what is kept")

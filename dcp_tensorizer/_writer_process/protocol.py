@@ -179,7 +179,7 @@ class WriteDone:
     nbytes: int = 0
     """Of shared files: the bytes written here."""
     parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
-    """Of shared files: by the number of the file, the result of `SharedSink.finish`."""
+    """Of shared files: by the number of the file, its `Sink.parts`."""
 
     def __add__(self, other: WriteDone) -> WriteDone:
         """The result of two requests for the same files."""

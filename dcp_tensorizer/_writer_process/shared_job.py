@@ -16,7 +16,7 @@ import numpy as np
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers
-from .._storage.base import SharedFile, SharedSink, Storage
+from .._storage.base import SharedFile, Sink, Storage
 from .._tensor_file.regions import Integers
 from ..errors import WriteError, describe
 from .options import SaveOptions
@@ -98,7 +98,7 @@ class SharedWriteJob:
         self._pieces = pieces
         self._fill = fill
         self._options = options
-        self._sinks: dict[int, SharedSink] = {}
+        self._sinks: dict[int, Sink] = {}
         self._opening = free_in_child(threading.Lock())
 
     @property
@@ -133,7 +133,9 @@ class SharedWriteJob:
                 for worker in [pool.submit(work) for _ in range(count)]:
                     worker.result()
             copied = time.perf_counter()
-            parts = {number: sink.finish() for number, sink in self._sinks.items()}
+            for sink in self._sinks.values():
+                sink.complete()
+            parts = {number: sink.parts for number, sink in self._sinks.items()}
             writing = sum(sink.write_seconds + sink.complete_seconds for sink in self._sinks.values())
             files = (self._files[number].file for number in sorted(parts))
             return WriteDone(
@@ -151,7 +153,7 @@ class SharedWriteJob:
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
         finally:
             for sink in self._sinks.values():
-                sink.close()
+                sink.abort()  # of an incomplete part, it closes the file
 
     def abandon(self) -> None:
         """Leaves everything as it is. The trainer's other processes, or the next save, drop the files."""
@@ -164,7 +166,7 @@ class SharedWriteJob:
         wanted = max(wanted, self._options.thread_count)
         return int(max(1, min(wanted, max(_MIN_PARTS, self._options.limits.buffer_bytes // int(sizes.max())))))
 
-    def _sink(self, number: int) -> SharedSink:
+    def _sink(self, number: int) -> Sink:
         with self._opening:
             if number not in self._sinks:
                 file = self._files[number].file

@@ -40,12 +40,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from .._job.ranks import Heartbeats, OwnGroup
-from .._runtime.extras import needed
 from .._runtime.forks import free_in_child
 from ..any_format import open_reader
 from ..errors import WriteError
 from ..planner import LoadPlanner
 from ..writer import TensorizerStorageWriter
+from ._needed import needed
 
 with needed(__name__, "lightning"):
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy

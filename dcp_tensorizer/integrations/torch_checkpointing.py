@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torch.utils import _pytree as pytree
 
 from .._job.ranks import OwnGroup
-from .._runtime.extras import needed
 from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.torch_compat import load_state_dict_from_keys
 from .._storage.base import TIMEOUT
@@ -36,6 +35,7 @@ from ..errors import CheckpointError, NotCommitted, unwrap
 from ..planner import LoadPlanner, SavePlanner
 from ..reader import ReaderOptions
 from ..writer import TensorizerStorageWriter, WriterOptions
+from ._needed import needed
 
 with needed(__name__, "torch_checkpointing"):
     from torch_checkpointing import CheckpointManager
@@ -82,7 +82,7 @@ class TensorizerCheckpointManager(CheckpointManager):
 
         Attributes:
             root: The folder that ``writer_options["local"]`` mirrors; ids are below it then.
-            writer_options: Options of `TensorizerStorageWriter`, such as ``local`` and ``survive``.
+            writer_options: Options of `TensorizerStorageWriter`, such as ``local``.
             reader_options: Options of `open_reader`.
         """
 
@@ -183,7 +183,6 @@ class _Loader(CheckpointLoader):
         self._own = own
         self._root = config.root
         self._options = config.reader_options
-        self._may_be_in_memory = bool(config.writer_options.get("survive"))
         self._rank = rank
 
     def load(
@@ -244,8 +243,8 @@ class _Loader(CheckpointLoader):
         return open_reader(self._root or path, **self._options)
 
     def _is_ours(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether to load by this package: what it has saved, or may have kept in memory, and all URLs."""
-        if self._may_be_in_memory or "://" in str(path):
+        """Returns whether to load by this package: what it has saved, and all URLs."""
+        if "://" in str(path):
             return True
         options = self._options
         opener = nearest(

@@ -26,19 +26,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from .._memory.checkpoint import KeptCheckpoint
+from .._memory.checkpoint import KeptCheckpoint, KeptReader, described
 from .._memory.client import KeeperProcess
-from .._memory.peers import address_of, address_towards, is_local
+from .._memory.copies import address_of, address_towards, is_local
 from .._memory.protocol import KeptHead
 from .._memory.replicas import RemotePart
 from .._memory.runtime_directory import job_name
 from .._memory.wire import SECRET_BYTES, Address
 from .._runtime.threads import cores
-from .._saving.keeping import described
 from .._staging.buffer_pool import StagedSaves
 from .._staging.stager import Stager
 from .._tensor_file.encryption import require_libsodium
-from ..any_format import KeptReader
 from ..errors import ReadError, StagingError, StateMismatch, WriteError
 from ..planner import LoadPlanner, SavePlanner
 from ..reader import ReaderOptions, TensorizerStorageReader

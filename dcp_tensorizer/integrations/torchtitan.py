@@ -17,9 +17,9 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
-from .._runtime.extras import needed
 from ..any_format import open_reader
 from ..writer import TensorizerStorageWriter
+from ._needed import needed
 
 with needed(__name__, "torchtitan"):
     from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager

@@ -13,85 +13,66 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._memory.find import KeptInfo, list_kept
-    from .._publish.apply import VersionsVerified, verify_versions
-    from .._publish.versions import VersionInfo, collect_versions, list_versions
-    from ._diff import Change, Difference, diff
-    from ._find import CheckpointInfo, list_checkpoints
-    from ._gc import Collected, collect
-    from ._inspect import ChunkInfo, DataFileInfo, Inspection, ObjectInfo, TensorInfo, Total, inspect
-    from ._report.build import Reported, report
-    from ._trace import Traced, trace
-    from ._verify import Damage, Verified, verify
+    from .._publish.apply import Applied as Applied
+    from .._publish.apply import VersionsVerified as VersionsVerified
+    from .._publish.apply import verify_versions as verify_versions
+    from .._publish.publisher import PublishedVersion as PublishedVersion
+    from .._publish.versions import VersionInfo as VersionInfo
+    from .._publish.versions import collect_versions as collect_versions
+    from .._publish.versions import list_versions as list_versions
+    from ._convert import Converted as Converted
+    from ._convert import convert as convert
+    from ._diff import Change as Change
+    from ._diff import Difference as Difference
+    from ._diff import diff as diff
+    from ._find import CheckpointInfo as CheckpointInfo
+    from ._find import list_checkpoints as list_checkpoints
+    from ._formats.common import ConvertOptions as ConvertOptions
+    from ._formats.names import FORMATS as FORMATS
+    from ._gc import Collected as Collected
+    from ._gc import collect as collect
+    from ._inspect import ChunkInfo as ChunkInfo
+    from ._inspect import DataFileInfo as DataFileInfo
+    from ._inspect import Inspection as Inspection
+    from ._inspect import ObjectInfo as ObjectInfo
+    from ._inspect import TensorInfo as TensorInfo
+    from ._inspect import Total as Total
+    from ._inspect import inspect as inspect
+    from ._report.build import Reported as Reported
+    from ._report.build import report as report
+    from ._trace import Traced as Traced
+    from ._trace import trace as trace
+    from ._verify import Damage as Damage
+    from ._verify import Verified as Verified
+    from ._verify import verify as verify
 
-__all__ = [
-    "Change",
-    "CheckpointInfo",
-    "ChunkInfo",
-    "Collected",
-    "Damage",
-    "DataFileInfo",
-    "Difference",
-    "Inspection",
-    "KeptInfo",
-    "ObjectInfo",
-    "Reported",
-    "TensorInfo",
-    "Total",
-    "Traced",
-    "Verified",
-    "VersionInfo",
-    "VersionsVerified",
-    "collect",
-    "collect_versions",
-    "diff",
-    "inspect",
-    "list_checkpoints",
-    "list_kept",
-    "list_versions",
-    "report",
-    "trace",
-    "verify",
-    "verify_versions",
-]
-
-_ON_USE = {
-    "Change": "._diff",
-    "CheckpointInfo": "._find",
-    "ChunkInfo": "._inspect",
-    "Collected": "._gc",
-    "Damage": "._verify",
-    "DataFileInfo": "._inspect",
-    "Difference": "._diff",
-    "Inspection": "._inspect",
-    "KeptInfo": ".._memory.find",
-    "ObjectInfo": "._inspect",
-    "Reported": "._report.build",
-    "TensorInfo": "._inspect",
-    "Total": "._inspect",
-    "Traced": "._trace",
-    "Verified": "._verify",
-    "VersionInfo": ".._publish.versions",
-    "VersionsVerified": ".._publish.apply",
-    "collect": "._gc",
-    "collect_versions": ".._publish.versions",
-    "diff": "._diff",
-    "inspect": "._inspect",
-    "list_checkpoints": "._find",
-    "list_kept": ".._memory.find",
-    "list_versions": ".._publish.versions",
-    "report": "._report.build",
-    "trace": "._trace",
-    "verify": "._verify",
-    "verify_versions": ".._publish.apply",
+_MODULES = {
+    name: module
+    for module, names in {
+        ".._publish.apply": "Applied VersionsVerified verify_versions",
+        ".._publish.publisher": "PublishedVersion",
+        ".._publish.versions": "VersionInfo collect_versions list_versions",
+        "._convert": "Converted convert",
+        "._diff": "Change Difference diff",
+        "._find": "CheckpointInfo list_checkpoints",
+        "._formats.common": "ConvertOptions",
+        "._formats.names": "FORMATS",
+        "._gc": "Collected collect",
+        "._inspect": "ChunkInfo DataFileInfo Inspection ObjectInfo TensorInfo Total inspect",
+        "._report.build": "Reported report",
+        "._trace": "Traced trace",
+        "._verify": "Damage Verified verify",
+    }.items()
+    for name in names.split()
 }
+__all__ = sorted(_MODULES)
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Imports torch when a command is first asked for: the command line's help takes none of that time."""
-        if name in _ON_USE:
-            return getattr(import_module(_ON_USE[name], __name__), name)
+        if name in _MODULES:
+            return getattr(import_module(_MODULES[name], __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -85,38 +85,36 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A directory with a checkpoint, or with the leftovers of a save, and all that `_gc` needs to know of it.
+class Folder:
+    """A listed directory, and the checkpoint or the leftovers of a save in it.
 
     Attributes:
-        info: The record that `list_checkpoints` returns. Its ``step`` is the one that a manager has recorded, if the
-            directory's name has that number; otherwise it is that of `step_of`.
+        info: The record that `list_checkpoints` returns; None for a directory without a checkpoint or leftovers.
+        step: The step that a manager has recorded, if the directory's name has that number; otherwise `step_of` it.
         parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
-        leftovers: Files of uncommitted saves, as far as a listing shows. Files that a flush needs are left out.
+        leftovers: Files of uncommitted saves, as far as a listing shows, in the order in which to remove them. Files
+            that a flush needs are left out.
         dead: The leftovers of dead saves, unless a save is in progress there.
         unknown: Why there may be more leftovers; empty if there are no others.
-        contents: A hash of the keys; None if it is not committed.
-        record: The manager's record of it; None without one, or if the directory's name has another step.
+        keys: A hash of the keys; None if it is not committed.
+        record: The manager's record; None without one, or if the directory's name has another step.
     """
 
-    info: CheckpointInfo
+    storage: Storage
+    files: tuple[FileInfo, ...]
+    folders: tuple[Folder, ...]
+    info: CheckpointInfo | None = None
+    step: int | None = None
     parts: int = 0
     leftovers: tuple[FileInfo, ...] = ()
     dead: tuple[FileInfo, ...] = ()
     unknown: str = ""
-    contents: int | None = None
+    keys: int | None = None
     record: SaveRecord | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A listed directory, with its files, its subdirectories, and its checkpoint if there is one."""
-
-    storage: Storage
-    name: str
-    files: tuple[FileInfo, ...]
-    folders: tuple[Folder, ...]
-    listed: Listed | None
+    @property
+    def name(self) -> str:
+        return self.storage.path.rstrip("/").rpartition("/")[2]
 
     def walk(self) -> Iterator[Folder]:
         """The directory and all directories below it, parents first."""
@@ -124,10 +122,33 @@ class Folder:
         for folder in self.folders:
             yield from folder.walk()
 
+    # What follows is of all checkpoints in it and below it: of one, or of the parts of one.
+
     @property
-    def checkpoints(self) -> list[Listed]:
-        """The checkpoints in it and below it."""
-        return [folder.listed for folder in self.walk() if folder.listed is not None]
+    def checkpoints(self) -> list[Folder]:
+        return [folder for folder in self.walk() if folder.info is not None]
+
+    @property
+    def infos(self) -> list[CheckpointInfo]:
+        return [folder.info for folder in self.walk() if folder.info is not None]
+
+    @property
+    def committed(self) -> bool:
+        return all(info.state == "committed" for info in self.infos)
+
+    @property
+    def contents(self) -> int | None:
+        return hash(frozenset(part.keys for part in self.checkpoints)) if self.committed else None
+
+    @property
+    def saved(self) -> float:
+        """The time of its last part, in seconds since the epoch; 0 if it is unknown."""
+        return max(0.0 if info.saved is None else info.saved.timestamp() for info in self.infos)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have committed, if each saves for itself."""
+        return min(part.parts for part in self.checkpoints)
 
 
 def list_checkpoints(
@@ -147,12 +168,18 @@ def list_checkpoints(
     """
     top = walk(open_storage(path, storage_options))
     best: dict[str, str | None] = {}
-    for units, _ in arrange(top):
-        rules, steps = of_manager(steps_of(units))
+    for folders, _ in arrange(top):
+        rules, steps = of_manager(steps_of(folders))
         if (found := rules.best(steps)) is not None:
-            best |= {unit.folder.storage.path: rules.metric for unit in units if unit.step == found.number}
-    infos = (replace(listed.info, best=best.get(listed.info.path)) for listed in top.checkpoints)
-    return tuple(sorted(infos, key=_order))
+            best |= {folder.storage.path: rules.metric for folder in folders if folder.step == found.number}
+
+    def order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:
+        above, _, name = info.path.rstrip("/").rpartition("/")
+        # by their text, and by the numbers in them, the highest first
+        naturally = [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", above)]
+        return naturally, math.inf if info.step is None else -info.step, name
+
+    return tuple(sorted((replace(info, best=best.get(info.path)) for info in top.infos), key=order))
 
 
 def step_of(name: str) -> int | None:
@@ -206,7 +233,17 @@ def walk(storage: Storage) -> Folder:
     if isinstance(storage, LocalStorage):
         for folder in Path(storage.real_path).parents:
             around |= _local_saves(folder)
-    return _walk(storage, around, _uploads(storage))
+    try:
+        uploads = _Uploads(
+            [
+                file
+                for file in storage.uploads()
+                if is_data_file_name(name := posixpath.basename(file.name)) or name.endswith(".safetensors")
+            ]
+        )
+    except CheckpointError as error:
+        uploads = _Uploads((), f"the leftovers of saves there cannot be recognised: {error}")
+    return _walk(storage, around, uploads)
 
 
 class _Uploads(NamedTuple):
@@ -241,17 +278,6 @@ class _Uploads(NamedTuple):
         return {folder: _Uploads(files, self.unknown) for folder, files in found.items()}
 
 
-def _uploads(storage: Storage) -> _Uploads:
-    try:
-        return _Uploads([file for file in storage.uploads() if _may_be_ours(posixpath.basename(file.name))])
-    except CheckpointError as error:
-        return _Uploads((), f"the leftovers of saves there cannot be recognised: {error}")
-
-
-def _may_be_ours(name: str) -> bool:
-    return is_data_file_name(name) or name.endswith(".safetensors")
-
-
 def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Folder:
     """Lists a directory as `walk` does. ``saves`` are those of the local folders around it: see `_local_saves`."""
     files: list[FileInfo] = []
@@ -272,9 +298,10 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
         except CheckpointError as error:  # other directories may be readable
             logger.warning("a directory is not listed: %s", error)
     here = uploads.here(storage, files)
+    folder = Folder(storage, tuple(files), tuple(folders))
+    folder = replace(folder, step=step_of(folder.name))
     is_checkpoint = here or any(is_ours(file.name) for file in files)
-    listed = _look_at(storage, files, saves, here, uploads.unknown) if is_checkpoint else None
-    return Folder(storage, _name(storage), tuple(files), tuple(folders), listed)
+    return _with_checkpoint(folder, saves, here, uploads.unknown) if is_checkpoint else folder
 
 
 def _local_saves(folder: Path) -> dict[str, str]:
@@ -286,16 +313,18 @@ def _local_saves(folder: Path) -> dict[str, str]:
     return {entry.id: entry.state for entry in sorted(entries, key=lambda entry: entry.state in queue.OPEN)}
 
 
-def _look_at(
-    storage: Storage, files: list[FileInfo], saves: Mapping[str, str], uploads: Sequence[FileInfo], unseen: str
-) -> Listed:
+def _with_checkpoint(folder: Folder, saves: Mapping[str, str], uploads: Sequence[FileInfo], unseen: str) -> Folder:
+    """Adds what is in a directory: a checkpoint, or the leftovers of a save."""
+    storage, files = folder.storage, folder.files
     left, dead, unknown = _leftovers(storage, files, saves)
     leftovers = (*uploads, *left)
+    times = [file.modified for file in files or uploads if file.modified is not None]
+    flushes = {saves.get(save_id_in(file.name)) for file in files if is_data_file_name(file.name)}
     info = CheckpointInfo(
         path=storage.path,
-        step=step_of(_name(storage)),
-        saved=_last_written(files or uploads),
-        state=_uncommitted(files, saves),
+        step=folder.step,
+        saved=_time(max(times)) if times else None,
+        state="unflushed" if flushes & queue.OPEN else "flushed" if queue.REMOTE in flushes else "unfinished",
         nbytes=sum(file.nbytes for file in files),
         shared_nbytes=sum(file.nbytes for file in files if file.shared is not None),
         ranks=None,
@@ -305,29 +334,36 @@ def _look_at(
         metrics={},
         best=None,
     )
-    listed = Listed(info, leftovers=leftovers, dead=dead, unknown=unknown or unseen)
     try:
         parts = read_parts(storage)
         view = view_checkpoint(storage, parts)
     except NotCommitted:
-        return listed
+        return replace(folder, info=info, leftovers=leftovers, dead=dead, unknown=unknown or unseen)
     except CheckpointError as error:
         torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
-        return Listed(replace(info, state="torch" if torchs else "unreadable", leftover_nbytes=0))
-    named, record = data_files(parts), record_of(parts)
-    info = replace(info, saved=_time(saved_at(parts)))
-    if record is not None:
-        info = replace(info, metrics=record.metrics)
-        if record.step in map(int, _NUMBER.findall(_name(storage))):
-            info = replace(info, step=record.step)
-        else:
-            record = None
+        return replace(folder, info=replace(info, state="torch" if torchs else "unreadable", leftover_nbytes=0))
+    named, record, step = data_files(parts), record_of(parts), folder.step
+    metrics = {} if record is None else record.metrics
+    if record is not None and record.step in map(int, _NUMBER.findall(folder.name)):
+        step = record.step
+    else:
+        record = None
+    info = replace(info, saved=_time(saved_at(parts)), step=step, metrics=metrics)
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
-        return Listed(replace(info, state="incomplete", leftover_nbytes=0), record=record)
+        info = replace(info, state="incomplete", leftover_nbytes=0)
+        return replace(folder, info=info, step=step, record=record)
     ranks = len(set(map(data_file_rank, named)))
-    info = replace(info, state="committed", ranks=ranks, tensors=len(view.tensors), objects=len(view.objects))
-    contents = hash(frozenset([*view.tensors, *view.objects]))
-    return replace(listed, info=info, parts=0 if None in parts else len(parts), contents=contents, record=record)
+    return replace(
+        folder,
+        info=replace(info, state="committed", ranks=ranks, tensors=len(view.tensors), objects=len(view.objects)),
+        step=step,
+        parts=0 if None in parts else len(parts),
+        leftovers=leftovers,
+        dead=dead,
+        unknown=unknown or unseen,
+        keys=hash(frozenset([*view.tensors, *view.objects])),
+        record=record,
+    )
 
 
 def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
@@ -340,18 +376,10 @@ def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
     return False
 
 
-def _uncommitted(files: Sequence[FileInfo], saves: Mapping[str, str]) -> State:
-    """The state of a directory without metadata."""
-    states = {saves.get(save_id_in(file.name)) for file in files if is_data_file_name(file.name)}
-    if states & queue.OPEN:
-        return "unflushed"
-    return "flushed" if queue.REMOTE in states else "unfinished"
-
-
 def _leftovers(
     storage: Storage, files: Sequence[FileInfo], saves: Mapping[str, str]
 ) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
-    """The ``leftovers``, ``dead`` and ``unknown`` of a `Listed`. Leftovers are in the order in which to remove them."""
+    """The ``leftovers``, ``dead`` and ``unknown`` of a `Folder`."""
 
     def is_known(name: str) -> bool:
         return is_ours(name) and save_id_in(name) in saves
@@ -367,29 +395,10 @@ def _leftovers(
     return tuple(left), tuple(dead), unknown
 
 
-def _name(storage: Storage) -> str:
-    return storage.path.rstrip("/").rpartition("/")[2]
-
-
-def _last_written(files: Sequence[FileInfo]) -> datetime | None:
-    times = [file.modified for file in files if file.modified is not None]
-    return _time(max(times)) if times else None
-
-
 def _time(seconds: float) -> datetime | None:
     with suppress(ValueError, OverflowError):  # some file systems have times beyond the year 9999
         return datetime.fromtimestamp(seconds, timezone.utc)
     return None
-
-
-def _order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:
-    above, _, name = info.path.rstrip("/").rpartition("/")
-    return _naturally(above), math.inf if info.step is None else -info.step, name
-
-
-def _naturally(path: str) -> list[tuple[int, str]]:
-    """A key to sort paths by their text, and by the numbers in them, the highest first."""
-    return [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", path)]
 
 
 # --- telling steps from parts of one checkpoint -----------------------------------------------------------------------
@@ -405,46 +414,7 @@ _PART = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A directory that is one checkpoint, or has the parts of one. ``step`` is None if its name has no number."""
-
-    folder: Folder
-    step: int | None
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def parts(self) -> list[Listed]:
-        return self.folder.checkpoints
-
-    @property
-    def committed(self) -> bool:
-        return all(part.info.state == "committed" for part in self.parts)
-
-    @property
-    def contents(self) -> int | None:
-        return hash(frozenset(part.contents for part in self.parts)) if self.committed else None
-
-    @property
-    def saved(self) -> float:
-        """The time of its last part, in seconds since the epoch; 0 if it is unknown."""
-        return max(0.0 if part.info.saved is None else part.info.saved.timestamp() for part in self.parts)
-
-    @property
-    def record(self) -> SaveRecord | None:
-        """The manager's record; None without one."""
-        return None if self.folder.listed is None else self.folder.listed.record
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that have committed, if each saves for itself."""
-        return min(part.parts for part in self.parts)
-
-
-Group = tuple[list[Unit], str]
+Group = tuple[list[Folder], str]
 """The checkpoints in one directory, and why none of them may be removed as an old step; empty if they may."""
 
 
@@ -453,38 +423,38 @@ def arrange(top: Folder) -> list[Group]:
     return _arrange(top, None)[1]
 
 
-def _arrange(folder: Folder, outer: int | None) -> tuple[Unit | None, list[Group]]:
-    """Decides what a directory is: one checkpoint, or groups of checkpoints.
+def _arrange(folder: Folder, outer: int | None) -> tuple[Folder | None, list[Group]]:
+    """Decides what a directory is: one checkpoint, alone or in parts, or groups of checkpoints.
 
     ``outer`` rates how strongly the directories around it claim to be steps; None for the directory that was named.
     """
-    if folder.listed is not None:
-        return Unit(folder, folder.listed.info.step), []
+    if folder.info is not None:
+        return folder, []
     own = _claim(folder.name)
     around = max(0, own - 1) if outer is None else max(own, outer)  # the user has named it: it may have steps
-    units: list[Unit] = []
+    found: list[Folder] = []
     groups: list[Group] = []
     for child in folder.folders:
-        unit, below = _arrange(child, around)
-        units += [] if unit is None else [unit]
+        one, below = _arrange(child, around)
+        found += [] if one is None else [one]
         groups += below
-    jobs, units = _jobs(units)
+    jobs, others = _jobs(found)
     groups += [(steps, "") for steps in jobs]
-    if not units:
+    if not others:
         return None, groups
-    arrangement = _arrangement(units, around)
+    arrangement = _arrangement(others, around)
     if arrangement == "parts" and outer is not None and not groups:
-        return Unit(folder, step_of(folder.name)), []
+        return folder, []
     objection = "" if arrangement == "steps" else f"{folder.storage.path} may hold the parts of one checkpoint"
-    return None, [*groups, (units, objection)]
+    return None, [*groups, (others, objection)]
 
 
-def steps_of(units: Sequence[Unit]) -> list[Step]:
+def steps_of(folders: Sequence[Folder]) -> list[Step]:
     """The committed steps of a `Group`, as a manager sees them."""
     return [
-        Step(unit.step, unit.name, saved_at=int(unit.saved * 1e9), record=unit.record)
-        for unit in units
-        if unit.committed and unit.step is not None
+        Step(folder.step, folder.name, saved_at=int(folder.saved * 1e9), record=folder.record)
+        for folder in folders
+        if folder.committed and folder.step is not None
     ]
 
 
@@ -500,55 +470,53 @@ def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
     return Retention.of(last.record.keep_latest, last.record.keep_every, last.record.keep_best), own
 
 
-def _jobs(units: Sequence[Unit]) -> tuple[list[list[Unit]], list[Unit]]:
+def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:
     """Separates the steps that managers have recorded, by job, from other checkpoints in a directory.
 
     The names of a job's steps differ only by the step. A checkpoint with such a name that was saved without a manager
     is a step of that job, too, as it is for the manager.
     """
-    jobs: dict[str, list[Unit]] = defaultdict(list)  # by a pattern of their names
-    unrecorded: list[Unit] = []
-    for unit in units:
-        if unit.record is None:
-            unrecorded.append(unit)
+    jobs: dict[str, list[Folder]] = defaultdict(list)  # by a pattern of their names
+    unrecorded: list[Folder] = []
+    for folder in folders:
+        if folder.record is None:
+            unrecorded.append(folder)
             continue
-        *_, number = (number for number in _NUMBER.finditer(unit.name) if int(number[0]) == unit.step)
-        before, after = unit.name[: number.start()], unit.name[number.end() :]
-        jobs[rf"{re.escape(before)}(\d+){re.escape(after)}"].append(unit)
-    others: list[Unit] = []
-    for unit in unrecorded:
-        matches = ((re.fullmatch(names, unit.name), steps) for names, steps in jobs.items())
-        step, steps = next(((int(match[1]), steps) for match, steps in matches if match), (unit.step, others))
-        steps.append(replace(unit, step=step))
+        *_, number = (number for number in _NUMBER.finditer(folder.name) if int(number[0]) == folder.step)
+        before, after = folder.name[: number.start()], folder.name[number.end() :]
+        jobs[rf"{re.escape(before)}(\d+){re.escape(after)}"].append(folder)
+    others: list[Folder] = []
+    for folder in unrecorded:
+        matches = ((re.fullmatch(names, folder.name), steps) for names, steps in jobs.items())
+        step, steps = next(((int(match[1]), steps) for match, steps in matches if match), (folder.step, others))
+        steps.append(replace(folder, step=step))
     return list(jobs.values()), others
 
 
-def _arrangement(units: Sequence[Unit], around: int) -> Literal["steps", "parts", "unknown"]:
+def _arrangement(folders: Sequence[Folder], around: int) -> Literal["steps", "parts", "unknown"]:
     """Decides whether checkpoints in a directory are ``steps`` of one job, ``parts`` of one checkpoint, or ``unknown``.
 
     Parts are such as Accelerate's ``pytorch_model_fsdp_0`` and ``optimizer_0``: several names with the same numbers and
     different contents. The names of steps differ only by a number, and their contents are nearly the same.
     """
     by_name = defaultdict(list)
-    for unit in units:
-        by_name[_NUMBER.sub("#", unit.name)].append(unit)
-    if len(by_name) > 1 and len({frozenset(_numbers(unit.name) for unit in group) for group in by_name.values()}) == 1:
-        return "unknown" if _some_are_alike(units) else "parts"
+    for folder in folders:
+        by_name[_NUMBER.sub("#", folder.name)].append(folder)
+    numbers = {frozenset(tuple(_NUMBER.findall(one.name)) for one in group) for group in by_name.values()}
+    if len(by_name) > 1 and len(numbers) == 1:
+        return "unknown" if _some_are_alike(folders) else "parts"
     numbered = [group for name, group in by_name.items() if "#" in name]
-    is_one_kind = len(numbered) == 1 and (len(units) == 1 or _some_are_alike(numbered[0]))
-    return "steps" if is_one_kind and _say_steps(numbered[0], around) else "unknown"
-
-
-def _some_are_alike(units: Sequence[Unit]) -> bool:
-    known = [unit.contents for unit in units if unit.committed]
-    return len(set(known)) < len(known)
-
-
-def _say_steps(units: Sequence[Unit], around: int) -> bool:
-    """Returns whether checkpoints whose names differ by a number are steps, according to the name."""
-    claim = _claim(units[0].name)
+    if len(numbered) != 1 or not (len(folders) == 1 or _some_are_alike(numbered[0])):
+        return "unknown"
+    claim = _claim(numbered[0][0].name)
     # A run may consist of several checkpoints, too: ``run-1`` with a model and an optimizer in it.
-    return claim > around and (claim > 1 or all(unit.folder.listed is not None for unit in units))
+    is_step = claim > around and (claim > 1 or all(folder.info is not None for folder in numbered[0]))
+    return "steps" if is_step else "unknown"
+
+
+def _some_are_alike(folders: Sequence[Folder]) -> bool:
+    known = [folder.contents for folder in folders if folder.committed]
+    return len(set(known)) < len(known)
 
 
 def _claim(name: str) -> int:
@@ -558,7 +526,3 @@ def _claim(name: str) -> int:
     if _STEP.search(name):
         return 3
     return 2 if name.isdecimal() else 1
-
-
-def _numbers(name: str) -> tuple[str, ...]:
-    return tuple(_NUMBER.findall(name))

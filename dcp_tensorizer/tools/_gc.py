@@ -20,7 +20,7 @@ from .._storage.base import FileInfo, Storage
 from .._storage.open import open_storage
 from .._tensor_file.names import is_data_file_name, is_ours, is_temporary_file_of_job
 from ..errors import describe
-from ._find import Folder, Listed, Unit, arrange, of_manager, steps_of, walk
+from ._find import Folder, arrange, of_manager, steps_of, walk
 
 _MAY_BE_UNDER_WAY = (
     "a save or a copy may be in progress there: pass an age with --older-than that no save or copy exceeds"
@@ -56,14 +56,6 @@ class Removal(NamedTuple):
     files: tuple[FileInfo, ...]  # by their paths below the directory
     planned: Collected
 
-    @classmethod
-    def of(
-        cls, folder: Folder, files: Sequence[FileInfo], *, whole: bool, kept: str | None = None, failed: bool = False
-    ) -> Removal:
-        """Makes a plan for some files of a directory."""
-        names, nbytes = tuple(file.name for file in files), sum(file.nbytes for file in files)
-        return cls(folder, tuple(files), Collected(folder.storage.path, whole, names, nbytes, kept, failed))
-
 
 def collect(
     path: str | os.PathLike[str],
@@ -73,7 +65,6 @@ def collect(
     only_data: bool = False,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    keep: int | None = None,
 ) -> tuple[Collected, ...]:
     """Removes old checkpoints in a directory and below it, and what dead saves have left there.
 
@@ -90,18 +81,16 @@ def collect(
         only_data: Leave the files in a checkpoint's directory that this package did not write, and the directory.
         dry_run: Remove nothing, and return what would be removed.
         storage_options: Passed to the fsspec filesystem of a URL.
-        keep: Older name of ``keep_latest``.
 
     Raises:
         ValueError: ``keep_latest`` is less than 1.
         NotCommitted: there is no such directory.
         ReadError: it cannot be listed.
     """
-    keep_latest = keep if keep_latest is None else keep_latest
     if keep_latest is not None and keep_latest < 1:
         raise ValueError(f"keep_latest={keep_latest} must be at least 1: the newest checkpoint always stays")
-    planned = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
-    return tuple(removal.planned if dry_run else remove(removal) for removal in planned)
+    removals = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
+    return tuple(removal.planned if dry_run else remove(removal) for removal in removals)
 
 
 def plan_collection(
@@ -123,54 +112,61 @@ def plan_collection(
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep, older_than, only_data)
     # An old checkpoint that stays may hold leftovers of dead saves. One that could not be listed has been reported.
-    done = [removal for removal in removals if removal.planned.kept is None or removal.planned.failed]
-    whole = {listed.info.path for removal in done for listed in removal.folder.checkpoints}
+    done = [folder for folder, _, planned in removals if planned.kept is None or planned.failed]
+    whole = {part.storage.path for folder in done for part in folder.checkpoints}
     for folder in top.walk():
-        if folder.listed is None:
-            removals += _leftovers_of_jobs(folder, older_than)
-        elif folder.listed.info.path not in whole:
-            removals += _leftovers(folder, folder.listed, older_than)
-    return list(_with_shared(removals))
+        if folder.info is None:  # killed jobs leave files beside their checkpoints
+            files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
+            if files:
+                kept = None if _are_old(files, older_than) else _MAY_BE_UNDER_WAY
+                removals.append(_removal(folder, files, whole=False, kept=kept))
+        elif folder.storage.path not in whole:
+            removals += _leftovers(folder, older_than)
+    return _with_shared(removals)
+
+
+def _removal(
+    folder: Folder, files: Sequence[FileInfo], *, whole: bool, kept: str | None = None, failed: bool = False
+) -> Removal:
+    names, nbytes = tuple(file.name for file in files), sum(file.nbytes for file in files)
+    return Removal(folder, tuple(files), Collected(folder.storage.path, whole, names, nbytes, kept, failed))
 
 
 def remove(removal: Removal) -> Collected:
     """Carries out a plan, unless there is a reason against it. Returns the removed files, or the reason."""
-    if removal.planned.kept is not None:
-        return removal.planned
+    folder, files, planned = removal
+    if planned.kept is not None:
+        return planned
     try:
         with ExitStack() as stack:
-            return _remove(removal, stack)
+            return _remove(folder, files, planned, stack)
     except Exception as error:
-        return _kept(removal, removal.folder.storage.scrub(f"cannot remove: {describe(error)}"), failed=True)
+        kept = folder.storage.scrub(f"cannot remove: {describe(error)}")
+        return replace(planned, files=(), nbytes=0, kept=kept, failed=True)
 
 
-def _remove(removal: Removal, stack: ExitStack) -> Collected:
-    """Locks directories, and removes their files. Returns the removed files, or why they were not removed."""
-    folder, files, planned = removal
+def _remove(folder: Folder, files: Sequence[FileInfo], planned: Collected, stack: ExitStack) -> Collected:
+    """Locks directories, and removes their files."""
     for locked in folder.walk() if planned.whole else [folder]:
-        if locked.listed is None:
+        if locked.info is None:
             continue
         lock = stack.enter_context(locked.storage.lock_directory())
         if locked.storage.locks_are_visible and not lock.is_exclusive:
-            return _kept(removal, "a save is in progress there")
+            return replace(planned, files=(), nbytes=0, kept="a save is in progress there")
     now = walk(folder.storage)
     if _file_set(now) != _file_set(folder):
-        return _kept(removal, "something has been saved or changed there in the meantime")
+        kept = "something has been saved or changed there in the meantime"
+        return replace(planned, files=(), nbytes=0, kept=kept)
     chosen = set(planned.files)
     if planned.whole:
         _remove_tree(folder, chosen)
     else:
         folder.storage.discard(*planned.files)
-        if folder.listed is not None and folder.listed.info.state == "unfinished":
+        if folder.info is not None and folder.info.state == "unfinished":
             folder.storage.remove_directory()
     # Files may have got or lost other names since this was planned.
     shared = sum(file.nbytes for file in _files_below(now) if file.name in chosen and file.shared)
     return replace(planned, nbytes=sum(file.nbytes for file in files) - shared)
-
-
-def _kept(removal: Removal, reason: str, *, failed: bool = False) -> Collected:
-    """The result of a removal that did not happen."""
-    return replace(removal.planned, files=(), nbytes=0, kept=reason, failed=failed)
 
 
 def _remove_tree(top: Folder, chosen: Container[str]) -> None:
@@ -205,43 +201,36 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
             file in left,
         )
         for folder in top.walk()
-        for left in [set(folder.listed.leftovers) if folder.listed is not None else set()]
+        for left in [set(folder.leftovers)]
         for file in folder.files
     }
 
 
-def _with_shared(removals: Sequence[Removal]) -> Iterator[Removal]:
+def _with_shared(removals: Sequence[Removal]) -> list[Removal]:
     """Subtracts from each removal the space that it does not free: a file's space is freed with its last name."""
     left: dict[tuple[int, int], int] = {}
-    for removal in removals:
+    freeing: list[Removal] = []
+    for folder, files, planned in removals:
         shared = 0
-        for file in removal.files if removal.planned.kept is None else ():
+        for file in files if planned.kept is None else ():
             if file.shared is not None:
                 inode = file.shared.device, file.shared.inode
                 left[inode] = left.get(inode, file.shared.names) - 1
                 shared += file.nbytes if left[inode] else 0
-        planned = removal.planned
-        yield removal._replace(planned=replace(planned, nbytes=planned.nbytes - shared))
+        freeing.append(Removal(folder, files, replace(planned, nbytes=planned.nbytes - shared)))
+    return freeing
 
 
-def _leftovers(folder: Folder, listed: Listed, older_than: float | None) -> Iterator[Removal]:
+def _leftovers(folder: Folder, older_than: float | None) -> Iterator[Removal]:
     """The leftovers in a directory: those to remove, and in a removal of their own those that may be in use."""
-    others = tuple(file for file in listed.leftovers if file not in listed.dead)
+    others = tuple(file for file in folder.leftovers if file not in folder.dead)
     are_old = _are_old(others, older_than)
-    if files := listed.leftovers if are_old else listed.dead:
-        yield Removal.of(folder, files, whole=False)
+    if files := folder.leftovers if are_old else folder.dead:
+        yield _removal(folder, files, whole=False)
     if not are_old:
-        yield Removal.of(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
-    if listed.unknown:
-        yield Removal.of(folder, (), whole=False, kept=listed.unknown, failed=True)
-
-
-def _leftovers_of_jobs(folder: Folder, older_than: float | None) -> Iterator[Removal]:
-    """Files that killed jobs have left beside their checkpoints."""
-    files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
-    if files:
-        kept = None if _are_old(files, older_than) else _MAY_BE_UNDER_WAY
-        yield Removal.of(folder, files, whole=False, kept=kept)
+        yield _removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
+    if folder.unknown:
+        yield _removal(folder, (), whole=False, kept=folder.unknown, failed=True)
 
 
 def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
@@ -252,24 +241,24 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
 
 def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, only_data: bool) -> Iterator[Removal]:
     linked = [path for folder in top.walk() for path in folder.storage.links()]
-    for units, objection in arrange(top):
-        rules, steps = of_manager(steps_of(units))
+    for folders, objection in arrange(top):
+        rules, steps = of_manager(steps_of(folders))
         latest = keep or rules.latest or 1
         retained = replace(rules, latest=latest).kept(steps)
-        for old in _beyond(units, latest):
+        for old in _beyond(folders, latest):
             if time.time() - old.saved >= (older_than or 0.0):
                 kept = objection or (_RETAINED if old.step in retained else "") or _objection(old, linked, older_than)
-                unknown = "" if kept else next((part.unknown for part in old.parts if part.unknown), "")
-                files = [f for f in _files_below(old.folder) if not only_data or is_ours(posixpath.basename(f.name))]
-                yield Removal.of(old.folder, files, whole=True, kept=kept or unknown or None, failed=bool(unknown))
+                unknown = "" if kept else next((part.unknown for part in old.checkpoints if part.unknown), "")
+                files = [f for f in _files_below(old) if not only_data or is_ours(posixpath.basename(f.name))]
+                yield _removal(old, files, whole=True, kept=kept or unknown or None, failed=bool(unknown))
 
 
-def _objection(unit: Unit, linked: Sequence[str], older_than: float | None) -> str:
+def _objection(old: Folder, linked: Sequence[str], older_than: float | None) -> str:
     """The reason why an old checkpoint must stay; empty if there is none."""
-    real = unit.folder.storage.real_path
+    real = old.storage.real_path
     if any(path == real or path.startswith(real + "/") for path in linked):
         return "a link leads to it"
-    others = [file for part in unit.parts for file in part.leftovers if file not in part.dead]
+    others = [file for part in old.checkpoints for file in part.leftovers if file not in part.dead]
     return "" if _are_old(others, older_than) else _MAY_BE_UNDER_WAY
 
 
@@ -280,16 +269,16 @@ def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
         yield from _files_below(child, f"{prefix}{child.name}/")
 
 
-def _beyond(units: Sequence[Unit], keep: int) -> list[Unit]:
+def _beyond(folders: Sequence[Folder], keep: int) -> list[Folder]:
     """The steps that are neither among the newest nor among the highest."""
-    steps = [(unit.step, unit) for unit in units if unit.committed and unit.step is not None]
-    most = max((unit.ranks for _, unit in steps), default=0)
-    steps = [(step, unit) for step, unit in steps if unit.ranks in (0, most)]
+    steps = [(folder.step, folder) for folder in folders if folder.committed and folder.step is not None]
+    most = max((folder.ranks for _, folder in steps), default=0)
+    steps = [(step, folder) for step, folder in steps if folder.ranks in (0, most)]
     # If a job went back to an earlier step, newer checkpoints have lower steps. If a clock was set back, they have
     # earlier times.
-    by_time = [unit for _, unit in sorted(steps, key=lambda pair: (pair[1].saved, pair[0]), reverse=True)]
-    by_step = [unit for _, unit in sorted(steps, key=lambda pair: (pair[0], pair[1].saved), reverse=True)]
-    recorded = [(unit.record.serial, unit) for unit in by_time if unit.record is not None]
-    by_serial = [unit for _, unit in sorted(recorded, key=lambda pair: pair[0], reverse=True)]
-    safe = {unit.folder.storage.path for order in (by_time, by_step, by_serial) for unit in order[:keep]}
-    return [unit for unit in by_time if unit.folder.storage.path not in safe]
+    by_time = [folder for _, folder in sorted(steps, key=lambda pair: (pair[1].saved, pair[0]), reverse=True)]
+    by_step = [folder for _, folder in sorted(steps, key=lambda pair: (pair[0], pair[1].saved), reverse=True)]
+    recorded = [(folder.record.serial, folder) for folder in by_time if folder.record is not None]
+    by_serial = [folder for _, folder in sorted(recorded, key=lambda pair: pair[0], reverse=True)]
+    safe = {folder.storage.path for order in (by_time, by_step, by_serial) for folder in order[:keep]}
+    return [folder for folder in by_time if folder.storage.path not in safe]

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_tensorizer import ConversionError, TensorizerStorageWriter
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import whole
 
@@ -101,7 +100,7 @@ def test_everything_there_and_back(saved, tmp_path, to):
 def test_tensors_there_and_back(saved, tmp_path, to):
     """Formats of models take the tensors, under the names that the model has for them."""
     checkpoint, state = saved
-    options = Options(select=["model.*"], strip_prefix="model.")
+    options = ConvertOptions(include=["model.*"], strip_prefix="model.")
     convert(checkpoint, tmp_path / "there", to, options=options)
     convert(tmp_path / "there", tmp_path / "back", "dcp_tensorizer")
     assert_same(tensors_of(tmp_path / "back")[0], state["model"])
@@ -110,7 +109,7 @@ def test_tensors_there_and_back(saved, tmp_path, to):
 def test_other_libraries_read_it(saved, tmp_path):
     """Stock tensorizer, safetensors, torch.load and dcp.load find the values that were saved."""
     checkpoint, state = saved
-    options = Options(select=["model.*"], strip_prefix="model.")
+    options = ConvertOptions(include=["model.*"], strip_prefix="model.")
     convert(checkpoint, tmp_path / "model.tensors", "tensorizer", options=options)
     with TensorDeserializer(tmp_path / "model.tensors", device="cpu", verify_hash=True) as found:
         assert_same(dict(found.items()), state["model"])
@@ -141,7 +140,7 @@ def test_what_torch_saved_comes_in(saved, tmp_path):
 def test_shards_as_hugging_face_names_them(saved, tmp_path):
     """Each tensor is in the file that the index says, and no file is larger than asked."""
     checkpoint, state = saved
-    convert(checkpoint, tmp_path / "hf", "safetensors", options=Options(select=["model.*"], shard_bytes=1000))
+    convert(checkpoint, tmp_path / "hf", "safetensors", options=ConvertOptions(include=["model.*"], shard_bytes=1000))
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     names = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert names == [f"model-{n + 1:05}-of-{len(names):05}.safetensors" for n in range(len(names))]
@@ -153,7 +152,9 @@ def test_shards_as_hugging_face_names_them(saved, tmp_path):
 def test_tensor_parallel_files(saved, tmp_path):
     """Each rank's file has its part of what the rules split, and all of the rest."""
     checkpoint, state = saved
-    options = Options(select=["model.columns", "model.large"], tensor_parallel=2, split={"*.columns": 1, "*.large": 0})
+    options = ConvertOptions(
+        include=["model.columns", "model.large"], tensor_parallel=2, split={"*.columns": 1, "*.large": 0}
+    )
     convert(checkpoint, tmp_path / "tp", "tensorizer", options=options)
     for rank in range(2):
         with TensorDeserializer(tmp_path / "tp" / f"model-rank-{rank:03}.tensors", device="cpu") as found:
@@ -175,5 +176,5 @@ def test_tensor_parallel_files(saved, tmp_path):
 def test_what_a_format_cannot_hold_is_named(saved, tmp_path, to, select, named):
     """Before anything is written."""
     with pytest.raises(ConversionError, match=f"'{named}'"):
-        convert(saved[0], tmp_path / "there", to, options=Options(select=select))
+        convert(saved[0], tmp_path / "there", to, options=ConvertOptions(include=select))
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ import atexit, ctypes, resource, sys, threading
 ctypes.CDLL(None).mallopt(-8, 2)  # M_ARENA_MAX
 def now(name):  # KiB; ru_maxrss would be that of whoever has started this process
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
-import dcp_tensorizer.convert, json
+import dcp_tensorizer.tools._convert, json
 before = now("VmHWM")
 atexit.register(lambda: print(now("VmHWM") - before, file=sys.stderr))
 threading.stack_size(1 << 20)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dcp_tensorizer import install
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 
 from .jobs import die, digests, is_ours, let_accelerate_shard, run_job, run_python
 

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._runtime.spans import PARENTS
-from dcp_tensorizer.trace import OpenTelemetrySpans
+from dcp_tensorizer.integrations.opentelemetry import OpenTelemetrySpans
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -18,9 +18,8 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.llama3 import model_registry
 
-from dcp_tensorizer.convert import convert
 from dcp_tensorizer.integrations.torchtitan import TensorizerCheckpointManager
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 
 from ..lab.processes import workers
 from ..lab.ranks import eventually
@@ -220,7 +219,7 @@ def test_the_initial_checkpoint_may_be_of_any_format(tmp_path):
     (weights,) = run_job(1, _save_model, tmp_path / "ours")
     ours = tmp_path / "ours" / "checkpoint" / "step-1"
     convert(ours, tmp_path / "torch", "dcp")
-    model = Options(select=["tok_embeddings*", "layers*", "norm*", "lm_head*"])
+    model = ConvertOptions(include=["tok_embeddings*", "layers*", "norm*", "lm_head*"])
     convert(ours, tmp_path / "safetensors", "safetensors", options=model)
     for path in (ours, tmp_path / "torch", tmp_path / "safetensors"):
         assert run_job(1, _initial, tmp_path / f"new-{path.name}", {"initial_load_path": str(path)}) == [weights]

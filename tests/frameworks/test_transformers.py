@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from dcp_tensorizer import TensorizerStorageWriter, install, open_reader
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 
 from .jobs import die, digests, is_ours, let_accelerate_shard, run_job
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer._loading.gpu import POOLS
 
 from ..lab.states import ALL_DTYPES, filled, same
 from .support import GPU, delay, load_into, random_state
@@ -62,6 +63,7 @@ def test_host_memory_of_a_load_is_bounded(saved: tuple[Path, dict[str, torch.Ten
     path, state = saved
     targets = {key: torch.empty_like(tensor) for key, tensor in state.items()}
     load_into(path, targets)  # whatever torch and CUDA allocate once
+    POOLS.close()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _resident("VmRSS")
     load_into(path, targets)

@@ -42,7 +42,7 @@ from dcp_tensorizer import (
     open_reader,
     unwrap,
 )
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 
 from ..lab.servers import S3Server
 

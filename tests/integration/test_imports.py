@@ -18,7 +18,7 @@ def test_a_missing_library_is_named_with_how_to_install_it() -> None:
     script = """
 import importlib, json, sys
 sys.modules |= dict.fromkeys(("lightning", "torchtitan", "torch_checkpointing", "opentelemetry"))
-from dcp_tensorizer.trace import OpenTelemetrySpans
+from dcp_tensorizer.integrations.opentelemetry import OpenTelemetrySpans
 errors = []
 for make in (lambda: importlib.import_module("dcp_tensorizer.integrations.lightning"),
              lambda: importlib.import_module("dcp_tensorizer.integrations.torchtitan"),

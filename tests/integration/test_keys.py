@@ -19,7 +19,7 @@ from dcp_tensorizer import (
     WriteError,
 )
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._inspect import inspect_view
 from dcp_tensorizer.tools._verify import verify_files

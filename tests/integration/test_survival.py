@@ -21,7 +21,6 @@ from dcp_tensorizer import (
     CheckpointManager,
     MetadataError,
     SaveLimits,
-    TensorizerStorageWriter,
     WriteError,
     open_reader,
 )
@@ -194,9 +193,9 @@ def mixed_state() -> dict[str, Any]:
     return {"large": large, **small, "pair": pair, "first": pair[:10], "text": "some", "step": 1}
 
 
-@pytest.mark.parametrize("by", ["manager", "writer", "encrypting writer"])
+@pytest.mark.parametrize("encrypts", [False, True])
 def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
-    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, by: str
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, encrypts: bool
 ) -> None:
     """Of all that is in the buffer; of an encrypted save there are none, and the keeper takes its own."""
     told: list[tuple[str, Any]] = []
@@ -207,19 +206,15 @@ def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
         tell(process, number, known)
 
     monkeypatch.setattr(KeeperProcess, "written", written)
-    if by == "manager":
-        saved: Any = manager_of(tmp_path / "run", survive_every=None)
-        saved.save(1, mixed_state(), wait=True)
-        wait_kept(saved)  # the keeper may be told of it when it has been written
-    else:
-        key = EncryptionParams.random() if by == "encrypting writer" else None
-        saved = TensorizerStorageWriter(tmp_path / "run", survive=WAIT, encryption=key)
-        dcp.async_save(mixed_state(), storage_writer=saved).result()
-    with saved:
+    with manager_of(
+        tmp_path / "run", survive_every=None, encryption=EncryptionParams.random() if encrypts else None
+    ) as manager:
+        manager.save(1, mixed_state(), wait=True)
+        wait_kept(manager)  # the keeper may be told of it when it has been written
         ((number, known),) = told
         content, digests = taken_from(sockets, number)
         expected = {(extent.offset, extent.nbytes): own for extent, own in digests.items() if not extent.is_inline}
-        assert len(expected) == 5 and known == ({} if by == "encrypting writer" else expected)
+        assert len(expected) == 5 and known == ({} if encrypts else expected)
         assert dict(zip(content.state.extents, content.digests, strict=True)) == digests
 
 
@@ -258,33 +253,23 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
         return write_items(save, items)
 
     monkeypatch.setattr(Save, "write_items", stop_and_write)
-    with TensorizerStorageWriter(tmp_path / "run", survive=WAIT) as writer:
-        dcp.async_save(state_of(1), storage_writer=writer).result()
+    with manager_of(tmp_path / "run", survive_every=None) as manager:
+        manager.save(1, state_of(1), wait=True)
         stopped[0].wait(WAIT)
     loaded = state_of(0)
-    dcp.load(loaded, storage_reader=open_reader(tmp_path / "run"))
+    dcp.load(loaded, storage_reader=open_reader(tmp_path / "run" / "step-1"))
     assert step_of(loaded) == 1
 
 
-@pytest.mark.parametrize("what", ["manager", "writer"])
-def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: Path, sockets: Path, what: str) -> None:
+def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: Path, sockets: Path) -> None:
     """It does not answer when a state is to be forgotten: it is ended, and training goes on without it."""
-    limits = SaveLimits(timeout=1.0)
     started = time.monotonic()
-    if what == "manager":
-        with manager_of(tmp_path / "run", limits=limits) as manager:
-            manager.save(1, state_of(1), wait=True)
-            (keeper,) = keepers_below(sockets)
-            keeper.send_signal(signal.SIGSTOP)
-            for step in range(2, 6):
-                manager.save(step, state_of(step))
-    else:
-        with TensorizerStorageWriter(survive=WAIT, limits=limits) as writer:
-            dcp.async_save(state_of(1), checkpoint_id=tmp_path / "1", storage_writer=writer).result()
-            (keeper,) = keepers_below(sockets)
-            keeper.send_signal(signal.SIGSTOP)
-            for step in range(2, 6):
-                dcp.async_save(state_of(step), checkpoint_id=tmp_path / str(step), storage_writer=writer).result()
+    with manager_of(tmp_path / "run", limits=SaveLimits(timeout=1.0)) as manager:
+        manager.save(1, state_of(1), wait=True)
+        (keeper,) = keepers_below(sockets)
+        keeper.send_signal(signal.SIGSTOP)
+        for step in range(2, 6):
+            manager.save(step, state_of(step))
     assert time.monotonic() - started < 50
     keeper.wait(WAIT)
 

@@ -12,9 +12,8 @@ import torch
 
 from dcp_tensorizer import tools
 from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import CheckpointError, DecryptionError, NotCommitted
-from dcp_tensorizer.tools import Collected
+from dcp_tensorizer.tools import Collected, convert
 from dcp_tensorizer.tools._diff import Change
 from dcp_tensorizer.tools._formats.registry import TARGETS
 from dcp_tensorizer.tools._inspect import ChunkInfo, TensorInfo, Total
@@ -98,12 +97,12 @@ def test_what_is_collected(run: Path) -> None:
     """Shown first, if that is asked, and then removed."""
     files = {path.name for path in (run / "step-9").iterdir()}
     nbytes = sum(path.stat().st_size for path in (run / "step-9").iterdir())
-    (planned,) = tools.collect(run, keep=2, dry_run=True)
+    (planned,) = tools.collect(run, keep_latest=2, dry_run=True)
     assert (set(planned.files), (run / "step-9").exists()) == (files, True)
     assert planned == Collected(str(run / "step-9"), True, planned.files, nbytes, None, False)
-    assert tools.collect(run, keep=2) == (planned,)
+    assert tools.collect(run, keep_latest=2) == (planned,)
     assert {path.name for path in run.iterdir()} == {"step-10", "step-11"}
-    assert tools.collect(run, keep=1, older_than=3600.0) == ()
+    assert tools.collect(run, keep_latest=1, older_than=3600.0) == ()
     with pytest.raises(ValueError, match="keep_latest=0 must be at least 1"):
         tools.collect(run, keep_latest=0)
 

@@ -94,7 +94,7 @@ def test_one_run_after_the_other(tmp_path: Path) -> None:
             manager.save(start + 1, state_of(start + 1))
         assert json.loads((tmp_path / ".step-N.claim").read_text())["epoch"] == epoch
         assert (tmp_path / "latest").read_text() == f"step-{epoch}\n"
-    collect(tmp_path, keep=1, older_than=0.0)
+    collect(tmp_path, keep_latest=1, older_than=0.0)
     assert sorted(os.listdir(tmp_path)) == [".step-N.claim", "latest", "step-3"]
     assert [found.state for found in list_checkpoints(tmp_path)] == ["committed"]
 

@@ -300,7 +300,7 @@ def test_a_fifo_in_the_place_of_a_file(tmp_path, name):
         os.mkfifo(path)
         with pytest.raises(CheckpointException) as caught:
             loaded(tmp_path)
-        assert f"cannot read {path}: it is a FIFO, and not a file" in str(cause(caught))
+        assert f"cannot read {path}: it is a FIFO, not a regular file" in str(cause(caught))
         future = dcp.async_save(state_of(2), storage_writer=writer)
         if name == "data":
             future.result()
@@ -308,7 +308,7 @@ def test_a_fifo_in_the_place_of_a_file(tmp_path, name):
             return
         with pytest.raises(CheckpointException) as caught:
             future.result()
-        assert f"cannot write {path}: it is a FIFO, and not a file: remove it" in str(cause(caught))
+        assert f"cannot write {path}: it is a FIFO, not a regular file. Remove it" in str(cause(caught))
 
 
 class There(os.PathLike):

@@ -22,10 +22,8 @@ from dcp_tensorizer import SafetensorsStorageWriter, TensorizerStorageReader, Te
 from dcp_tensorizer._saving.commit import begin
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import NotCommitted, WriteError
-from dcp_tensorizer.tools import collect
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, collect, convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from .crash_states import crash_states, materialise, recorded
@@ -157,7 +155,7 @@ def _convert(to: str) -> Scenario:
 
 def _quiet_convert(source: Path, target: Path, to: str) -> None:
     with _quietly():
-        convert(source, target, to, options=Options(select=["w*"]))
+        convert(source, target, to, options=ConvertOptions(include=["w*"]))
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -7,13 +7,17 @@ its own, no CUDA: that is what tests/gpu is for.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from dcp_tensorizer._staging.device import SideStream, SideStreams
+from dcp_tensorizer._staging.device import PIECE_BYTES, SideStream, SideStreams
+from dcp_tensorizer._staging.driver import Batch, batch_of, pieces_of
 
 WAIT = 300.0
 
@@ -61,6 +65,26 @@ class SimulatedStream(SideStream):
         self.queue.append((None, lambda: [self._copy(t, s) for t, s in zip(targets, sources, strict=True)]))
         self.device.on_copy()
 
+    @property
+    def has_batches(self) -> bool:  # type: ignore[override]
+        return self.device.has_batches
+
+    def batch(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Batch:
+        return batch_of(targets, sources, sizes, self.device.borders, PIECE_BYTES)
+
+    def copy_batch(self, batch: Batch) -> bool:
+        """Copies memory at the addresses of a batch, one call after the other, each from its last copy to its first."""
+        for start, stop in itertools.pairwise(batch.bounds):
+            if not self.device.has_batches or len(self.device.batched) == self.device.most_batches:
+                self.device.has_batches = False
+                return False
+            rows = list(zip(*(array[start:stop].tolist() for array in batch[:3]), strict=True))
+            assert all(len(pieces_of(target, size, self.device.borders, PIECE_BYTES)) == 1 for target, _, size in rows)
+            self.device.batched.append([size for _, _, size in rows])
+            self.queue.append((None, lambda rows=rows: [ctypes.memmove(*row) for row in reversed(rows)]))
+        self.device.on_copy()
+        return True
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
             target.copy_(source)
@@ -91,11 +115,21 @@ class SimulatedDevice:
         memory: How large a buffer can be.
         pinned: Host memory that is registered: address and length.
         most_pinned: Bytes of it at most.
+        has_batches: The driver takes batches of copies.
+        batched: For each call with a batch, the sizes of its copies.
+        most_batches: After so many the driver refuses batches.
+        borders: Where registrations begin, for batches.
+        is_capturing: Training captures a graph.
         on_copy: Called when a copy has been queued on a side stream.
     """
 
-    def __init__(self, *, free_running: bool = True) -> None:
+    def __init__(self, *, free_running: bool = True, has_batches: bool = False) -> None:
         self.free_running = free_running
+        self.has_batches = has_batches
+        self.batched: list[list[int]] = []
+        self.most_batches = sys.maxsize
+        self.borders: list[int] = []
+        self.is_capturing = False
         self.training: list[Work] = []
         self.streams: list[SimulatedStream] = []
         self.crossings: list[int] = []
@@ -105,12 +139,12 @@ class SimulatedDevice:
         self.most_pinned = 0
         self.on_copy: Callable[[], object] = lambda: None
         self.side_streams = SideStreams(self)
-        self._memory: list[torch.Tensor] = []
+        self._memory: dict[int, torch.Tensor] = {}  # by the address of its storage
         self._running = threading.Lock()
 
     def declare(self, tensor: torch.Tensor) -> torch.Tensor:
         """Declares a tensor, and all views of its storage, to be on this device."""
-        self._memory.append(tensor)
+        self._memory[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def queue(self, work: Callable[[], object]) -> None:
@@ -131,8 +165,7 @@ class SimulatedDevice:
                         progress = True
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        storage = tensor.untyped_storage().data_ptr()
-        return 0 if storage in {memory.untyped_storage().data_ptr() for memory in self._memory} else None
+        return 0 if tensor.untyped_storage().data_ptr() in self._memory else None
 
     def new_stream(self, index: int) -> SimulatedStream:
         assert index == 0

@@ -39,7 +39,7 @@ from dcp_tensorizer._index.schema import Section
 from dcp_tensorizer._tensor_file.dtypes import host_bytes
 from dcp_tensorizer._tensor_file.layout import lay_out
 from dcp_tensorizer._writer_process.protocol import TensorSource
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 __all__ = ["KINDS", "TARGETS", "Change", "Target", "changed", "run_case"]

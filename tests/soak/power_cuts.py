@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import SafetensorsStorageWriter, SaveLimits, TensorizerStorageWriter
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import CheckpointError
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._gc import plan_collection, remove
 
@@ -190,7 +189,9 @@ class _Round:
         self._collect()
         target, format_ = f"{_CONVERTED}/{step}", _FORMATS[step % len(_FORMATS)]
         with self._ledger.change(target, step):
-            convert(self._root / name, self._root / target, format_, options=Options(select=["weight*", "nested*"]))
+            convert(
+                self._root / name, self._root / target, format_, options=ConvertOptions(include=["weight*", "nested*"])
+            )
 
     def _export(self) -> None:
         """A model over the one before, of several files or of one."""

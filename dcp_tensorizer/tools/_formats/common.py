@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """Options of a conversion. An option that only one format takes is an error with the others.
 
     Attributes:
@@ -38,7 +38,6 @@ class Options:
             text as the n-th of its pattern. The first pattern that matches a key without ``strip_prefix`` counts.
         add_prefix: Put before all keys, after they have their new names. Each part that ends in a dot is the key of a
             dict around the others.
-        select: Older name of ``include``.
     """
 
     include: Sequence[str] = ()
@@ -52,12 +51,6 @@ class Options:
     exclude: Sequence[str] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     add_prefix: str = ""
-    select: InitVar[Sequence[str]] = ()
-
-    def __post_init__(self, select: Sequence[str]) -> None:
-        """Uses ``select`` for ``include``."""
-        if select:
-            object.__setattr__(self, "include", select)
 
 
 _OF_ONE_FORMAT = {
@@ -68,10 +61,10 @@ _OF_ONE_FORMAT = {
 }
 
 
-def check_options(options: Options, to: str, path: str) -> None:
+def check_options(options: ConvertOptions, to: str, path: str) -> None:
     """Raises `ConversionError`, naming the option, for options that are invalid or would have no effect."""
     _check_values(options)
-    defaults = Options()
+    defaults = ConvertOptions()
     for name, (of, flag) in _OF_ONE_FORMAT.items():
         if to != of and getattr(options, name) != getattr(defaults, name):
             raise ConversionError(f"{name} ({flag}) is an option of {of}, and means nothing to {to}: leave it out")
@@ -87,7 +80,7 @@ def check_options(options: Options, to: str, path: str) -> None:
         )
 
 
-def _check_values(options: Options) -> None:
+def _check_values(options: ConvertOptions) -> None:
     for name in ("include", "exclude", "buffers"):
         patterns = getattr(options, name)
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):

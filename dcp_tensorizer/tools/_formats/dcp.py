@@ -35,7 +35,7 @@ from ..._storage.base import Storage
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, Chunk, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
-from .common import FileRange, Options, naming
+from .common import ConvertOptions, FileRange, naming
 from .torch_file import check_lists, check_names, check_paths, load_fake, locate, nested
 
 
@@ -70,7 +70,7 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
     return CheckpointView(storage.path, "dcp", values)
 
 
-def check(view: CheckpointView, options: Options) -> None:
+def check(view: CheckpointView, options: ConvertOptions) -> None:
     """Raises `ConversionError` for keys that are not one nested state dict or would change, and for unsupported
     dtypes.
     """
@@ -99,7 +99,7 @@ def _is_planned(dtype: torch.dtype) -> bool:
     return True
 
 
-def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
     """Writes a checkpoint like ``dcp.save`` from one process. Each tensor is read when it is to be written."""
     values = dict.fromkeys(view.values) | {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()

@@ -27,17 +27,17 @@ from ..._writer_process.options import SaveOptions
 from ..._writer_process.protocol import TensorSource
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, StoredObject, StoredValue
-from .common import Options, tensors_at_once
+from .common import ConvertOptions, tensors_at_once
 from .torch_file import check_names, check_paths
 
 
-def check(view: CheckpointView, options: Options) -> None:
+def check(view: CheckpointView, options: ConvertOptions) -> None:
     """Raises `ConversionError` for keys that are not one nested state dict, or are not strings."""
     check_paths(view)
     check_names(view)
 
 
-def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
     """Writes a checkpoint like the coordinator of a save."""
     save_id = uuid.uuid4().hex
     described = {key: _describe(value) for key, value in view.values.items()}

@@ -22,7 +22,7 @@ from .._atomic_output import beside
 from .._find import where_below
 from .._view import CheckpointView, Path, data_files, key_of, read_parts, unlock_parts, view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
-from .common import Options, naming
+from .common import ConvertOptions, naming
 from .names import FORMATS
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ..._tensor_file.encryption import DecryptionParams
 
 
-_Check = Callable[[CheckpointView, Options], None]
+_Check = Callable[[CheckpointView, ConvertOptions], None]
 """Raises `ConversionError` if a format cannot hold a checkpoint, before anything is written."""
-_Write = Callable[[CheckpointView, str, Mapping[str, Any], Options], None]
+_Write = Callable[[CheckpointView, str, Mapping[str, Any], ConvertOptions], None]
 """Writes a checkpoint to a path, with options for its filesystem."""
 
 _FIRST_BYTES = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
@@ -208,7 +208,7 @@ def _is_directory(storage: Storage, name: str) -> bool:
 # --- renaming keys: strip a prefix, rename, add a prefix --------------------------------------------------------------
 
 
-def new_paths(paths: Mapping[str, Path], options: Options, source: str) -> dict[str, Path]:
+def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -> dict[str, Path]:
     """The path of each value in the new nested state dict, by its old key.
 
     Raises `ConversionError` if two keys would be the same, if a key would be empty, or if a prefix or a pattern matches

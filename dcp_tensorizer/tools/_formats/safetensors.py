@@ -33,7 +33,7 @@ from ..._tensor_file.dtypes import host_bytes
 from ...errors import ConversionError, NotCommitted
 from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
-from .common import Options, by_key, check_no_objects, naming
+from .common import ConvertOptions, by_key, check_no_objects, naming
 
 _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(save_distributed=True)
 
@@ -148,7 +148,7 @@ def _tensor(storage: Storage, name: str, key: str, entry: TensorRecord, base: in
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def check(view: CheckpointView, options: Options) -> None:
+def check(view: CheckpointView, options: ConvertOptions) -> None:
     """Raises `ConversionError` for objects, and for dtypes and keys that the format does not have."""
     check_no_objects(view, "safetensors")
     for tensor in view.tensors.values():
@@ -160,7 +160,7 @@ def write(
     view: CheckpointView,
     path: str,
     storage_options: Mapping[str, Any],
-    options: Options,
+    options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
     """Writes a file if the path ends in ``.safetensors``; otherwise a directory in Hugging Face's layout."""

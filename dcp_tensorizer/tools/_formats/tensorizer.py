@@ -31,7 +31,7 @@ from ..._writer_process.protocol import TensorSource
 from ...errors import ChecksumMismatch, ConversionError
 from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
-from .common import FileRange, Options, by_key, check_no_objects, naming, tensors_at_once
+from .common import ConvertOptions, FileRange, by_key, check_no_objects, naming, tensors_at_once
 
 _MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64 KiB
 
@@ -149,7 +149,7 @@ def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def check(view: CheckpointView, options: Options) -> None:
+def check(view: CheckpointView, options: ConvertOptions) -> None:
     """Raises `ConversionError` for values that tensorizer cannot hold or read again, and for rules that split
     nothing.
     """
@@ -178,7 +178,7 @@ def check(view: CheckpointView, options: Options) -> None:
             )
 
 
-def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: Options) -> None:
+def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
     """Writes a file, or a directory with a file for each rank."""
     tensors = list(view.tensors.values())
     if options.tensor_parallel == 1:
@@ -191,7 +191,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
             _write_file(storage, f"model-rank-{rank:03}.tensors", shard, options)
 
 
-def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], options: Options) -> None:
+def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], options: ConvertOptions) -> None:
     sources = [TensorSource(t.key, dtype_name(t.dtype), t.shape, t.nbytes, _module_kind(t, options)) for t in tensors]
     capacity = max(INDEX_CAPACITY, sum(index_entry_size(source.name, len(source.shape)) for source in sources))
     layout = lay_out(sources, capacity=capacity)
@@ -205,12 +205,12 @@ def _elements(tensor: StoredTensor) -> memoryview:
     return host_bytes(tensor.read_all())
 
 
-def _split_dimension(key: str, options: Options) -> int | None:
+def _split_dimension(key: str, options: ConvertOptions) -> int | None:
     """The dimension along which a tensor is split; None if it is whole in each file."""
     return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 
-def _part_of_rank(tensor: StoredTensor, rank: int, options: Options) -> StoredTensor:
+def _part_of_rank(tensor: StoredTensor, rank: int, options: ConvertOptions) -> StoredTensor:
     dim = _split_dimension(tensor.key, options)
     if dim is None:
         return tensor
@@ -224,7 +224,7 @@ def _part_of_rank(tensor: StoredTensor, rank: int, options: Options) -> StoredTe
     return replace(tensor, shape=(*tensor.shape[:dim], extent, *tensor.shape[dim + 1 :]), read=read_part, chunks=())
 
 
-def _module_kind(tensor: StoredTensor, options: Options) -> str:
+def _module_kind(tensor: StoredTensor, options: ConvertOptions) -> str:
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     is_named = any(fnmatch.fnmatchcase(tensor.key, pattern) for pattern in options.buffers)
     return "parameter" if is_number and not is_named else "buffer"

@@ -43,7 +43,7 @@ from .._view import (
     plain_tensor,
     refused,
 )
-from .common import FileRange, Options, naming
+from .common import ConvertOptions, FileRange, naming
 
 _ALIGNMENT = 64  # tensors in the file are aligned as torch.save aligns them
 _NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
@@ -118,7 +118,7 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def check(view: CheckpointView, options: Options) -> None:
+def check(view: CheckpointView, options: ConvertOptions) -> None:
     """Raises `ConversionError` for keys that are not one nested state dict."""
     check_paths(view)
     check_lists(view)
@@ -128,7 +128,7 @@ def write(
     view: CheckpointView,
     path: str,
     storage_options: Mapping[str, Any],
-    options: Options,
+    options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
     """Writes a nested state dict of everything; tensors are read in blocks.

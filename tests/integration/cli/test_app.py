@@ -636,17 +636,13 @@ def test_convert_with_other_keys(checkpoint: Path, tmp_path: Path) -> None:
     assert (code, "is not a JSON object of patterns and new keys" in err) == (2, True)
 
 
-def test_former_names_of_options_still_work(checkpoint: Path, tmp_path: Path) -> None:
-    """``--select`` and ``--keep``, which help does not show any more; the record has what is kept apart."""
+def test_what_gc_keeps_is_apart_from_what_it_removes(checkpoint: Path) -> None:
+    """The document of ``--json`` has two lists."""
     shutil.copytree(checkpoint, checkpoint.parent / "step-8")
-    assert told("convert", checkpoint, tmp_path / "m", "--to", "torch", "--select", "model.*")["tensors"] == 2  # type: ignore[call-overload, index]
     (checkpoint.parent / "latest").symlink_to(checkpoint)
-    found: Any = told("gc", checkpoint.parent, "--keep", "1", "--dry-run")
+    found: Any = told("gc", checkpoint.parent, "--keep-latest", "1", "--dry-run")
     assert [Path(kept["path"]) for kept in found["kept"]] == [checkpoint]
     assert found["removals"] == []
-    for command in ("gc", "convert"):
-        _, out, _ = run(command, "--help")
-        assert ("--keep " in out, "--select" in out, "bool" in out) == (False, False, False)
 
 
 def test_a_copy_without_hidden_files_is_told_from_other_directories(checkpoint: Path, tmp_path: Path) -> None:
@@ -717,10 +713,10 @@ def test_a_signal_leaves_a_clean_line(tmp_path: Path, to: str, name: str, code: 
         file.truncate(8 + len(head) + (tensors << 24))
     script = """
 import os, signal, sys
-from dcp_tensorizer import convert
+from dcp_tensorizer import tools
 from dcp_tensorizer.__main__ import main
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests by nohup has it ignored
-whole = convert.convert
+whole = tools.convert
 def interrupted(*args, on_progress, **kwargs):
     seen = []
     def progress(done, total):
@@ -730,7 +726,7 @@ def interrupted(*args, on_progress, **kwargs):
         assert len(seen) < 20, "it goes on"
         on_progress(done, total)
     return whole(*args, on_progress=progress, **kwargs)
-convert.convert = interrupted
+tools.convert = interrupted
 main()
 """.replace("SIGNAME", name)
     command = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "out"), "--to", to]

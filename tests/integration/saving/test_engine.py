@@ -16,12 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_tensorizer import SaveLimits, SaveReport, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
 from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer._tiers.target import FlushTarget
+from dcp_tensorizer.writer import SaveReport
 
 from ...lab.processes import memory_files, writer_process
 from ...lab.waiting import WAIT, Gate, HeldPlanner, HeldTensor, in_thread, interrupted_inside

@@ -34,9 +34,8 @@ from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import StoredItem
-from dcp_tensorizer.convert import convert
 from dcp_tensorizer.testing import put_file
-from dcp_tensorizer.tools import diff, inspect, report
+from dcp_tensorizer.tools import convert, diff, inspect, report
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ...lab.index_edits import edit_index

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import SaveReport, WriteError
+from dcp_tensorizer import WriteError
 from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, FlushEntry, FlushRecord
+from dcp_tensorizer.writer import SaveReport
 
 from .support import Run
 

@@ -11,7 +11,7 @@ import torch
 
 from dcp_tensorizer import CheckpointError, ConversionError, ReadError
 from dcp_tensorizer._storage.fsspec import StreamStorage
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 from dcp_tensorizer.tools._formats.registry import FORMATS
 
 from ...lab.checkpoints import make_checkpoint, tensors_of

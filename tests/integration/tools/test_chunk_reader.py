@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer.tools import _view
+from dcp_tensorizer.tools import ConvertOptions, _view
 from dcp_tensorizer.tools._formats import safetensors
-from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import STRIDED
 
@@ -28,7 +27,7 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     reads = []
     open_file = LocalStorage.open
     monkeypatch.setattr(LocalStorage, "open", lambda *file: [reads.append(1), open_file(*file)][1])
-    safetensors.write(view, str(tmp_path / "b.safetensors"), {}, Options(), block_bytes=1000)
+    safetensors.write(view, str(tmp_path / "b.safetensors"), {}, ConvertOptions(), block_bytes=1000)
     assert len(reads) == 2
     assert STRIDED._elements is None
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())

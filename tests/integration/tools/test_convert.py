@@ -13,8 +13,7 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import ConversionError, ReadError, UntrustedObject
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 
 from ...lab.checkpoints import ODD, make_checkpoint, save_wrapper, tensors_of
@@ -53,11 +52,11 @@ def test_tensors_without_elements(tmp_path: Path, to: str) -> None:
     """They keep shape and dtype; the kind that makes a tensorizer file unreadable is an error that names the key."""
     state = {"a": torch.ones(2), "plain": torch.empty(0, 3), "odd": torch.empty(2, 0, dtype=torch.bfloat16)}
     make_checkpoint(tmp_path / "a", state)
-    options = Options()
+    options = ConvertOptions()
     if to == "tensorizer":
         with pytest.raises(ConversionError, match="'odd'"):
             convert(tmp_path / "a", tmp_path / "b", to)
-        options = Options(select=["a", "plain"])
+        options = ConvertOptions(include=["a", "plain"])
     convert(tmp_path / "a", tmp_path / "b", to, options=options)
     found = tensors_of(tmp_path / "b")
     assert {key: (tuple(t.shape), t.dtype) for key, t in found.items()} == {
@@ -72,7 +71,7 @@ def test_tensors_without_elements(tmp_path: Path, to: str) -> None:
 def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
     """Floating-point tensors are cast as torch casts them, others are not."""
     make_checkpoint(tmp_path / "a", {"m.w": filled(torch.float32, (3, 3)), "m.n": torch.arange(3), "o": torch.ones(1)})
-    options = Options(select=["m.*"], strip_prefix="m.", dtype=torch.bfloat16)
+    options = ConvertOptions(include=["m.*"], strip_prefix="m.", dtype=torch.bfloat16)
     done = convert(tmp_path / "a", tmp_path / "b.safetensors", "safetensors", options=options)
     found = tensors_of(tmp_path / "b.safetensors")
     assert (done.tensors, done.nbytes, found.keys()) == (2, 3 * 3 * 2 + 3 * 8, {"w", "n"})
@@ -83,23 +82,23 @@ def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Options(select=["none.*"]), "none"),
-        (Options(strip_prefix="zz."), "zz"),
-        (Options(strip_prefix="a.b"), "nothing is left"),
-        (Options(strip_prefix="a."), "would both be 'b'"),
-        (Options(source_format="torch"), "dcp_tensorizer, and not torch"),
-        (Options(tensor_parallel=2, split={"*.w": 0}), "no key matches"),
-        (Options(include="a.*"), "include must be a list of patterns, and is 'a"),
-        (Options(exclude="b"), "exclude must be a list of patterns"),
-        (Options(dtype=torch.int32), "dtype must be a floating-point dtype"),
-        (Options(tensor_parallel=0), "tensor_parallel must be a number from 1 on"),
-        (Options(tensor_parallel=2, split={"a.b": True}), "split must give the number of a dimension for 'a.b'"),
-        (Options(dtype=torch.float4_e2m1fn_x2), "'a.b' is of torch.float32, which torch cannot convert to"),
-        (Options(select=["a.b"], tensor_parallel=2, split={"a.b": 0}), "'a.b' of shape .3,. cannot be split"),
-        (Options(select=["a.b"], tensor_parallel=2, split={"a.b": 1}), "cannot be split"),
+        (ConvertOptions(include=["none.*"]), "none"),
+        (ConvertOptions(strip_prefix="zz."), "zz"),
+        (ConvertOptions(strip_prefix="a.b"), "nothing is left"),
+        (ConvertOptions(strip_prefix="a."), "would both be 'b'"),
+        (ConvertOptions(source_format="torch"), "dcp_tensorizer, and not torch"),
+        (ConvertOptions(tensor_parallel=2, split={"*.w": 0}), "no key matches"),
+        (ConvertOptions(include="a.*"), "include must be a list of patterns, and is 'a"),
+        (ConvertOptions(exclude="b"), "exclude must be a list of patterns"),
+        (ConvertOptions(dtype=torch.int32), "dtype must be a floating-point dtype"),
+        (ConvertOptions(tensor_parallel=0), "tensor_parallel must be a number from 1 on"),
+        (ConvertOptions(tensor_parallel=2, split={"a.b": True}), "split must give the number of a dimension for 'a.b'"),
+        (ConvertOptions(dtype=torch.float4_e2m1fn_x2), "'a.b' is of torch.float32, which torch cannot convert to"),
+        (ConvertOptions(include=["a.b"], tensor_parallel=2, split={"a.b": 0}), "'a.b' of shape .3,. cannot be split"),
+        (ConvertOptions(include=["a.b"], tensor_parallel=2, split={"a.b": 1}), "cannot be split"),
     ],
 )
-def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: Options, words: str) -> None:
+def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: ConvertOptions, words: str) -> None:
     """And nothing is written."""
     make_checkpoint(tmp_path / "a", {"a.b": torch.ones(3), "b": torch.ones(3)})
     with pytest.raises(ConversionError, match=words):
@@ -110,17 +109,27 @@ def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: Options, wor
 @pytest.mark.parametrize(
     ("to", "options", "words"),
     [
-        ("safetensors", Options(tensor_parallel=4), "tensor_parallel (--tensor-parallel) is an option of tensorizer"),
-        ("torch", Options(split={"*": 0}), "split (--split) is an option of tensorizer, and means nothing to torch"),
-        ("dcp", Options(buffers=("rotary.*",)), "buffers (--buffer) is an option of tensorizer"),
-        ("tensorizer", Options(shard_bytes=1000), "shard_bytes (--shard-size) is an option of safetensors"),
-        ("safetensors", Options(shard_bytes=1000), "shard_bytes (--shard-size) means nothing to a single file"),
-        ("tensorizer", Options(tensor_parallel=4), "(--tensor-parallel N) and split (--split FILE) go together"),
-        ("tensorizer", Options(split={"*": 0}), "(--tensor-parallel N) and split (--split FILE) go together"),
+        (
+            "safetensors",
+            ConvertOptions(tensor_parallel=4),
+            "tensor_parallel (--tensor-parallel) is an option of tensorizer",
+        ),
+        (
+            "torch",
+            ConvertOptions(split={"*": 0}),
+            "split (--split) is an option of tensorizer, and means nothing to torch",
+        ),
+        ("dcp", ConvertOptions(buffers=("rotary.*",)), "buffers (--buffer) is an option of tensorizer"),
+        ("tensorizer", ConvertOptions(shard_bytes=1000), "shard_bytes (--shard-size) is an option of safetensors"),
+        ("safetensors", ConvertOptions(shard_bytes=1000), "shard_bytes (--shard-size) means nothing to a single file"),
+        ("tensorizer", ConvertOptions(tensor_parallel=4), "(--tensor-parallel N) and split (--split FILE) go together"),
+        ("tensorizer", ConvertOptions(split={"*": 0}), "(--tensor-parallel N) and split (--split FILE) go together"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_options_that_would_change_nothing_are_refused(tmp_path: Path, to: str, options: Options, words: str) -> None:
+def test_options_that_would_change_nothing_are_refused(
+    tmp_path: Path, to: str, options: ConvertOptions, words: str
+) -> None:
     """Whoever gives one of another format expects that it is obeyed; nothing is written."""
     make_checkpoint(tmp_path / "a", {"w": torch.ones(4)})
     with pytest.raises(ConversionError, match=re.escape(words)):
@@ -136,7 +145,7 @@ def test_values_keep_their_order(tmp_path: Path, to: str) -> None:
     convert(tmp_path / "a.pt", tmp_path / "b", to)
     convert(tmp_path / "b", tmp_path / "c.pt", "torch")
     assert str(torch.load(tmp_path / "c.pt")) == str(torch.load(tmp_path / "a.pt"))
-    options = Options(exclude=["model.w", "lr"], add_prefix="all.", dtype=torch.float64)
+    options = ConvertOptions(exclude=["model.w", "lr"], add_prefix="all.", dtype=torch.float64)
     convert(tmp_path / "b", tmp_path / "d", to, options=options)
     keys = ["step", "model.name", "model.b", "model.layers.0", "model.layers.1", "z", "a"]
     assert list(open_checkpoint(tmp_path / "d", {}).paths) == [f"all.{key}" for key in keys]

@@ -24,7 +24,7 @@ from dcp_tensorizer._tensor_file.names import data_file_name, metadata_file_name
 from dcp_tensorizer.errors import NotCommitted
 from dcp_tensorizer.testing import on_a_page
 from dcp_tensorizer.tools import CheckpointInfo, Collected, collect, list_checkpoints
-from dcp_tensorizer.tools._find import Listed, walk
+from dcp_tensorizer.tools._find import Folder, walk
 from dcp_tensorizer.tools._gc import plan_collection, remove
 
 from ...lab.checkpoints import make_checkpoint
@@ -71,7 +71,7 @@ def find(path: Path | str, options: dict[str, Any] | None = None) -> tuple[Check
     return list_checkpoints(path, storage_options=options)
 
 
-def listed_in(path: Path | str, options: dict[str, Any] | None = None) -> list[Listed]:
+def listed_in(path: Path | str, options: dict[str, Any] | None = None) -> list[Folder]:
     return walk(open_storage(path, options)).checkpoints
 
 
@@ -283,7 +283,7 @@ def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
     for step, ranks in ((1, 2), (2, 2), (3, 1)):
         for rank in range(ranks):
             make_checkpoint(tmp_path / f"step-{step}", {f"x{rank}": torch.ones(3)}, rank=rank)
-    assert {listed.info.step: listed.parts for listed in listed_in(tmp_path)} == {1: 2, 2: 2, 3: 1}
+    assert {listed.step: listed.parts for listed in listed_in(tmp_path)} == {1: 2, 2: 2, 3: 1}
     run(tmp_path, keep=1)
     assert names(tmp_path) == {"step-2", "step-3"}
 
@@ -341,7 +341,7 @@ def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
     with s3_proxy(s3.endpoint) as proxy:
         (listed,) = listed_in(f"{url}{top}", s3.options(proxy.endpoint))
         assert proxy.counts()["ListMultipartUploads"] == 1
-    info = listed.info
+    (info,) = listed.infos
     assert (info.path, info.state, info.step) == (f"{url}/run/step-1", "unfinished", 1)
     assert ([file.name for file in listed.leftovers], info.nbytes, listed.unknown) == ([LEFTOVER], 0, "")
     assert info.saved is not None and abs(info.saved.timestamp() - time.time()) < 60
@@ -364,7 +364,7 @@ def test_an_upload_to_a_committed_file(s3: S3Server) -> None:
     sink = storage.create(name, 100 << 20, sync=True)
     sink.put_part(0, on_a_page(bytes(sink.part_bytes)))
     assert run(url, older_than=0.0, options=s3.options()) == ()
-    assert [(one.info.state, one.leftovers) for one in listed_in(url, s3.options())] == [("committed", ())]
+    assert [(one.infos[0].state, one.leftovers) for one in listed_in(url, s3.options())] == [("committed", ())]
     sink.abort()
 
 

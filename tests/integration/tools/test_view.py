@@ -16,8 +16,7 @@ from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import encryption_cipher
 from dcp_tensorizer._trust.objects import load_object
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 from dcp_tensorizer.tools._view import read_parts, unlock_parts
 
@@ -46,7 +45,7 @@ def make_diverging(path: Path, second: float, rng: int) -> Path:
 def test_what_ranks_have_differently_is_there_for_each(tmp_path: Path, to: str) -> None:
     """By the rank's name before the key: a conversion loses nothing of any rank."""
     make_diverging(tmp_path / "a", 1.0, 5)
-    options = Options(exclude=["*rng"]) if to in ("tensorizer", "safetensors") else Options()
+    options = ConvertOptions(exclude=["*rng"]) if to in ("tensorizer", "safetensors") else ConvertOptions()
     convert(tmp_path / "a", tmp_path / "b", to, options=options)
     found = {key: tensor.tolist() for key, tensor in tensors_of(tmp_path / "b").items()}
     assert found == {"rank0.m.w": [0.0] * 3, "rank1.m.w": [1.0] * 3, "same": [1.0, 1.0]}
@@ -83,7 +82,7 @@ def test_parts_of_a_tensor_that_differ_are_an_error(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / "a", tensors, None, chunks, rank=rank)
     with pytest.raises(ConversionError, match=r"of 'w', ranks 0, 1, 2 saved for themselves .* parts that differ"):
         convert(tmp_path / "a", tmp_path / "b", "torch")
-    convert(tmp_path / "a", tmp_path / "b", "torch", options=Options(exclude=["w"]))
+    convert(tmp_path / "a", tmp_path / "b", "torch", options=ConvertOptions(exclude=["w"]))
     assert tensors_of(tmp_path / "b").keys() == {"v"}
 
 

@@ -125,12 +125,12 @@ def test_entries_come_back_from_rules() -> None:
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (entry(sizes=-1), "begins before the tensor, or has less than no elements"),
+        (entry(sizes=-1), "chunk offsets and sizes must not be negative"),
         (
             TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3]), entry().chunks[:1]),
             "is not inside a tensor",
         ),
-        ("a string", "the planner says that it is a builtins.str"),
+        ("a string", "the planner describes it as a builtins.str"),
     ],
 )
 def test_what_makes_no_sense_is_named(wrong: object, problem: str) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_tensorizer._job.copies import MemoryVote
 from dcp_tensorizer._job.policy import Action, Vote, decide
 from dcp_tensorizer._job.ranks import Agreement
+from dcp_tensorizer._memory.copies import MemoryVote
 
 NONE = Vote(5)
 

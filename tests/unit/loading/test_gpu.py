@@ -14,12 +14,14 @@ import torch
 
 from dcp_tensorizer import ChecksumMismatch, ReadError
 from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._loading import gpu
+from dcp_tensorizer._loading import gpu, run
 from dcp_tensorizer._loading.gpu import PinnedPools
 from dcp_tensorizer._loading.run import fetch, limits_of
 from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._storage.base import Storage
+from dcp_tensorizer._tensor_file import digests
+from dcp_tensorizer._tensor_file.digests import DigestCheck
 from dcp_tensorizer._tensor_file.names import StoredItem
 
 from ...lab.processes import is_mapped, is_so_in_child
@@ -35,9 +37,10 @@ def device() -> SimulatedDevice:
 
 @pytest.fixture
 def pools(device: SimulatedDevice) -> Iterator[PinnedPools]:
-    """Of one load, which gives back all of its memory."""
-    with PinnedPools(device) as pools:
-        yield pools
+    """Of a process, which frees all of their memory."""
+    pools = PinnedPools(device)
+    yield pools
+    pools.close()
     assert device.pinned == []
 
 
@@ -209,10 +212,10 @@ def test_forked_children_have_nothing_of_the_slots(
     assert is_so_in_child(lambda: not is_mapped(address))
 
 
-def test_slots_are_freed_when_the_load_ends(
+def test_slots_stay_for_the_next_load_until_they_are_closed(
     storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever still refers to the pools: a traceback does after an error."""
+    """Two loads make them once; closing frees them, whoever still refers to the pool."""
     made: list[weakref.ref[mmap.mmap]] = []
 
     def noted(nbytes: int) -> memoryview:
@@ -225,10 +228,77 @@ def test_slots_are_freed_when_the_load_ends(
     stored = torch.arange(1000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     pools = PinnedPools(device)
-    with pools:
+    for _ in range(2):
         fetch(storage, [landing("t", item, stored, device.declare(torch.zeros_like(stored)))], verify=True, pools=pools)
-        kept = pools._kept
-        assert [memory() is not None for memory in made] == [True]
+    kept = pools._kept
+    assert [memory() is not None for memory in made] == [True]
+    assert is_so_in_child(lambda: pools._kept is None)
+    pools.close()
     assert kept is not None
     assert [memory() for memory in made] == [None]
     assert device.pinned == []
+
+
+def test_reads_for_a_device_are_larger_where_there_are_cores(
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items up to 32 MiB are read and hashed by one call each; more threads read less each; host targets as before."""
+    hashed: list[int] = []
+    digest = digests._digest
+
+    def counted(data: memoryview) -> bytes:
+        hashed.append(data.nbytes)
+        return digest(data)
+
+    monkeypatch.setattr(digests, "_digest", counted)
+    stored = filled(torch.uint8, (gpu.DEVICE_BYTES,))
+    item = write_file(storage, "f", {"t": stored})["t"]
+    wanted = [landing("t", item, stored, device.declare(torch.zeros_like(stored)))]
+    limits = limits_of(storage)
+    monkeypatch.setattr(gpu, "cores", lambda: 4)
+    assert pools.limits(wanted, limits, 8) == limits
+    monkeypatch.setattr(gpu, "cores", lambda: 16)
+    assert pools.limits(wanted, limits, 16).max_scratch_bytes == 16 << 20
+    assert pools.limits([target_for("t", item, stored, torch.zeros_like(stored))], limits, 8) == limits
+    checks: list[DigestCheck] = []
+
+    def checked(item: StoredItem, start: int, nbytes: int) -> DigestCheck:
+        checks.append(DigestCheck(item, start, nbytes))
+        return checks[-1]
+
+    monkeypatch.setattr(run, "DigestCheck", checked)
+    fetch(storage, wanted, threads=8, verify=True, pools=pools)
+    assert same(wanted[0].tensor, stored)
+    assert len(checks) == 1 and checks[0]._whole is not None
+    assert hashed == []  # no block was hashed by itself
+    assert device.crossings == [1]
+    assert device.most_pinned == 3 * gpu.DEVICE_BYTES  # one operation, and two slots whose copies are in progress
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["memory", "no memory"])
+def test_small_tensors_cross_the_bus_together(
+    storage: Storage, device: SimulatedDevice, pools: PinnedPools, is_full: bool
+) -> None:
+    """Of every dtype, beside others, parts and casts: one copy for a run of them; a send each if the device is full."""
+    stored = {f"{dtype_name(dtype)}{n}": filled(dtype, (50, 7), seed=n) for dtype in ALL_DTYPES for n in range(3)}
+    stored["large"] = filled(torch.int32, (300_000,))
+    items = write_file(storage, "f", stored)
+    targets = {key: device.declare(torch.zeros_like(tensor)) for key, tensor in stored.items()}
+    wanted = [landing(key, items[key], tensor, targets[key]) for key, tensor in stored.items()]
+    piece = device.declare(torch.zeros(3, 7))
+    wanted.append(landing("piece", items["float321"], stored["float321"], piece, Region((5, 0), (3, 7))))
+    cast = device.declare(torch.zeros(50, 7, dtype=torch.float64))
+    bent = device.declare(torch.zeros(7, 50)).t()
+    if not is_full:
+        wanted.append(landing("cast", items["float320"], stored["float320"], cast))
+        wanted.append(landing("bent", items["float322"], stored["float322"], bent))
+    device.memory = 0 if is_full else device.memory
+    fetch(storage, wanted, threads=1, verify=True, pools=pools)
+    assert [key for key in stored if not same(targets[key], stored[key])] == []
+    assert same(piece, stored["float321"][5:8])
+    if is_full:
+        assert len(device.crossings) == len(wanted)
+    else:
+        assert torch.equal(cast.nan_to_num(), stored["float320"].double().nan_to_num())
+        assert same(bent.contiguous(), stored["float322"])
+        assert device.crossings == [1, 1]  # all small ones, and the large one

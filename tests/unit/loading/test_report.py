@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from dcp_tensorizer import LoadReport
 from dcp_tensorizer._loading.report import LoadClock, publish
 from dcp_tensorizer._runtime.spans import Span
+from dcp_tensorizer.reader import LoadReport
 
 REPORT = LoadReport(
     path="/ckpt",

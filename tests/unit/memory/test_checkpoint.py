@@ -16,13 +16,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, SavePlanner, unwrap
 from dcp_tensorizer._index.schema import SaveRecord
-from dcp_tensorizer._memory.checkpoint import KeptCheckpoint
+from dcp_tensorizer._memory.checkpoint import KeptCheckpoint, KeptReader, described
 from dcp_tensorizer._memory.keeper import _KeptState
 from dcp_tensorizer._memory.protocol import KeptContent, KeptHead
 from dcp_tensorizer._runtime.forks import Descriptor
-from dcp_tensorizer._saving.keeping import described
 from dcp_tensorizer._staging.stager import Stager
-from dcp_tensorizer.any_format import KeptReader
 
 
 def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[KeptContent, Descriptor]:

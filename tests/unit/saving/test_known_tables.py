@@ -9,7 +9,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._saving.engine import KnownTables, Offer, SaveTables
-from dcp_tensorizer._saving.keeping import KeptState
 from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer.errors import WriteError
 
@@ -91,15 +90,6 @@ def test_plans_are_otherwise_as_they_were() -> None:
     assert offered == dataclasses.replace(PLAN, storage_data=Offer("a", (b"digest",)))
     assert PLAN.storage_data is None
     assert SaveTables(known, "b").answer(offered).storage_data == Offer("a", (), save="b")
-
-
-def test_all_ranks_are_told_what_they_keep_in_memory() -> None:
-    """By an answer to their own save, and by no other."""
-    state = KeptState("b" * 32, 7, 2, None, has_saved=False)
-    answer = SaveTables(KnownTables(), "b").answer(SaveTables(KnownTables(), "a").offer(PLAN), state)
-    assert SaveTables(KnownTables(), "a").told(answer) == state
-    assert SaveTables(KnownTables(), "c").told(answer) is None
-    assert SaveTables(KnownTables(), "a").told(PLAN) is None
 
 
 def test_all_ranks_are_told_the_id_of_the_save() -> None:

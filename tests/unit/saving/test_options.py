@@ -100,8 +100,7 @@ def test_an_option_has_one_name_from_the_writer_to_the_writer_process() -> None:
     fields = {field.name for field in dataclasses.fields(SaveOptions)}
     arguments = inspect.signature(TensorizerStorageWriter).parameters.keys()
     assert fields - arguments == {"target", "cipher"}
-    of_copies = {"copy_rate", "failure_domain", "interface"}
-    assert arguments - fields == {"path", "local", "encryption", "on_report", "on_progress"} | of_copies
+    assert arguments - fields == {"path", "local", "encryption", "on_report", "on_progress"}
 
 
 def test_storage_options_are_copied() -> None:
@@ -131,7 +130,5 @@ def test_the_arguments_are_those_of_the_writer_but_for_secrets() -> None:
         "reuse_unchanged": False,
         "encryption": True,
         "limits": SaveLimits(timeout=5.0),
-        "survive": 0.0,
-        "copies": 1,
     }
     assert "hunter2" not in repr(made)

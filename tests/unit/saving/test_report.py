@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from dcp_tensorizer import SaveReport, WriteError
+from dcp_tensorizer import WriteError
 from dcp_tensorizer._runtime.spans import Span
 from dcp_tensorizer._saving.report import Reports, SaveCallbacks, report_of
 from dcp_tensorizer._writer_process.protocol import FileResult, WriteDone
+from dcp_tensorizer.writer import SaveReport
 
 DONE = WriteDone((FileResult("f0", 5, ()), FileResult("f1", 6, ())), 4.0, 1.5, 2.5, attempts=2)
 

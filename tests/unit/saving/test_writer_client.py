@@ -73,7 +73,7 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
     monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
     monkeypatch.setattr(writer_client, "withdraw", withdrawn.extend)
     process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
-    copies = Copies([], [], [], SideStreams(SimulatedDevice()), 1)
+    copies = Copies(SideStreams(SimulatedDevice()), 1)
     client = client_of(lambda **options: process)
     assert [client.snapshot(10.0, buffer, copies) for _ in range(4)] == [False] * 4
     assert [str(error) for error in process.errors] == ["never asked for"]
@@ -88,7 +88,7 @@ def test_after_two_deaths_no_snapshot_is_asked_for(
     monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
     process = Refusing([WriterProcessDied("died")] * 3)
     client = client_of(lambda **options: process)
-    copies = Copies([], [], [], SideStreams(SimulatedDevice()), 1)
+    copies = Copies(SideStreams(SimulatedDevice()), 1)
     assert [client.snapshot(10.0, buffer, copies) for _ in range(4)] == [False] * 4
     assert len(process.errors) == 1
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

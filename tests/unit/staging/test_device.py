@@ -12,7 +12,7 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging import device as device_module
-from dcp_tensorizer._staging.device import PIN_BYTES, Cuda, expandable_segments, pieces_of, settle_other_devices
+from dcp_tensorizer._staging.device import PIN_BYTES, Cuda, expandable_segments, settle_other_devices
 
 GIB = 1 << 30
 
@@ -63,24 +63,6 @@ def test_what_is_refused_is_undone_and_says_the_drivers_own_words(driver: Driver
         Cuda().pin(4096, 3 * GIB, 3)
     assert driver.registered == {}
     assert "ulimit" not in str(info.value)
-
-
-@pytest.mark.parametrize(
-    ("address", "nbytes", "borders", "expected"),
-    [
-        (0, 0, [], []),
-        (100, 10, [], [(0, 10)]),
-        (100, 70, [], [(0, 32), (32, 64), (64, 70)]),
-        (100, 20, [110], [(0, 10), (10, 20)]),
-        (100, 20, [100, 120], [(0, 20)]),
-        (100, 100, [90, 150, 190, 300], [(0, 32), (32, 50), (50, 82), (82, 90), (90, 100)]),
-    ],
-)
-def test_no_piece_reaches_over_a_border(
-    address: int, nbytes: int, borders: list[int], expected: list[tuple[int, int]]
-) -> None:
-    """One copy over two registrations fails, and one of gigabytes holds up what training sends."""
-    assert pieces_of(address, nbytes, borders, 32) == expected
 
 
 def test_the_borders_are_those_of_what_is_registered_now(driver: Driver) -> None:
@@ -208,6 +190,42 @@ def test_a_mark_is_after_all_that_was_spread(cuda: FakeCuda, monkeypatch: pytest
         stream.spread(tensors, tensors)
     stream.mark()
     assert first.calls == [("waits for", lane) for lane in others]
+
+
+def test_lanes_are_streams_of_their_own(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the driver's making, which no pool hands to others; of torch's, if it makes none."""
+    cuda.ExternalStream = lambda handle, device: f"{handle} on {device}"  # type: ignore[attr-defined]
+    handles = iter([11, 12, 13, 14, None, 16, 17, 18])
+    monkeypatch.setattr(device_module, "new_stream", lambda: next(handles))
+    monkeypatch.setattr(device_module, "copier", lambda: None)
+    stream: Any = Cuda().new_stream(3)
+    assert stream._lanes == ["11 on 3", "12 on 3", "13 on 3", "14 on 3"]
+    stream = Cuda().new_stream(3)
+    assert isinstance(stream._lanes[0], FakeStream) and stream._lanes[1:] == ["16 on 3", "17 on 3", "18 on 3"]
+
+
+def test_batches_go_through_one_stream_until_one_is_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has the driver's status, once."""
+    cuda.ExternalStream = lambda handle, device: types.SimpleNamespace(cuda_stream=handle)  # type: ignore[attr-defined]
+    given: list[tuple[object, int]] = []
+    statuses = iter([0, 801])
+
+    def copy(batch: object, stream: int) -> int:
+        given.append((batch, stream))
+        return next(statuses)
+
+    monkeypatch.setattr(device_module, "new_stream", lambda: 11)
+    monkeypatch.setattr(device_module, "copier", lambda: copy)
+    stream: Any = Cuda().new_stream(0)
+    batch = stream.batch([64], [128], [32])
+    assert len(stream._lanes) == 1
+    assert [stream.copy_batch(batch) for _ in range(3)] == [True, False, False]
+    assert given == [(batch, 11)] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "GPU 0: the driver refuses batches of copies (801). Copies are slower now."
+    ]
 
 
 def test_memory_comes_from_what_training_has_freed_if_there_is_no_other(

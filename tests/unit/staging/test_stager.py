@@ -313,6 +313,79 @@ def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
     stager.saves.close()
 
 
+@pytest.mark.parametrize("change", ["values", "strides", "memory", "shape", "dtype"])
+def test_a_state_in_the_same_memory_is_copied_before_it_has_staged_tensors(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the addresses of the save before, which are all that is kept of it. If anything else has changed, later."""
+    device = SimulatedDevice(has_batches=True)
+    stager = Stager(device=device, limits=GatherLimits(batch_bytes=64))
+    base = device.declare(torch.arange(4000, dtype=torch.float32))
+    state = {"a": base[:1600].view(40, 40), "b": base[2000:3600].view(40, 40), "small": base[3900:3901]}
+    first = staged(stager, state)
+    del first
+    batched: list[int] = []  # the calls with batches by the time that the staged tensors are made
+    allocate_all = SharedBuffer.allocate_all
+
+    def noted(buffer: SharedBuffer, *layout: Any) -> list[torch.Tensor]:
+        batched.append(len(device.batched))
+        return allocate_all(buffer, *layout)
+
+    monkeypatch.setattr(SharedBuffer, "allocate_all", noted)
+    device.batched.clear()
+    base += 1
+    match change:
+        case "strides":
+            state["a"] = state["a"].t()
+        case "memory":
+            state["a"] = base[100:1700].view(40, 40)
+        case "shape":
+            state["a"] = state["a"].view(1600)
+        case "dtype":
+            state["a"] = state["a"].view(torch.int32)
+    second = staged(stager, state)
+    assert [key for key, tensor in state.items() if not same(second[key], tensor)] == []
+    assert batched == [1 if change == "values" else 0]
+    assert len(device.batched) == 1
+    live = weakref.ref(state["b"])
+    del second, state
+    assert live() is None
+    stager.saves.close()
+
+
+def test_an_interruption_waits_for_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have been queued before anything else was made; nobody gets the buffer before they are done."""
+    device = SimulatedDevice(has_batches=True)
+    stager = Stager(device=device)
+    state = {"a": device.declare(torch.zeros(10_000))}
+    staged(stager, state)
+    queues = [stream.queue for stream in device.streams]
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedBuffer, "allocate_all", lambda *of: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stager.stage(state)
+    assert len(device.batched) == 2
+    assert queues == [[]] * len(queues)
+    stager.saves.close()
+
+
+def test_training_is_not_held_by_a_graph() -> None:
+    """A wait inside a capture would be no part of its replays; without overlap there is nothing to wait for."""
+    device = SimulatedDevice()
+    state = {"a": device.declare(torch.zeros(10))}
+    for stager in (Stager(device=device, overlap_staging=True), Stager(device=device)):
+        staged(stager, state)
+        device.is_capturing = True
+        if stager._overlap_staging:
+            with pytest.raises(StagingError, match=r"CUDA graph.*around graph.replay\(\)"):
+                stager.hold_training()
+        else:
+            stager.hold_training()
+        device.is_capturing = False
+        stager.hold_training()
+        stager.saves.close()
+
+
 def test_all_saves_use_one_stream() -> None:
     """(Simulated device.) Its memory on the device is taken once, and kept for all saves."""
     device = SimulatedDevice()

@@ -34,22 +34,47 @@ def copied(
     order = allocation_order(sources, dtypes, device, limits)
     staged = {n: buffer.allocate(dtypes[n], sources[n].shape) for n in order}
     in_order = [staged[n] for n in range(len(sources))]
-    copies = Copies(in_order, sources, list(map(device.index_of, sources)), following(sources, device), 1, limits)
+    copies = Copies(following(sources, device), 1, limits)
+    copies.add(in_order, sources, list(map(device.index_of, sources)))
     copies.start()
     copies.wait()
     return in_order, buffer
 
 
+@pytest.mark.parametrize("has_batches", [False, True], ids=["gathered", "batches"])
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
-def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype) -> None:
-    """Small tensors and large ones, contiguous and not, gathered and in pieces, bit for bit."""
-    device = SimulatedDevice()
+def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype, has_batches: bool) -> None:
+    """Small tensors and large ones, contiguous and not, gathered, in batches and in pieces, bit for bit."""
+    device = SimulatedDevice(has_batches=has_batches)
     base = device.declare(filled(dtype, (40, 24)))
     on_host = filled(dtype, (40, 24), seed=1).t()
     sources = [base, base.t(), base[::2, 1::3], base[0], base[:, 0], base[3, 4], base[:0], on_host, base[:1, :1]]
     sources += [base[n, :5] for n in range(20)]
-    staged, buffer = copied(sources, device, GatherLimits(buffer_bytes=1024, small_bytes=200))
+    staged, buffer = copied(sources, device, GatherLimits(buffer_bytes=1024, small_bytes=200, batch_bytes=20))
     assert [n for n, (a, b) in enumerate(zip(staged, sources, strict=True)) if not same(a, b)] == []
+    assert bool(device.batched) == has_batches
+    del staged
+    buffer.close()
+
+
+@pytest.mark.parametrize("most", [0, 1, 1000], ids=["refused", "refused later", "taken"])
+def test_batches_take_tensors_of_all_sizes_but_the_smallest(most: int) -> None:
+    """Without memory on the device, unless tensors are very small; without batches all are there, too."""
+    device = SimulatedDevice(has_batches=True)
+    device.most_batches = most
+    base = device.declare(filled(torch.bfloat16, (20 << 20,)))
+    sources = [base, base[: 1 << 19], *(base[n * 8192 : n * 8192 + 8192 - n % 2] for n in range(400))]
+    staged, buffer = copied(sources, device)
+    assert [n for n, (a, b) in enumerate(zip(staged, sources, strict=True)) if not same(a, b)] == []
+    if most == 1000:
+        small = [len([size for size in call if size == 16384]) for call in device.batched]
+        assert sum(small) == 200  # the others are 2 bytes too small
+        assert max(sum(call) for call in device.batched) <= 64 << 20
+        assert max(device.batched[0]) == 32 << 20
+        assert device.crossings == [1]
+    else:
+        assert len(device.batched) == most
+        assert len(device.crossings) > 1
     del staged
     buffer.close()
 
@@ -161,7 +186,8 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     staged = [buffer.allocate(t.dtype, t.shape) for t in (small, weight, strided)]
     device.queue(lambda: [t.fill_(1.0) for t in (weight, small, strided)])  # the step before
     sources = (small, weight, strided)
-    copies = Copies(staged, sources, list(map(device.index_of, sources)), following(sources, device), 1)
+    copies = Copies(following(sources, device), 1)
+    copies.add(staged, sources, list(map(device.index_of, sources)))
     copies.start()
     copies.hold()
     device.queue(lambda: [t.fill_(2.0) for t in (weight, small, strided)])  # the step after
@@ -179,7 +205,8 @@ def test_what_is_changed_without_holding_is_torn() -> None:
     device = SimulatedDevice(free_running=False)
     weight = device.declare(torch.zeros(100_000))
     tensor = torch.empty(100_000)
-    copies = Copies([tensor], [weight], [device.index_of(weight)], following([weight], device), 1)
+    copies = Copies(following([weight], device), 1)
+    copies.add([tensor], [weight], [device.index_of(weight)])
     copies.start()
     device.queue(lambda: weight.fill_(2.0))
     device.run(training_first=True)

@@ -345,9 +345,9 @@ def make_link_to_a_device(path: Path) -> None:
 
 
 KINDS = [
-    (make_fifo, "it is a FIFO, and not a file"),
-    (make_socket, "it is a socket, and not a file"),
-    (make_link_to_a_device, "it is a device, and not a file"),
+    (make_fifo, "it is a FIFO, not a regular file"),
+    (make_socket, "it is a socket, not a regular file"),
+    (make_link_to_a_device, "it is a device, not a regular file"),
     (Path.mkdir, "Is a directory"),
 ]
 

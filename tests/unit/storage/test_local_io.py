@@ -270,12 +270,12 @@ def test_two_write_a_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
     ends = [0, 5, 3000, 3001, 20_000, 61_440, 61_441, 81_920, 100_000]
     path = tmp_path / "shared"
     local_io.make_shared(path, content.size, preallocate=True, umask=None)
-    sinks = [local_io.LocalSharedSink(path, sync=True) for _ in range(2)]
+    sinks = [local_io.LocalSink(path, None, sync=True) for _ in range(2)]
     memory = memoryview(direct_memory(content.size))
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
         piece = memory[start % local_io.BLOCK : start % local_io.BLOCK + stop - start]  # as blocks in memory are
         piece[:] = content[start:stop].data
         sinks[number % 2].put(start, piece)
     for sink in sinks:
-        sink.finish()
+        sink.complete()
     assert path.read_bytes() == content.tobytes()

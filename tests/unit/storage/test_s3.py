@@ -28,7 +28,7 @@ class IgnoresRanges:
     def patiently(self, request: Any) -> Any:
         return request()
 
-    def call(self, operation: str, name: str, **arguments: Any) -> Any:
+    def once(self, operation: str, name: str, **arguments: Any) -> Any:
         return {"Body": self.body, "ContentLength": 100}
 
 
@@ -54,7 +54,7 @@ def test_a_server_that_ignores_ranges_is_an_error() -> None:
 )
 def test_connections_that_may_come_back(error: Exception, transient: bool) -> None:
     """A server that refuses connections while it restarts is waited for, and a wrong certificate is not."""
-    as_ours = translated(error, {}, 0)
+    as_ours = translated(error)
     assert is_transient(as_ours) == transient
     assert str(as_ours).startswith(type(error).__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer.errors import ConversionError
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions
 from dcp_tensorizer.tools._formats.registry import new_paths
 from dcp_tensorizer.tools._view import Path
 
@@ -20,7 +20,7 @@ PATHS: dict[str, Path] = {
 
 
 def renamed(**options: Any) -> list[Path]:
-    return list(new_paths(PATHS, Options(**options), "run/step-1").values())
+    return list(new_paths(PATHS, ConvertOptions(**options), "run/step-1").values())
 
 
 @pytest.mark.parametrize(

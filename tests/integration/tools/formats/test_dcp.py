@@ -12,8 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import ConversionError, MetadataError, ReadError
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 
 from ....lab.checkpoints import tensors_of
 
@@ -66,5 +65,5 @@ def test_dtypes_that_torch_cannot_plan(tmp_path: Path, name: str) -> None:
     ):
         convert(tmp_path / "a.pt", tmp_path / "new" / "b", "dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
-    convert(tmp_path / "a.pt", tmp_path / "b", "dcp", options=Options(exclude=["bad"]))
+    convert(tmp_path / "a.pt", tmp_path / "b", "dcp", options=ConvertOptions(exclude=["bad"]))
     assert {key: tensor.tolist() for key, tensor in tensors_of(tmp_path / "b").items()} == {"w": [0, 1, 2]}

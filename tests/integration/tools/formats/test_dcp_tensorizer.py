@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools import collect, list_checkpoints
+from dcp_tensorizer.tools import collect, convert, list_checkpoints
 
 from ....lab.checkpoints import make_checkpoint, tensors_of
 from ....lab.states import same

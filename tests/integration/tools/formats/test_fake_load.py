@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import ConversionError
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 
 from ....lab.states import filled
 
@@ -33,11 +32,11 @@ UNREADABLE: dict[str, Callable[[], object]] = {
 def test_what_cannot_be_read_can_be_left_out(tmp_path: Path, kind: str, to: str) -> None:
     """The error names the key and says so before anything is written; without the key, the rest is converted."""
     torch.save({"w": torch.arange(3.0), "bad": UNREADABLE[kind](), "n": 5}, tmp_path / "a.pt")
-    for options in (Options(), Options(add_prefix="new.")):  # it is named as it is in the file
+    for options in (ConvertOptions(), ConvertOptions(add_prefix="new.")):  # it is named as it is in the file
         with pytest.raises(ConversionError, match=r"a\.pt: 'bad(\.0)?' is .*, and cannot be converted: leave it out"):
             convert(tmp_path / "a.pt", tmp_path / "b", to, options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
-    convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(exclude=["bad*"]))
+    convert(tmp_path / "a.pt", tmp_path / "b", to, options=ConvertOptions(exclude=["bad*"]))
     convert(tmp_path / "b", tmp_path / "c.pt", "torch")
     assert str(torch.load(tmp_path / "c.pt")) == str({"w": torch.arange(3.0), "n": 5})
 

@@ -18,9 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, UntrustedObject
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import torch_file
-from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 
 from ....lab.checkpoints import make_checkpoint
@@ -153,4 +152,4 @@ def test_a_list_that_cannot_be_whole(tmp_path: Path) -> None:
     view = open_checkpoint(make_checkpoint(tmp_path / "a", {"w": torch.ones(2)}), {})
     far = dataclasses.replace(view.tensors["w"], path=("w", 10**15))
     with pytest.raises(ConversionError, match="'w' belongs to a list that is only partly selected"):
-        torch_file.check(dataclasses.replace(view, values={"w": far}), Options())
+        torch_file.check(dataclasses.replace(view, values={"w": far}), ConvertOptions())

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from dcp_tensorizer import ConversionError
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools._formats.common import Options
+from dcp_tensorizer.tools import ConvertOptions, convert
 
 from ....lab.checkpoints import tensors_of
 
@@ -36,14 +35,19 @@ def test_keys_that_are_no_strings(tmp_path: Path) -> None:
     convert(tmp_path / "a.pt", tmp_path / "b.pt", "torch")
     found = torch.load(tmp_path / "b.pt", weights_only=True)
     assert str(found) == str(torch.load(tmp_path / "a.pt", weights_only=True))
-    convert(tmp_path / "a.pt", tmp_path / "c.pt", "torch", options=Options(("optimizer*",), "optimizer."))
+    convert(tmp_path / "a.pt", tmp_path / "c.pt", "torch", options=ConvertOptions(("optimizer*",), "optimizer."))
     assert str(torch.load(tmp_path / "c.pt", weights_only=True)) == str(optimizer.state_dict())
-    convert(tmp_path / "a.pt", tmp_path / "d.pt", "torch", options=Options(("optimizer.state.*",), "optimizer.state."))
+    convert(
+        tmp_path / "a.pt",
+        tmp_path / "d.pt",
+        "torch",
+        options=ConvertOptions(("optimizer.state.*",), "optimizer.state."),
+    )
     assert list(torch.load(tmp_path / "d.pt", weights_only=True)) == [0, 1]
     for to in ("dcp", "dcp_tensorizer"):
         with pytest.raises(ConversionError, match=r"'optimizer\.state\.0\.step' is below 0 in a dict"):
             convert(tmp_path / "a.pt", tmp_path / "e", to)
-    convert(tmp_path / "a.pt", tmp_path / "e.safetensors", "safetensors", options=Options(("*exp_avg",)))
+    convert(tmp_path / "a.pt", tmp_path / "e.safetensors", "safetensors", options=ConvertOptions(("*exp_avg",)))
     assert "optimizer.state.1.exp_avg" in tensors_of(tmp_path / "e.safetensors")
 
 
@@ -52,10 +56,10 @@ def test_a_key_that_would_hold_others(tmp_path: Path, to: str) -> None:
     """After a prefix is gone, a tensor cannot take the place of a dict."""
     torch.save({"model": {"x": torch.ones(2)}, "x": {"y": torch.ones(1)}}, tmp_path / "a.pt")
     with pytest.raises(ConversionError, match="'x' cannot be a value, and hold"):
-        convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(strip_prefix="model."))
+        convert(tmp_path / "a.pt", tmp_path / "b", to, options=ConvertOptions(strip_prefix="model."))
     torch.save({"m": {"a": {"x": torch.ones(2)}}, "a": [torch.ones(1)]}, tmp_path / "c.pt")
     with pytest.raises(ConversionError, match=r"'a\.0' would be in a dict"):
-        convert(tmp_path / "c.pt", tmp_path / "b", to, options=Options(strip_prefix="m."))
+        convert(tmp_path / "c.pt", tmp_path / "b", to, options=ConvertOptions(strip_prefix="m."))
     assert not (tmp_path / "b").exists()
 
 
@@ -65,6 +69,6 @@ def test_a_part_of_a_list(tmp_path: Path, to: str) -> None:
     torch.save({"groups": [{"w": torch.ones(2)}, {"w": torch.ones(2)}], "l": [5, torch.ones(1)]}, tmp_path / "a.pt")
     for pattern in ("groups.1.*", "l.0"):
         with pytest.raises(ConversionError, match="belongs to a list that is only partly selected"):
-            convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=[pattern]))
-    convert(tmp_path / "a.pt", tmp_path / "b", to, options=Options(select=["groups.*"]))
+            convert(tmp_path / "a.pt", tmp_path / "b", to, options=ConvertOptions(include=[pattern]))
+    convert(tmp_path / "a.pt", tmp_path / "b", to, options=ConvertOptions(include=["groups.*"]))
     assert tensors_of(tmp_path / "b").keys() == {"groups.0.w", "groups.1.w"}

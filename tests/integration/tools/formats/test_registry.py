@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from dcp_tensorizer import CheckpointError, ConversionError, NotCommitted
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer.convert import convert
-from dcp_tensorizer.tools import report
+from dcp_tensorizer.tools import convert, report
 
 from ....lab.checkpoints import make_checkpoint
 from ....lab.servers import S3Server, SftpServer

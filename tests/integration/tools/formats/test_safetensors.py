@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from dcp_tensorizer import ConversionError, MetadataError, ReadError
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import convert
 
 from ....lab.checkpoints import make_checkpoint, tensors_of
 from ....lab.states import filled, same

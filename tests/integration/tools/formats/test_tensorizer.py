@@ -14,9 +14,8 @@ from torch import nn
 
 from dcp_tensorizer import ChecksumMismatch, ConversionError
 from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import safetensors, torch_file
-from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
 
 from ....lab.checkpoints import make_checkpoint, tensors_of
@@ -35,7 +34,7 @@ def test_a_stock_module_comes_back_with_its_buffers(tmp_path: Path) -> None:
 
     model, other = Model(), Model()
     torch.save(model.state_dict(), tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b", "tensorizer", options=Options(buffers=("*running_*", "rotary.*")))
+    convert(tmp_path / "a.pt", tmp_path / "b", "tensorizer", options=ConvertOptions(buffers=("*running_*", "rotary.*")))
     with TensorDeserializer(tmp_path / "b", device="cpu", verify_hash=True) as stock:
         assert stock.load_into_module(other) == len(model.state_dict())
     assert all(same(tensor, other.state_dict()[key]) for key, tensor in model.state_dict().items())
@@ -72,7 +71,7 @@ def write_in_blocks(source: Path, target: Path, to: str) -> None:
     """What `convert` does, in blocks that are smaller than the tensors."""
     view = open_checkpoint(source, {})
     write = {"safetensors": safetensors.write, "torch": torch_file.write}[to]
-    write(view, str(target), {}, Options(), block_bytes=1000)
+    write(view, str(target), {}, ConvertOptions(), block_bytes=1000)
 
 
 @pytest.mark.parametrize("to", [*FORMATS, "safetensors in blocks", "torch in blocks"])
@@ -92,7 +91,7 @@ def test_tensorizer_files_are_verified(tmp_path: Path, to: str) -> None:
     with pytest.raises(ChecksumMismatch, match="'bad' is damaged"):
         write(tmp_path / "c", tmp_path / "d", to)
     assert not (tmp_path / "d").exists()
-    convert(tmp_path / "c", tmp_path / "d", to, options=Options(select=["good"]))
+    convert(tmp_path / "c", tmp_path / "d", to, options=ConvertOptions(include=["good"]))
 
 
 def test_tensorizer_files_are_verified_in_any_order(tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def test_the_first_rule_for_a_split_counts(tmp_path: Path) -> None:
     """Also for what can be split at all: a later one for the same key has no say."""
     make_checkpoint(tmp_path / "a", {"l.weight": filled(torch.float32, (4, 3)), "l.bias": filled(torch.float32, (4,))})
     rules = {"*.bias": 0, "l.*": 0, "*": 1}
-    convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=Options(tensor_parallel=2, split=rules))
+    convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=ConvertOptions(tensor_parallel=2, split=rules))
     found = [tensors_of(tmp_path / "b" / f"model-rank-00{rank}.tensors") for rank in (0, 1)]
     for key, tensor in tensors_of(tmp_path / "a").items():
         assert same(torch.cat([part[key] for part in found]), tensor)

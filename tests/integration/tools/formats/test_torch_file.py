@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.serialization import config
 
 from dcp_tensorizer import ConversionError, TensorizerStorageWriter, WriteError
-from dcp_tensorizer.convert import convert
+from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import torch_file
-from dcp_tensorizer.tools._formats.common import Options
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import CheckpointView
 
@@ -56,7 +55,7 @@ def test_objects_that_hold_tensors_do_not_become_a_torch_file(tmp_path: Path) ->
     with pytest.raises(ConversionError, match=r"'pair' .*is a tuple with tensors in it.*leave it out"):
         convert(tmp_path / "a", tmp_path / "b", "torch")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    convert(tmp_path / "a", tmp_path / "b", "torch", options=Options(select=("x", "plain")))
+    convert(tmp_path / "a", tmp_path / "b", "torch", options=ConvertOptions(include=("x", "plain")))
     assert torch.load(tmp_path / "b")["plain"] == (1, 2)
 
 
@@ -105,7 +104,7 @@ def test_the_size_of_a_file_is_known_before_it_is_written(tmp_path: Path) -> Non
     in_directory = 4 + 2 * 8  # an extra field with both sizes
     assert sizes[1] - sizes[0] == (5 << 30) - 1000 + in_directory + 56 + 20  # and a directory's end of its own
     contents = CheckpointView("a", "dcp_tensorizer", {"x": small})
-    torch_file.write(contents, str(tmp_path / "c.pt"), {}, Options(), block_bytes=7)
+    torch_file.write(contents, str(tmp_path / "c.pt"), {}, ConvertOptions(), block_bytes=7)
     assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 

@@ -17,8 +17,8 @@ import torch
 
 from dcp_tensorizer import tools
 from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer.convert import convert
 from dcp_tensorizer.errors import NotCommitted, ReadError
+from dcp_tensorizer.tools import convert
 from dcp_tensorizer.tools._report import measure
 
 from ....lab.checkpoints import make_checkpoint

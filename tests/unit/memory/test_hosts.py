@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from dcp_tensorizer._memory.peers import (
+from dcp_tensorizer._memory.copies import (
     Peer,
     Room,
     address_of,

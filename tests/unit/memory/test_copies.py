@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer import CheckpointManager, WriteError
-from dcp_tensorizer._job.copies import MemoryVote, PeerCopies
 from dcp_tensorizer._job.ranks import Agreement
+from dcp_tensorizer._memory.copies import CopyOptions, MemoryVote, PeerCopies
 from dcp_tensorizer._memory.protocol import CopyStatus
 from dcp_tensorizer._memory.wire import Address
-from dcp_tensorizer._saving.partners import CopyOptions
 
 
 class _Keeper:

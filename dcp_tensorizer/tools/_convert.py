@@ -1,8 +1,4 @@
-"""Converts checkpoints to other formats and back, like ``dcp-tensorizer convert``.
-
-    from dcp_tensorizer.convert import Options, convert
-
-    convert("checkpoint", "model.tensors", "tensorizer", options=Options(include=["model.*"], strip_prefix="model."))
+"""Converts checkpoints to other formats and back.
 
 Shards are put together into whole tensors. Each tensor is read when it is to be written, so that a conversion needs the
 memory of the largest tensor, not of the checkpoint.
@@ -20,19 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._index.layouts import Region
-from ._runtime.forks import free_in_child
-from ._runtime.validation import did_you_mean
-from .errors import ConversionError, ReadError, WriteError
-from .tools._formats.common import Options, check_options
-from .tools._formats.names import FORMATS
-from .tools._formats.registry import TARGETS, new_paths, open_checkpoint
-from .tools._view import CheckpointView, StoredTensor, StoredValue, key_of
+from .._index.layouts import Region
+from .._runtime.forks import free_in_child
+from .._runtime.validation import did_you_mean
+from ..errors import ConversionError, ReadError, WriteError
+from ._formats.common import ConvertOptions, check_options
+from ._formats.names import FORMATS
+from ._formats.registry import TARGETS, new_paths, open_checkpoint
+from ._view import CheckpointView, StoredTensor, StoredValue, key_of
 
 if TYPE_CHECKING:
-    from ._tensor_file.encryption import DecryptionParams
-
-__all__ = ["FORMATS", "Converted", "Options", "convert"]
+    from .._tensor_file.encryption import DecryptionParams
 
 _Progress = Callable[[int, int], object]
 
@@ -61,7 +55,7 @@ def convert(
     target: str | os.PathLike[str],
     to: str,
     *,
-    options: Options | None = None,
+    options: ConvertOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
     encryption: DecryptionParams | None = None,
     on_progress: _Progress = lambda done, total: None,
@@ -89,7 +83,7 @@ def convert(
         CheckpointError: ``source`` is damaged, or ``target`` cannot be written; nothing is left there.
     """
     started = time.monotonic()
-    options = options or Options()
+    options = options or ConvertOptions()
     for name in filter(None, (to, options.source_format)):
         if name not in FORMATS:
             raise ConversionError(
@@ -110,7 +104,7 @@ def convert(
     return Converted(source_format, len(view.tensors), len(view.objects), view.nbytes, time.monotonic() - started)
 
 
-def _select(view: CheckpointView, options: Options) -> CheckpointView:
+def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
     """Selects the values to convert, with their new names and dtypes."""
     selected = [key for key in view.paths if _matches(key, options)]
     if not selected:
@@ -129,7 +123,7 @@ def _select(view: CheckpointView, options: Options) -> CheckpointView:
     return replace(view, values=values)
 
 
-def _matches(key: str, options: Options) -> bool:
+def _matches(key: str, options: ConvertOptions) -> bool:
     selected = not options.include or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.include)
     return selected and not any(fnmatch.fnmatchcase(key, pattern) for pattern in options.exclude)
 

@@ -1,0 +1,428 @@
+"""Decides which states are copied to other hosts, so that the loss of a host does not lose them.
+
+The keepers make the copies. The trainers decide together, in the reduction at the beginning of each step: if no copy is
+in progress, all ranks copy the newest state. A copy counts once the states of all ranks are copied.
+
+Each rank introduces itself to all others: its host, and the address of its keeper. The partners follow from the
+introductions alone, so that all ranks find the same ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import ipaddress
+import logging
+import math
+import os
+import secrets
+import socket
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+
+from .._runtime.memory_limit import available_memory
+from .._runtime.torch_compat import store_host
+from .._runtime.validation import check_count
+from .._storage.local import boot_id
+from .._tensor_file.encryption import require_libsodium
+from ..errors import CheckpointError, WriteError
+from .client import KeeperProcess
+from .replicas import RESERVE
+from .wire import SECRET_BYTES, Address
+
+if TYPE_CHECKING:
+    from .._job.ranks import Agreement
+
+logger = logging.getLogger("dcp_tensorizer")
+
+DEFAULT_RATE = 500e6
+"""Bytes a second that each host sends for copies, unless the user says otherwise."""
+LEAST_RATE = 1e6
+"""The least that is allowed: a partner gives up after a minute of silence."""
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+_ANY_PORT = 9  # to ask for a route; nothing is sent there
+
+
+class CopyOptions(NamedTuple):
+    """The user's options for copies."""
+
+    copies: int = 1  # how many hosts have each state, its own among them
+    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
+    failure_domain: str | None = None  # what fails together with this host; None: the host alone
+    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
+
+
+ONE_COPY = CopyOptions()
+
+
+def check_copies(
+    copies: object, rate: object, failure_domain: object, interface: object, seconds: object
+) -> CopyOptions:
+    """Checks the options for copies of states on other hosts.
+
+    Raises `TypeError` for wrong types, `ValueError` for values that are invalid, alone or together, and `WriteError`
+    if there is no libsodium to encrypt copies.
+    """
+    check_count("copies", copies)
+    if copies not in (1, 2):
+        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
+    if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
+        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
+    if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
+        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
+    for name, value in (("failure_domain", failure_domain), ("interface", interface)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
+    if copies == 2:
+        if not seconds:
+            raise ValueError("copies=2 needs survive=: it says how long states are kept")
+        require_libsodium()
+    return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
+
+
+class MemoryVote(NamedTuple):
+    """Facts about a rank's states in memory. After the reduction a fact is true if it is true of any rank."""
+
+    has_failed: bool = False  # the newest state could not be kept
+    ends: bool = False  # the rank has stopped keeping states
+    copy_runs: bool = False  # a copy is in progress
+    copy_failed: bool = False  # the last copy is not complete
+    copies_end: bool = False  # this rank's states are no longer copied
+    is_superseded: bool = False  # a later run of the job has claimed the keeper that holds this rank's copies
+
+
+NOTHING_IN_MEMORY = MemoryVote()
+
+
+class PeerCopies:
+    """The copies of a rank's states on another host. With ``copies=1`` it does nothing.
+
+    Attributes:
+        is_on: States are copied; the same on all ranks.
+        confirmed: The id of the newest state that is copied from all ranks; empty if there is none.
+        ordered: The id of the state that is being copied; empty if none is. The same on all ranks.
+    """
+
+    def __init__(self, agreement: Agreement, options: CopyOptions) -> None:
+        self.is_on = options.copies > 1
+        self.confirmed = ""
+        self._agreement = agreement
+        self._options = options
+        self._arrangement = Arrangement([], [], "the ranks have not introduced themselves yet", {}, {})
+        self._partner: Address | None = None
+        self._rate = 0.0
+        self._has_room = False
+        self._tries = 0
+        self.ordered = ""
+        self._begun = ""  # the state that this rank's keeper has begun to copy last
+        self._problem = ""  # why the last copy failed
+        self._ends = ""  # why this rank's states are no longer copied
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns whether there is a partner, and memory for the replicas."""
+        return self.is_on and self._has_room
+
+    @property
+    def are_awaited(self) -> bool:
+        """Returns whether the first copy of this run is yet to come."""
+        return self.is_on and not self.confirmed
+
+    # --- all ranks together -----------------------------------------------------------------------------------------
+
+    def begin(self, keeper: KeeperProcess | None) -> None:
+        """Finds each rank's partner, and lets the keepers reach each other.
+
+        All ranks call it; a rank without a keeper passes None. Raises `WriteError` if a rank is gone.
+        """
+        if not self.is_on:
+            return
+        rank, options = self._agreement.rank, self._options
+        found = arrange(self._agreement.gathered(introduce(options, keeper)), options)
+        if any(found.towards(other) for other in range(self._agreement.size)):
+            found = arrange(self._agreement.gathered(introduce(options, keeper, found.towards(rank))), options)
+        self._arrangement = found
+        if found.why:
+            self._end(found.why)
+            return
+        self._partner, self._rate = found.partner(rank), found.rate(rank, options)
+        if self._agreement.is_first:
+            hosts = len({peer.host for peer in found.peers})
+            logger.info(
+                "states are copied between %d hosts; this one's to the host of rank %d", hosts, found.partner_of[0]
+            )
+
+    def look_for_room(self, nbytes: int, missing: int) -> bool:
+        """Checks whether the replicas fit on all hosts; returns whether to call it again.
+
+        All ranks call it, with the size of a state and the number of staging buffers that they have yet to allocate.
+        They call it a second time once the memory of earlier runs' states is freed. Then it is final.
+        """
+        if not self.is_on or self._has_room:
+            return False
+        rooms = self._agreement.gathered(Room(nbytes, missing, available_memory()))
+        why = lack_of_room(self._arrangement.peers, self._arrangement.partner_of, rooms, RESERVE)
+        self._has_room = not why
+        self._tries += 1
+        if why and self._tries > 1:
+            self._end(why)
+        return bool(why) and self.is_on
+
+    def advance(self, vote: MemoryVote) -> None:
+        """Records the joint vote of all ranks, which is the same on each of them."""
+        if not self.is_on:
+            return
+        if vote.copies_end:
+            self._end(self._ends or "another rank's are not")
+        elif self.ordered and not vote.copy_runs:
+            if not vote.copy_failed:
+                self.confirmed = self.ordered
+            self.ordered = ""
+
+    def order(self, state_id: str) -> bool:
+        """Decides whether to copy the state that is staged next. All ranks decide alike."""
+        if not self.is_ready or self.ordered:
+            return False
+        self.ordered = state_id
+        return True
+
+    # --- this rank --------------------------------------------------------------------------------------------------
+
+    def start(self, keeper: KeeperProcess, state_id: str) -> None:
+        """Lets the keeper begin to copy a state that it keeps. The other ranks learn of a failure at the next step."""
+        assert self._partner is not None
+        try:
+            keeper.copy(state_id, self._partner, self._rate, self.confirmed)
+        except WriteError as error:
+            logger.info("a state is not copied to another host: %s", str(error))
+        else:
+            self._begun = state_id
+
+    def forget(self, keeper: KeeperProcess | None) -> None:
+        """Removes all copies, because the job has restored another state, or makes no further copies."""
+        self.confirmed = ""
+        if self._begun and keeper is not None and keeper.is_ours:
+            try:
+                keeper.drop_copies()
+            except WriteError as error:
+                logger.warning("the copies of states on another host may still be there: %s", str(error))
+        self._begun = ""
+
+    def vote(self, keeper: KeeperProcess | None) -> MemoryVote:
+        """Returns this rank's vote about copies, by the status of the last one."""
+        if not self.is_on:
+            return MemoryVote()
+        if self._ends or not self.ordered:
+            return MemoryVote(copies_end=bool(self._ends))
+        if keeper is None or self._begun != self.ordered:
+            return MemoryVote(copy_failed=True)
+        try:
+            status = keeper.copy_status()
+        except WriteError:
+            return MemoryVote(copy_failed=True)
+        if status.problem and status.problem != self._problem:
+            self._problem = status.problem
+            log = logger.info if status.is_given_up else logger.warning
+            log("a state was not copied to another host: %s", status.problem)
+        if status.is_full:
+            self._ends = status.problem
+        return MemoryVote(
+            copy_runs=status.is_running,
+            copy_failed=bool(status.problem),
+            copies_end=bool(self._ends),
+            is_superseded=status.is_claimed,
+        )
+
+    def give_up(self, why: str) -> None:
+        """Ends the copies of this rank's states. The other ranks learn of it at the next step."""
+        self._ends = why
+
+    def _end(self, why: str) -> None:
+        self.is_on, self.ordered = False, ""
+        logger.warning("states are not copied to other hosts, as with copies=1: %s", why)
+
+
+# --- the partners of all ranks ----------------------------------------------------------------------------------------
+
+
+class Peer(NamedTuple):
+    """A rank, as it introduces itself to the others."""
+
+    host: str  # the result of `this_host`
+    domain: str  # the failure domain: hosts that may fail together have the same
+    address: str  # the IP address of its host; empty if none was found
+    problem: str = ""  # why other hosts do not reach its keeper
+    keeper: Address | None = None  # its keeper's address for other hosts; None if they do not reach it
+
+
+class Arrangement(NamedTuple):
+    """The partners of all ranks. ``why`` is the reason why there are none; empty if there are."""
+
+    peers: Sequence[Peer]  # all ranks
+    partner_of: Sequence[int]
+    why: str
+    beside: Mapping[str, int]  # how many ranks each host has
+    addresses: Mapping[str, str]  # one of each host by which others reach it, for those that have one
+
+    def partner(self, rank: int) -> Address | None:
+        """The keeper that holds the copies of a rank; None if there is none."""
+        return None if self.why else self.peers[self.partner_of[rank]].keeper
+
+    def rate(self, rank: int, options: CopyOptions) -> float:
+        """The bytes a second that a rank may send; 0 for any number."""
+        return (options.rate or 0.0) / self.beside[self.peers[rank].host]
+
+    def towards(self, rank: int) -> str:
+        """The address of another host, for a rank whose own leads to itself; empty if that is not so, or none is known.
+
+        The coordinator's own name may lead it to itself alone: the route to another host says more.
+        """
+        own = self.peers[rank]
+        others = (address for host, address in self.addresses.items() if host != own.host)
+        return next(others, "") if is_local(own.address) else ""
+
+
+def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Peer:
+    """Opens this rank's keeper to other hosts, on the interface that leads to ``towards``. Idempotent."""
+    host = this_host()
+    domain = host if options.failure_domain is None else f"domain {options.failure_domain}"
+    peer = Peer(host, domain, "")
+    try:
+        if options.interface is not None:
+            address = address_of(options.interface)
+        else:
+            address = address_towards(towards or _coordinator())
+        peer = peer._replace(address=address)
+        if is_local(address):
+            raise OSError(f"{address} is a loopback address. Pass interface=")
+    except OSError as error:
+        return peer._replace(problem=f"it has no address that others can reach: {error}")
+    if keeper is None:
+        return peer._replace(problem="it has no keeper")
+    try:
+        return peer._replace(keeper=keeper.open_to_peers(address, secrets.token_bytes(SECRET_BYTES)))
+    except CheckpointError as error:
+        return peer._replace(problem=str(error))
+
+
+def arrange(peers: Sequence[Peer], options: CopyOptions) -> Arrangement:
+    """Arranges the partners of all ranks, which are in their order."""
+    partner_of = partners(peers)
+    why = next((f"rank {n}: {peer.problem}" for n, peer in enumerate(peers) if peer.keeper is None), "")
+    if not partner_of:
+        what = "on one host" if options.failure_domain is None else "in one failure domain"
+        why = f"all ranks are {what}, and no other one can hold replicas"
+    addresses = dict[str, str]()
+    for peer in peers:
+        if peer.host not in addresses and not is_local(peer.address):
+            addresses[peer.host] = peer.address
+    return Arrangement(peers, partner_of, why, Counter(peer.host for peer in peers), addresses)
+
+
+def partners(peers: Sequence[Peer]) -> list[int]:
+    """For each rank, the rank whose keeper holds its replicas; empty if there is only one failure domain.
+
+    The domains form a ring, in the order of their first ranks. Each host has a partner host in the next domain. The
+    keepers there hold the replicas of its ranks. By default each host is a domain.
+    """
+    domains: dict[str, dict[str, list[int]]] = {}
+    for rank, peer in enumerate(peers):
+        domains.setdefault(peer.domain, {}).setdefault(peer.host, []).append(rank)
+    if len(domains) < 2:
+        return []
+    ring = [list(hosts.values()) for hosts in domains.values()]
+    found = [0] * len(peers)
+    for number, hosts in enumerate(ring):
+        following = ring[(number + 1) % len(ring)]
+        for position, ranks in enumerate(hosts):
+            theirs = following[position % len(following)]
+            for local, rank in enumerate(ranks):
+                found[rank] = theirs[local % len(theirs)]
+    return found
+
+
+class Room(NamedTuple):
+    """The memory of a rank's host, and what this rank needs of it."""
+
+    nbytes: int  # the size of a state of this rank
+    missing: int  # how many staging buffers it has yet to allocate
+    available: int | None  # the bytes that are available; None if that is not known
+
+
+def lack_of_room(peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int) -> str:
+    """The reason why the replicas of the last and the next state do not fit on some host; empty if they fit everywhere.
+
+    On each host ``reserve`` bytes are left to other programs.
+    """
+    ranks_of, held_by = defaultdict[str, list[int]](list), defaultdict[str, int](int)
+    for rank, peer in enumerate(peers):
+        ranks_of[peer.host].append(rank)
+        held_by[peers[partner_of[rank]].host] += 2 * rooms[rank].nbytes
+    for host, ranks in ranks_of.items():
+        bounds = [room.available for rank in ranks if (room := rooms[rank]).available is not None]
+        if not bounds:
+            continue
+        staging, needed = sum(rooms[rank].missing * rooms[rank].nbytes for rank in ranks), held_by[host]
+        if staging + needed + reserve > min(bounds):
+            return (
+                f"the host of rank {ranks[0]} has {min(bounds):,} bytes of memory available. Replicas there take "
+                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to others"
+            )
+    return ""
+
+
+# --- hosts and addresses ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def this_host() -> str:
+    """A name for this host since it started. Ranks whose hosts have the same name lose their memory together.
+
+    The machine's own name is not enough: clones of a machine may share it, and a restart does not change it.
+    """
+    boot = ""
+    with suppress(OSError):
+        boot = boot_id().strip()
+    return f"{boot} {os.uname().nodename}"
+
+
+def address_towards(other: str) -> str:
+    """The address of this host on the interface that leads to another host; raises `OSError`."""
+    found = socket.getaddrinfo(other, _ANY_PORT, type=socket.SOCK_DGRAM)
+    for number, (family, kind, protocol, _, target) in enumerate(found):
+        try:
+            with socket.socket(family, kind, protocol) as sock:
+                sock.connect(target)  # sends nothing, but finds the route
+                return str(sock.getsockname()[0])
+        except OSError:
+            if number + 1 == len(found):
+                raise
+    raise OSError(f"{other} has no address")
+
+
+def address_of(interface: str) -> str:
+    """The address of an interface of this host; an address stays as it is. Raises `OSError` if there is none."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(interface))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def is_local(address: str) -> bool:
+    """Returns whether an address is empty or a loopback address, which other hosts cannot use."""
+    return not address or ipaddress.ip_address(address).is_loopback
+
+
+def _coordinator() -> str:
+    """The name or the address of the host by which the ranks have found each other."""
+    if address := os.environ.get("MASTER_ADDR"):
+        return address
+    group = dist.group.WORLD
+    return (store_host(group) if group is not None else None) or socket.gethostname()

@@ -1,0 +1,136 @@
+"""NVIDIA's driver, by ctypes: batches of copies, and streams that no pool hands to others.
+
+torch has no call for either. Nothing here is needed: with an older driver, or in a ROCm build, copies go through torch.
+The calling thread's current context must be the device's, which any call of torch on that device ensures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_LIBRARY = "libcuda.so.1"
+_BATCHES_SINCE = 12_080  # CUDA 12.8, as `cuDriverGetVersion` counts
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
+
+Numbers = npt.NDArray[np.uint64]
+
+
+class Batch(NamedTuple):
+    """Copies of bytes by address, cut for calls of the driver. It refers to no tensor."""
+
+    targets: Numbers
+    sources: Numbers
+    sizes: Numbers
+    bounds: list[int]  # the first copy of each call, and the number of all
+
+
+def batch_of(
+    targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], borders: Sequence[int], most: int
+) -> Batch:
+    """Makes a batch of copies to host memory, in calls of up to ``most`` bytes and the rest of one copy.
+
+    ``borders`` are the sorted addresses at which registrations of host memory begin. No copy may cross one.
+    """
+    into, out, nbytes = (np.array(numbers, dtype=np.uint64) for numbers in (targets, sources, sizes))
+    edges = np.array(borders, dtype=np.uint64)
+    is_crossing = np.searchsorted(edges, into, side="right") < np.searchsorted(edges, into + nbytes, side="left")
+    if (is_cut := is_crossing | (nbytes > most)).any():
+        rows = [
+            (target + start, source + start, stop - start)
+            for target, source, size, is_long in zip(targets, sources, sizes, is_cut.tolist(), strict=True)
+            for start, stop in (pieces_of(target, size, borders, most) if is_long else ((0, size),))
+        ]
+        into, out, nbytes = np.array(rows, dtype=np.uint64).T.copy()
+    calls = (np.cumsum(nbytes) - 1) // most
+    return Batch(into, out, nbytes, [0, *(np.flatnonzero(np.diff(calls)) + 1).tolist(), len(nbytes)])
+
+
+def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Cuts host memory into pieces of at most ``most`` bytes, each for one copy; returns their starts and ends in it.
+
+    ``borders`` are the sorted addresses at which registrations begin. No copy may cross one.
+    """
+    inside = borders[bisect_right(borders, address) : bisect_left(borders, address + nbytes)]
+    ends = [*(border - address for border in inside), nbytes]
+    return [
+        (first, min(first + most, end))
+        for start, end in zip([0, *ends], ends, strict=False)
+        for first in range(start, end, most)
+    ]
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. The hints of locations are for managed and pageable memory."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def copier() -> Callable[[Batch, int], int] | None:
+    """A function that queues a batch on a stream, given as its handle; None if the driver has none.
+
+    It returns the driver's status, 0 for success.
+    """
+    library = _library()
+    version = ctypes.c_int()
+    if library is None or library.cuDriverGetVersion(ctypes.byref(version)) or version.value < _BATCHES_SINCE:
+        return None
+    try:
+        # CUDA 13 removed an argument (`failIdx`), and names that function `cuMemcpyBatchAsync_v2`. Newer drivers keep
+        # this one.
+        call = library.cuMemcpyBatchAsync
+    except AttributeError:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    call.restype = ctypes.c_int
+    call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+    attributes, first, failed = _Attributes(source_order=_IN_STREAM_ORDER), size(0), size(0)
+
+    def copy(batch: Batch, stream: int) -> int:
+        arrays = batch.targets, batch.sources, batch.sizes
+        for start, stop in zip(batch.bounds, batch.bounds[1:], strict=False):
+            places = (array.ctypes.data + start * array.itemsize for array in arrays)
+            options = ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed)
+            if status := call(*places, stop - start, *options, stream):
+                return int(status)
+        return 0
+
+    return copy
+
+
+def new_stream() -> int | None:
+    """The handle of a new stream of the lowest priority on the current context's device; None if there is no driver.
+
+    Whoever makes it keeps it for the life of the process.
+    """
+    library = _library()
+    if library is None:
+        return None
+    least, greatest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    if library.cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest)):
+        return None
+    status = library.cuStreamCreateWithPriority(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), least)
+    return None if status else stream.value
+
+
+def _library() -> ctypes.CDLL | None:
+    if torch.version.hip is not None:
+        return None
+    try:
+        return ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return None
