@@ -20,6 +20,7 @@ SEAMS = (
     "_tensor_file.dtypes",
     "_tensor_file.names",
     "_index.layouts",
+    "_version",
 )
 """What rooms take from each other, and so all tests may."""
 
