@@ -41,7 +41,6 @@ from dcp_tensorizer import (
     Publish,
     SafetensorsStorageWriter,
     SaveLimits,
-    SaveReport,
     TensorizerStorageWriter,
     apply_delta,
     publish,
@@ -50,6 +49,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools import list_versions, verify_versions
 from dcp_tensorizer.tools._verify import verify_files
 from dcp_tensorizer.tools._view import read_parts
+from dcp_tensorizer.writer import SaveReport
 from examples.model import batch, python_sources
 from tests.lab.faults import TcpProxy
 from tests.lab.servers import s3_server
