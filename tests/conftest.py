@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from .lab.faults import S3Proxy, s3_proxy
 from .lab.leak_check import mark, temporary_directory
 from .lab.servers import S3Server, SftpServer, s3_server, sftp_server
 
@@ -33,6 +35,21 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftpServer]:
     with sftp_server(tmp_path_factory.mktemp("sftp")) as server:
         yield server
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[S3Proxy]:
+    """A proxy in front of the S3 server."""
+    with s3_proxy(s3.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def prefix(s3: S3Server) -> Iterator[str]:
+    """A new prefix. It is an error if an upload below it is left open."""
+    name = uuid.uuid4().hex
+    yield name
+    assert s3.uploads(name) == []
 
 
 @pytest.hookimpl(wrapper=True)
