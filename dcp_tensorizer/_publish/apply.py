@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from .._formats.safetensors_header import INDEX, SINGLE, decode_json
+from .._formats.weight_files import StoredBytes, WeightFile, read_small, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._storage.base import FileIdentity, Storage
@@ -28,16 +29,8 @@ from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
 from .chain import Chain, Delta, copied, read_delta
 from .delta import PIECE, DeltaDecoder, digest_of, zstd
-from .model import (
-    StoredBytes,
-    WeightFile,
-    read_blocks,
-    read_model,
-    read_small,
-    read_weight_file,
-    written_file,
-)
-from .versions import CLAIM, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
+from .model import read_blocks, read_model, written_file
+from .versions import LEASE, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
 
 _LOCK = ".publish.lock"
 _SGLANG = ".weight_sync"
@@ -372,7 +365,7 @@ def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
 def _check_apart(target: Path, published: Published) -> None:
     """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
-    is_version = version_of(real.name) is not None and os.path.exists(real.parent / CLAIM)
+    is_version = version_of(real.name) is not None and os.path.exists(real.parent / LEASE)
     if is_version or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
             f"{target} cannot be changed to a version in {published.path}: "

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._storage.base import Storage
 from ..errors import ChecksumMismatch, MetadataError
 from .delta import PIECE, DeltaDecoder, largest_delta, pieces_of
-from .model import READ_BYTES, StoredBytes, TensorReader, WeightFile, read_weight_file, reading_tensors
+from .model import READ_BYTES, TensorReader, reading_tensors
 from .versions import FileRecord, Manifest, Published
 
 _Read = Callable[[int, np.ndarray], object]

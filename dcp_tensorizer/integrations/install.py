@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
 from .._storage.open import absolute_path, is_location
-from ..any_format import AnyFormatReader
 from ..planner import LoadPlanner, SavePlanner
+from ..reader import AnyFormatReader
 from ..writer import DescribedStager, TensorizerStorageWriter
 
 logger = logging.getLogger("dcp_tensorizer")

@@ -41,9 +41,9 @@ from torch.optim import Optimizer
 
 from .._job.ranks import Heartbeats, OwnGroup
 from .._runtime.forks import free_in_child
-from ..any_format import open_reader
 from ..errors import WriteError
 from ..planner import LoadPlanner
+from ..reader import open_reader
 from ..writer import TensorizerStorageWriter
 from ._needed import needed
 

@@ -30,10 +30,9 @@ from .._runtime.torch_compat import load_state_dict_from_keys
 from .._storage.base import TIMEOUT
 from .._tensor_file.names import metadata_file_name
 from .._tiers.tiered_storage import nearest
-from ..any_format import open_reader
 from ..errors import CheckpointError, NotCommitted, unwrap
 from ..planner import LoadPlanner, SavePlanner
-from ..reader import ReaderOptions
+from ..reader import ReaderOptions, open_reader
 from ..writer import TensorizerStorageWriter, WriterOptions
 from ._needed import needed
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
-from ..any_format import open_reader
+from ..reader import open_reader
 from ..writer import TensorizerStorageWriter
 from ._needed import needed
 

@@ -16,6 +16,7 @@ from dcp_tensorizer.tools._verify import Damage, Verified, verify_files
 from dcp_tensorizer.tools._view import read_parts
 
 from ...lab.checkpoints import make_checkpoint
+from ...lab.faults import flip
 from ...lab.states import filled
 
 
@@ -34,14 +35,6 @@ def look(checkpoint: Path, full: bool = False) -> Verified:
 
 def data_file(checkpoint: Path, rank: int) -> Path:
     return next(path for path in checkpoint.glob("*.tensors") if data_file_rank(path.name) == rank)
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x40]))
 
 
 @pytest.mark.parametrize("full", [False, True])
