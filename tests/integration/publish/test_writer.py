@@ -278,7 +278,7 @@ def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: SafetensorsStorageWriter(publish="published"), "publish must be"),  # type: ignore[arg-type]
-        (lambda: Publish("published", max_deltas=0), "max_deltas=0"),
+        (lambda: Publish("published", max_deltas=0), "max_deltas must be .*, got 0"),
         (lambda: Publish("published", keep_latest=1.5), "keep_latest must be"),  # type: ignore[arg-type]
     ],
     ids=["a path", "no deltas", "half a version"],
