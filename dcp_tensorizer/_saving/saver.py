@@ -23,7 +23,7 @@ from .._runtime.torch_compat import group_devices, group_of_save
 from .._staging.staged_save import StagedSave, StagedStateDict, name_of_group
 from .._staging.stager import Stager
 from .._storage.base import Storage
-from .._storage.claim import Ownership
+from .._storage.lease import Lease
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
@@ -80,7 +80,7 @@ class Saver:
         self.flushing = None if options.target is None else self.engine.flushing(options.target)
         self.reports = Reports(callbacks.on_report)
         self.freshness = Freshness()
-        self.owner: Ownership | None = None
+        self.owner: Lease | None = None
         self.id = uuid.uuid4().hex
         self.save_id = self._next_id = uuid.uuid4().hex
         # Saves without staging may begin at the same time, also in a signal handler.

@@ -137,7 +137,7 @@ class Stager:
         self.saves.reclaim()
         snapshot = self._snapshot(state_dict)
         pin_for = self._pin_for(snapshot.devices)
-        self.saves.prewarm(snapshot.nbytes, lambda nbytes: _new_buffer(nbytes, self._device, pin_for))
+        self.saves.prewarm(snapshot.nbytes, lambda nbytes: SharedBuffer(nbytes, pin_for))
 
     def wait_turn(self, before: StagedSave | None = None) -> None:
         """Waits until the saves that were staged earlier, or those before ``before``, are over."""
@@ -249,10 +249,9 @@ class Stager:
         """
         staged_save = staged.staged_save
         try:
-            buffer = staged_save.buffer = self.saves.take_buffer(snapshot.nbytes)
+            pin_for = self._pin_for(snapshot.devices)
+            buffer = staged_save.buffer = self.saves.take_buffer(snapshot.nbytes, pin_for)
             buffer.is_kept = is_kept
-            if (index := self._pin_for(snapshot.devices)) is not None:
-                buffer.pin(self._device, index)
             copies = staged_save.copies = Copies(self._device.side_streams, self._thread_count, self._limits)
             layout = self._repeat_batches(snapshot, buffer, copies)
             tensors = self._begin_copies(snapshot, buffer, copies)
@@ -330,18 +329,11 @@ class Stager:
         of_sources = sources, dtypes, self.dtype_of, tensors.described, places
         return _Snapshot(structure, listed, tensors, in_place, omitted_tensors, shared, *of_sources)
 
-    def _pin_for(self, devices: Sequence[int]) -> int | None:
+    def _pin_for(self, devices: Sequence[int]) -> tuple[Device, int] | None:
         """The first device from which this process copies anything."""
-        return None if self._copy_from_devices is not None or not devices else devices[0]
+        return None if self._copy_from_devices is not None or not devices else (self._device, devices[0])
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that stands for one that is not staged: it can be planned, but has no values."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _new_buffer(nbytes: int, device: Device, index: int | None) -> SharedBuffer:
-    buffer = SharedBuffer(nbytes)
-    if index is not None:
-        buffer.pin(device, index)
-    return buffer

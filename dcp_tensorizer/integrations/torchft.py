@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from .._memory.checkpoint import KeptCheckpoint, KeptReader, described
+from .._memory.checkpoint import StateCheckpoint, StateReader, hold_request
 from .._memory.client import KeeperProcess
 from .._memory.copies import address_of, address_towards, is_local
-from .._memory.protocol import KeptHead
+from .._memory.protocol import StateHead
 from .._memory.replicas import RemotePart
 from .._memory.runtime_directory import job_name
 from .._memory.wire import SECRET_BYTES, Address
@@ -141,13 +141,13 @@ class TensorizerTransport:
         staged = stager.stage(_taken_apart(state_dict), is_kept=True)
         staged.staged_save.abandoned = True  # no save waits for it
         buffer, error = staged.staged_save.buffer, staged.staged_save.error
-        head = KeptHead(_state_id(step), number=step, job=self._run, rank=0, world_size=1, record=None)
+        head = StateHead(_state_id(step), number=step, job=self._run, rank=0, world_size=1, record=None)
         try:
             if buffer is None or error is not None:
                 raise StagingError(f"step {step} cannot be sent: {error}")
             planner = SavePlanner(flatten_state_dict=False, enable_plan_caching=False)
             planner.set_up_planner(dict(staged), is_coordinator=True)
-            self._keeper.keep(described(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
+            self._keeper.hold(hold_request(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
         except BaseException:
             if buffer is not None:
                 buffer.is_kept = False
@@ -188,9 +188,9 @@ class TensorizerTransport:
         part = RemotePart(_address_in(metadata), _state_id(step), 0)
         try:
             content = part.record(timeout.total_seconds())
-            checkpoint = KeptCheckpoint(f"the state of replica {src_rank} at step {step}", [(content, part)])
+            checkpoint = StateCheckpoint(f"the state of replica {src_rank} at step {step}", [(content, part)])
             own = {} if self._state_dict is None else dict(_leaves(self._state_dict()))
-            return _read(KeptReader(checkpoint, self._reader_options), own)
+            return _read(StateReader(checkpoint, self._reader_options), own)
         finally:
             part.release()
 
@@ -264,7 +264,7 @@ def _taken_apart(state: Any) -> dict[str, Any]:
     return {_STRUCTURE: (tree, keys, values, shardings), **items}
 
 
-def _read(reader: KeptReader, own: Mapping[str, Any]) -> Any:
+def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
     """Reads a state that was taken apart; into tensors of ``own`` where they fit."""
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)

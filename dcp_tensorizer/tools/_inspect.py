@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._index.schema import SaveRecord
-from .._job.lineage import sound
-from .._job.steps import StepNames, read_steps
+from .._job.steps import StepNames, read_steps, sound
 from .._storage.base import Storage
 from .._storage.open import open_storage
 from .._tensor_file.dtypes import dtype_name
