@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .._memory.survival import OnStaged
 from .._models.save import ModelSaver
+from .._models.ties import ties_of
 from .._models.versions import NotPublished
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import flatten_state_dict
-from .._saving.ties import ties_of
 from .._staging.staged_save import StagedStateDict
 from .._storage.lease import Lease
 from ..errors import WriteError, describe, listed, unwrap

@@ -74,7 +74,7 @@ class VersionsOfWriter:
         self._error: NotPublished | None = None
 
     def add(self, model: SavedModel) -> None:
-        """Lets a model be published. Raises `WriteError` if the one before could not be."""
+        """Publishes a model in the background. Raises `WriteError` if the one before could not be published."""
         with self._changed:
             error, self._error = self._error, None
             location = model.storage.location
@@ -92,7 +92,7 @@ class VersionsOfWriter:
             raise error
 
     def files_needed(self, location: str) -> set[str]:
-        """The files in a directory that are still needed here, although another model may have replaced them."""
+        """Returns the files in a directory that are still needed here, also of models that were replaced."""
         with self._changed:
             return {name for model in self._needed() if model.storage.location == location for name in model.files}
 
@@ -182,7 +182,6 @@ class VersionsOfWriter:
         return [model for model in (self._waiting, self._running, self._published) if model is not None]
 
     def _release(self) -> None:
-        """Releases the files that are no longer needed."""
         with self._changed:
             needed = set(map(id, self._needed()))
             released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]
