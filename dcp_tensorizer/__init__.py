@@ -8,6 +8,7 @@ from ._version import __version__ as __version__
 from .errors import *  # noqa: F403  # all of them, as its `__all__` has them
 
 if TYPE_CHECKING:
+    from ._memory.copies import CopyOptions as CopyOptions
     from ._publish.apply import apply_delta as apply_delta
     from ._publish.publisher import Publish as Publish
     from ._publish.publisher import publish as publish
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _NAMES = {
     name: module
     for module, names in {
+        "_memory.copies": "CopyOptions",
         "_publish.apply": "apply_delta",
         "_publish.publisher": "Publish publish",
         "_writer_process.options": "SaveLimits",
