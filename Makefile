@@ -96,8 +96,8 @@ soak: $(READY)
 gpu:
 	$(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
 
-# For an hour on a machine with a GPU and without a network: one folder of less than 60 MiB, with a plan of calls in it.
-# What the calls leave becomes a page by `python -m benchmarks.gpu --collect FOLDER`.
+# For a quarter of an hour on a machine with a GPU and without a network: one folder of less than 56 MiB, with a plan of two
+# calls in it. What the calls leave becomes a page by `python -m benchmarks.gpu --collect FOLDER`.
 gpu-parcel: $(READY)
 	$(BIN)/python -m benchmarks.gpu.parcel build/gpu-parcel
 

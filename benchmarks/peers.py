@@ -31,10 +31,10 @@ import xxhash
 from dcp_tensorizer import CheckpointManager, CopyOptions
 from dcp_tensorizer._memory.checkpoint import _STREAMS
 from dcp_tensorizer._memory.copies import DEFAULT_RATE
+from dcp_tensorizer._memory.frames import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 from dcp_tensorizer._memory.replicas import Throttle
 from dcp_tensorizer._memory.wire import MAX_BYTES
 from dcp_tensorizer._runtime.threads import cores
-from dcp_tensorizer._tensor_file.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 from dcp_tensorizer.integrations.torchft import TensorizerTransport
 from tests.hosts.lab import SHARED, Lab
 from tests.hosts.requirements import missing

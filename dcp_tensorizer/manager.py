@@ -62,7 +62,7 @@ from ._memory.survival import Survival
 from ._runtime.forks import Home
 from ._runtime.threads import NEVER, Deadline
 from ._runtime.validation import check_flags, check_path, check_timeout
-from ._storage.claim import Ownership, claim_file_name
+from ._storage.lease import Lease, lease_file_name
 from ._storage.open import absolute_path
 from ._tensor_file.names import metadata_file_name
 from ._tiers.tiered_storage import NearestStorage, nearest
@@ -220,7 +220,7 @@ class CheckpointManager:
             self._home = Home()
             self._position: Position | None = None  # the job's position; None before its first save or restore
             self._serial = 0  # of the last save of this run
-            self._has_claimed = False
+            self._has_lease = False
             self._begin(agreement, heartbeats, survive, export)
         except BaseException:
             self._writer.close()
@@ -234,9 +234,9 @@ class CheckpointManager:
         remote = folder.remote if isinstance(folder, NearestStorage) else folder
         self._agreement, self._heartbeats = agreement, heartbeats
         self._flushing = None if is_copy else saver.flushing
-        self._owner = Ownership(remote, claim_file_name(self._names.shown))  # a restore claims nothing
+        self._lease = Lease(remote, lease_file_name(self._names.shown))  # a restore takes no lease
         if not is_copy:
-            saver.owner = self._owner
+            saver.owner = self._lease
         self._survival = Survival(
             saver,
             folder,
@@ -248,10 +248,10 @@ class CheckpointManager:
             copy_options=self._copy_options,
         )
         rules = self._retention if agreement.is_first else None
-        self._retaining = Retaining(remote, self._names, rules, self._owner, self._flushing, lambda: self._position)
+        self._retaining = Retaining(remote, self._names, rules, self._lease, self._flushing, lambda: self._position)
         self._exports = None
         if export is not None:
-            self._exports = Exports(export, self._writer, heartbeats, self._owner, holds_states=survive > 0)
+            self._exports = Exports(export, self._writer, heartbeats, self._lease, holds_states=survive > 0)
         self._saves = Saves(
             self._writer,
             agreement,
@@ -607,7 +607,7 @@ class CheckpointManager:
         self._survival.begin()
         self._survival.start_keeper()
         self._survival.begin_copies()
-        self._claim()
+        self._take_lease()
         if self._position is None:
             finish_unflushed(self._flushing, self._agreement)
             self._position = self._agreement.decided(lambda: begin(self._folder, self._names, step))
@@ -618,7 +618,7 @@ class CheckpointManager:
                 f"run's states are copied to. This run can no longer save. Stop it; or stop the other run, and restart "
                 f"this one."
             )
-            raise WriteError(self._agreement.decided(lambda: self._owner.lost or superseded))
+            raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
@@ -629,16 +629,16 @@ class CheckpointManager:
             decision = decision._replace(action=Action.SAVE)
         return decision, self._act(decision, step, state, part, metrics)
 
-    def _claim(self) -> None:
-        """Claims the folder at the first save of the job."""
-        if self._has_claimed:
+    def _take_lease(self) -> None:
+        """Takes the lease of the folder at the first save of the job."""
+        if self._has_lease:
             return
-        self._has_claimed = True
-        if self._flushing is not None:  # before the claim: the flush of each node must know this claim as its own
-            self._flushing.admit(self._owner.name, self._agreement.decided(lambda: self._owner.id))
+        self._has_lease = True
+        if self._flushing is not None:  # before the lease is taken: the flush of each node must know it as its own
+            self._flushing.admit(self._lease.name, self._agreement.decided(lambda: self._lease.id))
             self._agreement.largest(0)
         if self._agreement.is_first:
-            self._owner.claim()
+            self._lease.take()
 
     def _is_gone(self, step: int) -> bool:
         """Returns whether a saved step was deleted. If so, the job goes on among the remaining steps.
@@ -685,7 +685,7 @@ class CheckpointManager:
             must_write=must_write,
             is_busy=holds and self._saves.is_busy,
             is_due_in_memory=holds and self._policy.is_due_in_memory(step),
-            is_lost=bool(self._owner.lost),
+            is_lost=bool(self._lease.lost),
             memory=memory,
         )
         return decide(self._agreement, vote)

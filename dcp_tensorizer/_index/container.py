@@ -237,7 +237,6 @@ def nonsense(path: str, what: str) -> MetadataError:
 
 
 def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
-    """The fixed fields, the digest, the MAC and the head."""
     mac_offset = _FIXED.size + _DIGEST
     return (
         view[: _FIXED.size],

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .._memory.survival import OnStaged
 from .._models.save import ModelSaver
+from .._models.ties import ties_of
 from .._models.versions import NotPublished
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import flatten_state_dict
-from .._saving.ties import ties_of
 from .._staging.staged_save import StagedStateDict
-from .._storage.claim import Ownership
+from .._storage.lease import Lease
 from ..errors import WriteError, describe, listed, unwrap
 from ..models import Export, SafetensorsStorageWriter
 from ..planner import SavePlanner
@@ -41,7 +41,7 @@ class Exports:
         export: Export,
         writer: TensorizerStorageWriter,
         heartbeats: Heartbeats,
-        owner: Ownership,
+        owner: Lease,
         *,
         holds_states: bool,
     ) -> None:

@@ -26,10 +26,10 @@ from .._memory.checkpoint import StateReader
 from .._memory.protocol import StateHead
 from .._memory.survival import AllMemory, Predecessors
 from .._memory.wire import Address
+from .._models.ties import identity_of
 from .._planning.read_items import has_older_keys
 from .._runtime.torch_compat import local_parts, whole_size
 from .._runtime.validation import check_flags
-from .._saving.ties import identity_of
 from .._storage.base import Storage
 from ..any_format import open_reader
 from ..data_parallel import other_sizes

@@ -20,7 +20,7 @@ from .._runtime.validation import check_choice, check_count, check_flags, check_
 from .._saving.commit import remove_files, withdraw
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
-from .._storage.claim import Ownership
+from .._storage.lease import Lease
 from .._tensor_file.names import is_ours
 from ..errors import CheckpointError, NotCommitted, ReadError, describe, listed
 from .steps import LATEST, Position, Step, StepNames, members, read_steps, sound
@@ -102,7 +102,7 @@ logger = logging.getLogger("dcp_tensorizer")
 _LINKED = "it is a link: remove it, and its target, by hand"
 
 
-def _delete(storage: Storage, step: Step, owner: Ownership, *, other_files: bool) -> str:
+def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) -> str:
     """Deletes a checkpoint, its metadata first. Returns why it must stay; empty if it is deleted.
 
     Files that no save wrote are deleted with ``other_files``; otherwise they are a reason to stay. Raises
@@ -152,7 +152,7 @@ class Retaining:
         folder: Storage,
         names: StepNames,
         rules: Retention | None,
-        owner: Ownership,
+        owner: Lease,
         flushing: Flushing | None,
         position: Callable[[], Position | None],
     ) -> None:
@@ -186,7 +186,7 @@ class Retaining:
                 if alive is not None and done.exception() is None:
                     alive._begin(lambda: alive._retain(saved))
                 elif alive is not None:  # another run may have claimed the folder; then the next save reports it
-                    alive._begin(alive._owner.claim)
+                    alive._begin(alive._owner.take)
 
             arrival.add_done_callback(go_on)
 

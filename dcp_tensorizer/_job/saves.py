@@ -20,7 +20,7 @@ from .._index.schema import SaveRecord
 from .._memory.survival import OnStaged
 from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
 from .._saving.commit import WrittenFiles, is_uncommitted
-from .._saving.engine import FailuresInARow
+from .._saving.failures import FailuresInARow
 from .._saving.save import SaveDescription
 from .._staging.staged_save import StagedStateDict
 from .._staging.state_tree import fingerprint

@@ -37,7 +37,7 @@ from .model import (
     read_weight_file,
     written_file,
 )
-from .versions import CLAIM, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
+from .versions import LEASE, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
 
 _LOCK = ".publish.lock"
 _SGLANG = ".weight_sync"
@@ -372,7 +372,7 @@ def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
 def _check_apart(target: Path, published: Published) -> None:
     """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
-    is_version = version_of(real.name) is not None and os.path.exists(real.parent / CLAIM)
+    is_version = version_of(real.name) is not None and os.path.exists(real.parent / LEASE)
     if is_version or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
             f"{target} cannot be changed to a version in {published.path}: "

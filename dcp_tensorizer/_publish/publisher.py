@@ -20,7 +20,7 @@ from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
 from .._storage.base import Refused, Storage
-from .._storage.claim import Claim, Ownership
+from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage, path_to_write
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, listed
 from .chain import Chain, read_delta
@@ -169,9 +169,9 @@ class Publication:
         check_count("keep_latest", self.keep_latest, optional=True)
 
     def publish(
-        self, own: Claim | None, on_progress: _Progress = lambda done, total: None
-    ) -> tuple[PublishedVersion, Claim]:
-        """Publishes the version. Returns also the claim on the directory, to pass as ``own`` for the next version.
+        self, own: LeaseRecord | None, on_progress: _Progress = lambda done, total: None
+    ) -> tuple[PublishedVersion, LeaseRecord]:
+        """Publishes the version. Returns also the lease of the directory, to pass as ``own`` for the next version.
 
         ``own`` is None if the publisher has not published there before.
         """
@@ -179,12 +179,12 @@ class Publication:
         folder = Published(open_storage(self.published, self.storage_options))
         model = self._model(self.directory, self.index)
         previous = None if self.previous is None else self._model(self.previous, self.previous_index)
-        publisher = _Publisher(folder, folder.ownership(own), model, self.step, on_progress)
+        publisher = _Publisher(folder, folder.lease(own), model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.max_deltas)
             removed = () if self.keep_latest is None else folder.remove_old(self.keep_latest)
-        assert publisher.ownership.own is not None
-        return replace(version, removed=removed), publisher.ownership.own
+        assert publisher.lease.own is not None
+        return replace(version, removed=removed), publisher.lease.own
 
     def _model(self, directory: str, index: bytes | None) -> Model:
         return read_model(open_storage(directory, self.storage_options), index)
@@ -196,13 +196,13 @@ class _Publisher:
     def __init__(
         self,
         folder: Published,
-        ownership: Ownership,
+        lease: Lease,
         model: Model,
         step: int | None,
         on_progress: _Progress,
     ) -> None:
-        self.ownership = ownership
-        ownership.check()
+        self.lease = lease
+        lease.check()
         self._folder, self._source, self._model, self._step = folder, model.storage, model, step
         self._newest = folder.newest()
         self._version = 1 if self._newest is None else self._newest.version + 1
@@ -210,7 +210,7 @@ class _Publisher:
         self._on_progress, self._done = on_progress, 0
         self._total = sum(file.nbytes for file in model.weights.values())
         self._files = 0
-        self._publication = uuid.uuid4().hex[:8]  # not the claim's: a publisher may try a version several times
+        self._publication = uuid.uuid4().hex[:8]  # not the lease's: a publisher may try a version several times
         self._written: list[str] = []
         self._lock = free_in_child(threading.Lock())
 
@@ -224,7 +224,7 @@ class _Publisher:
             manifest = self._write_whole(others) if base is None else self._write_delta(base, previous)
             self._target.sync_directory()
             content = self._encoded_manifest(manifest, notes if base is None else {})
-            self.ownership.check()
+            self.lease.check()
         except BaseException:
             self._drop()
             raise
@@ -252,12 +252,12 @@ class _Publisher:
         """Removes the files of this publication, which cannot commit any more."""
         with suppress(Exception):
             self._target.discard(*self._written)
-            self.ownership.check()  # another publisher may need the directory
+            self.lease.check()  # another publisher may need the directory
             self._target.remove_directory()
 
     @contextmanager
     def _file(self, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
-        self.ownership.check()
+        self.lease.check()
         self._written.append(name)
         with written_file(self._target, name, nbytes) as write:
             yield write

@@ -306,9 +306,9 @@ def test_stock_tensorizer_opens_every_file(saved):
 def test_keys_that_do_not_fit(saved, plain, by_two):
     """A missing, wrong or superfluous key is named on every rank, and no target has changed."""
     messages = {
-        "no key": "is encrypted: give its key (encryption=tensorizer.DecryptionParams",
-        "another key": "another key, or passphrase",
-        "another passphrase": "another key, or passphrase",
+        "no key": "is encrypted. Give its key (encryption=tensorizer.DecryptionParams",
+        "another key": "another key or passphrase",
+        "another passphrase": "another key or passphrase",
         "a key for a plain one": "is not encrypted, and a key was given",
     }
     for failures in by_two[1]:

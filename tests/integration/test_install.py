@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_tensorizer import (
     LoadPlanner,
-    LoadReport,
     SavePlanner,
     TensorizerStorageReader,
     TensorizerStorageWriter,
@@ -37,6 +36,7 @@ from dcp_tensorizer import (
 from dcp_tensorizer._index.container import is_index
 from dcp_tensorizer._runtime.torch_compat import FsspecWriter
 from dcp_tensorizer.integrations.install import run
+from dcp_tensorizer.reader import LoadReport
 
 from ..lab.processes import run_python
 from ..lab.waiting import WAIT, Gate, HeldPlanner, in_thread, wait_until_inside

@@ -17,7 +17,7 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.retention import Retaining, Retention
 from dcp_tensorizer._job.steps import Position, Step, StepNames, leave, read_steps
 from dcp_tensorizer._runtime.threads import Deadline
-from dcp_tensorizer._storage.claim import Ownership
+from dcp_tensorizer._storage.lease import Lease
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ...lab.waiting import WAIT
@@ -26,9 +26,9 @@ NAMES = StepNames("step-{}")
 NEWEST = Retention.of(1, None, None)
 
 
-def owner_of(folder: LocalStorage) -> Ownership:
+def owner_of(folder: LocalStorage) -> Lease:
     """That of a job which has just claimed the folder."""
-    owner = Ownership(folder, ".step-N.claim")
+    owner = Lease(folder, ".step-N.claim")
     owner.check()
     return owner
 

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from dcp_tensorizer._memory import wire as wire_module
+from dcp_tensorizer._memory.frames import FrameCipherKind, frame_ciphers
 from dcp_tensorizer._memory.wire import MAX_BYTES, MAX_MESSAGE, Address, Wire, WireError, listen_on
 from dcp_tensorizer._runtime.threads import in_background
-from dcp_tensorizer._tensor_file.encryption import FrameCipherKind, frame_ciphers
 
 from ...lab.waiting import WAIT
 
@@ -147,7 +147,7 @@ def test_who_is_no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (b"GET / HTTP/1.1\r\nHost: keeper.example.com:80\r\n\r\n", b""):
         ends = socket.socketpair()
         ends[0].sendall(words)
-        with pytest.raises(OSError, match=r"it is no keeper|timed out"):
+        with pytest.raises(OSError, match=r"the peer is not a keeper|timed out"):
             Wire(ends[1], SECRET, is_server=True)
         ends[0].close()
 

@@ -162,7 +162,7 @@ def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Pa
     from dcp_tensorizer._publish.model import read_model
 
     folder = Published(LocalStorage(tmp_path / "published"))
-    first = _Publisher(folder, folder.ownership(), read_model(source), None, lambda done, total: None)
+    first = _Publisher(folder, folder.lease(), read_model(source), None, lambda done, total: None)
     write_model(tmp_path / "second", next_state(state, 8))
     publish(tmp_path / "second", tmp_path / "published")
     with pytest.raises(WriteError, match=r"another publisher has just published|now belongs to another run"):

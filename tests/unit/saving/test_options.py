@@ -60,7 +60,7 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
         ({"limits": {"timeout": 5}}, TypeError, "limits must be SaveLimits, and is dict"),
         ({"path": "/a", "local": "/b", "limits": 5}, TypeError, "limits must be SaveLimits, and is int"),
         ({"on_report": 5}, TypeError, "on_report must be"),
-        ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, and is bytes"),
+        ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, got bytes"),
         (
             {"encryption": EncryptionParams(KEY), "staging": "shared"},
             ValueError,
