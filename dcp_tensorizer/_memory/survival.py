@@ -296,11 +296,11 @@ class Survival:
                 )
             return None
         head = max(reached, key=lambda h: (h.step, h.number, h.id))
-        is_other = any(offer.has_other_folder(head) for offer in offers)
-        is_known = any(offer.knows(head) for offer in offers)
+        own = [(part.folder, offer.folder) for offer in offers for part in offer.own(head)]
+        is_other = any(then not in (None, now) for then, now in own)
 
         def refusal() -> str:
-            if is_known:
+            if own:
                 return outdated(head, tip, None if is_other else head.folder, ids, lost)
             # The hosts that held it are gone. Other hosts number devices in another way, but see the same inode.
             is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
@@ -585,14 +585,9 @@ class _Offer(NamedTuple):
         """The heads of all parts."""
         return [head for keeper in self.keepers for head in keeper.heads]
 
-    def knows(self, head: StateHead) -> bool:
-        """Returns whether this host held a part of the state itself, and so knows the folder's identity of then."""
-        return any(own.id == head.id and own.host in ("", self.host) for own in self.heads)
-
-    def has_other_folder(self, head: StateHead) -> bool:
-        """Returns whether this host held a part of the state itself, for a folder that has been replaced since."""
-        own = [own for own in self.heads if own.id == head.id and own.host in ("", self.host)]
-        return any(part.folder not in (None, self.folder) for part in own)
+    def own(self, head: StateHead) -> list[StateHead]:
+        """The parts of a state that this host held itself. Only it can compare their folder with that of now."""
+        return [part for part in self.heads if part.id == head.id and part.host in ("", self.host)]
 
 
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
