@@ -31,7 +31,6 @@ from .._planning.read_items import has_older_keys
 from .._runtime.torch_compat import local_parts, whole_size
 from .._runtime.validation import check_flags
 from .._storage.base import Storage
-from ..any_format import open_reader
 from ..data_parallel import other_sizes
 from ..errors import (
     CheckpointError,
@@ -48,6 +47,7 @@ from ..errors import (
     unwrap,
 )
 from ..planner import LoadPlanner
+from ..reader import open_reader
 from .optimizer_state import OptimizerTarget, dtypes_kept
 from .ranks import Agreement, Heartbeats
 from .steps import Step

@@ -13,7 +13,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Literal
 
-from .._loading.validate import read_head
+from .._formats.own import read_head
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
 from .._runtime.validation import check_choice, check_count, check_flags, check_timeout

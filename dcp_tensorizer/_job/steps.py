@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._formats.own import read_head
+from .._formats.recognise import kind_of_file
 from .._index.schema import SaveRecord
-from .._loading.validate import kind_of_file, read_head
 from .._runtime.threads import in_threads
 from .._saving.commit import dead_files, remove
 from .._storage.base import Storage

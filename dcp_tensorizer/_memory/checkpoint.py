@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
+from .._formats.own import Index
 from .._index.container import IndexFile, read_head
 from .._index.locations import RankPlaces
-from .._index.read import Index
 from .._index.schema import ItemKey, item_key
 from .._index.write import encode
 from .._runtime.forks import Descriptor

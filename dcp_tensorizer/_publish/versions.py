@@ -35,12 +35,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .._formats.safetensors_header import INDEX, decode_json
+from .._formats.weight_files import check_plain_name, check_weight_name, read_small
 from .._runtime.validation import check_count
 from .._storage.base import Storage
 from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
-from .model import check_plain_name, check_weight_name, read_blocks, read_small, written_file
+from .model import read_blocks, written_file
 
 FORMAT = 1
 _DIRECTORY = re.compile(r"weight_v(\d{6,15})")
@@ -356,7 +357,12 @@ class Published:
             folder.discard(*sorted(filter(_OF_A_PUBLICATION.fullmatch, found.keys() - own)))
         for name, record in manifest.others.items():
             if found.get(name) != record.nbytes and stored[name] in found.keys() - {name}:
-                _copy(folder, stored[name], name, record.nbytes)
+                identity = folder.identity(stored[name])
+                folder.discard(name)
+                if identity is None or folder.adopt(folder, stored[name], identity, name, sync=True) is None:
+                    with written_file(folder, name, record.nbytes) as write:
+                        for block in read_blocks(folder, stored[name]):
+                            write(memoryview(block))
         folder.sync_directory()
 
 
@@ -365,15 +371,6 @@ def _files_in(folder: Storage) -> dict[str, int]:
     with suppress(NotCommitted):
         return {file.name: file.nbytes for file in (*folder.uploads(), *folder.listing()[0])}
     return {}
-
-
-def _copy(folder: Storage, source: str, name: str, nbytes: int) -> None:
-    identity = folder.identity(source)
-    folder.discard(name)
-    if identity is None or folder.adopt(folder, source, identity, name, sync=True) is None:
-        with written_file(folder, name, nbytes) as write:
-            for block in read_blocks(folder, source):
-                write(memoryview(block))
 
 
 def name_of(version: int) -> str:

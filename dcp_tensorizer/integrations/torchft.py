@@ -73,7 +73,7 @@ class TensorizerTransport:
     Args:
         state_dict: Returns the state to load into, nested as the one that is sent: what torchft's manager sends is
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
-            place. Others are new, in host memory. Without it all are. A state with DTensors needs it.
+            place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
         interface: The name or address of the network interface to listen on. None: the one towards torchft's
             lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
@@ -104,8 +104,9 @@ class TensorizerTransport:
         self._keeper, self._address = self._start()
 
     def metadata(self) -> str:
-        """The place where the other replicas reach the keeper, with the secret: another one once the state that was
-        offered is withdrawn.
+        """The address of the keeper for the other replicas, with the secret.
+
+        The secret changes once the state that was offered is withdrawn.
 
         Starts another keeper if this one has died.
         """
@@ -185,7 +186,13 @@ class TensorizerTransport:
             StateMismatch: there is a DTensor, and no ``state_dict`` with its mesh; or a tensor of ``state_dict`` is
                 sharded otherwise. Names the key; tensors of ``state_dict`` may have changed.
         """
-        part = RemotePart(_address_in(metadata), _state_id(step), 0)
+        try:
+            address = msgspec.json.decode(metadata, type=Address)
+        except (msgspec.MsgspecError, ValueError):
+            raise ReadError(
+                "the other replica has another transport. Use TensorizerTransport in all replicas."
+            ) from None
+        part = RemotePart(address, _state_id(step), 0)
         try:
             content = part.record(timeout.total_seconds())
             checkpoint = StateCheckpoint(f"the state of replica {src_rank} at step {step}", [(content, part)])
@@ -273,7 +280,9 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
         if not isinstance(entry, TensorStorageMetadata):
             target[key] = None
             continue
-        local = _local(own.get(key))
+        value = own.get(key)
+        value = value.to_local() if isinstance(value, DTensor) else value
+        local = value.detach() if isinstance(value, torch.Tensor) else None
         alike = local is not None and (local.shape, local.dtype) == (entry.size, entry.properties.dtype)
         if local is not None and alike and not local.is_meta:
             in_place.add(key)
@@ -303,18 +312,11 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
         if mesh is None:
             raise StateMismatch(
                 f"{key} is a DTensor on a mesh {sharding.mesh_names} of shape {sharding.mesh_shape}, and no tensor "
-                f"here is on such a mesh: pass TensorizerTransport the state_dict to load into"
+                f"here is on such a mesh. Pass TensorizerTransport the state_dict to load into."
             )
         return sharding.around(target[key], mesh)
 
     return pytree.tree_map(value_of, tree)
-
-
-def _local(value: object) -> torch.Tensor | None:
-    """The part of a tensor that this rank has; None for other values."""
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    return value.detach() if isinstance(value, torch.Tensor) else None
 
 
 def _new_secret() -> bytes:
@@ -323,13 +325,6 @@ def _new_secret() -> bytes:
 
 def _state_id(step: int) -> str:
     return f"{step:032x}"
-
-
-def _address_in(metadata: str) -> Address:
-    try:
-        return msgspec.json.decode(metadata, type=Address)
-    except (msgspec.MsgspecError, ValueError):
-        raise ReadError("the other replica has another transport: all replicas need TensorizerTransport") from None
 
 
 def _own_address() -> str:

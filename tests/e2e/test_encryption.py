@@ -21,7 +21,8 @@ from dcp_tensorizer._tensor_file import encryption as encryption_module
 
 from ..lab.processes import workers
 from ..lab.ranks import attempt, eventually, in_turn, run_ranks
-from .training import assert_same, full, random_tensor
+from ..lab.states import assert_same
+from .training import full, random_tensor
 
 WORLD = 4
 PASSPHRASE = "the walrus and the carpenter"

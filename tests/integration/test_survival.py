@@ -24,7 +24,7 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._loading.validate import read_head
+from dcp_tensorizer._formats.own import read_head
 from dcp_tensorizer._memory import client, runtime_directory, survival
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.protocol import Extent, Hold, StateContent, StateHead

@@ -209,14 +209,14 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"path": 7}, TypeError, "path must be a str or an os.PathLike, and is int"),
-        ({"staging": "disk"}, ValueError, "staging='disk' is none of 'buffer', 'device', 'shared'"),
-        ({"thread_count": 0}, ValueError, "thread_count=0 must be an int of at least 1, or None"),
-        ({"storage_options": ["a"]}, TypeError, "storage_options must be a mapping, or None, and is list"),
+        ({"path": 7}, TypeError, "path must be a str or an os.PathLike, got int."),
+        ({"staging": "disk"}, ValueError, "staging must be one of 'buffer', 'device', 'shared', got 'disk'."),
+        ({"thread_count": 0}, ValueError, "thread_count must be an int of at least 1, or None, got 0."),
+        ({"storage_options": ["a"]}, TypeError, "storage_options must be a mapping, or None, got list."),
         ({"encryption": "key"}, TypeError, "encryption must be tensorizer.EncryptionParams, got str"),
-        ({"on_report": "print"}, TypeError, "on_report must be callable, or None, and is str"),
-        ({"on_progress": "print"}, TypeError, "on_progress must be callable, or None, and is str"),
-        ({"limits": 600.0}, TypeError, "limits must be SaveLimits, and is float"),
+        ({"on_report": "print"}, TypeError, "on_report must be callable, or None, got str."),
+        ({"on_progress": "print"}, TypeError, "on_progress must be callable, or None, got str."),
+        ({"limits": 600.0}, TypeError, "limits must be SaveLimits, got float."),
         ({"local": 7, "path": "/a"}, TypeError, "local must be a str or an os.PathLike, got int"),
         ({"local": "/b"}, ValueError, "local= needs a path to mirror. Pass path= as well"),
         (
@@ -229,7 +229,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
             ValueError,
             "local must be a folder on a disk of this machine, got a URL",
         ),
-        ({"max_unflushed": 0}, ValueError, "max_unflushed=0 must be an int of at least 1"),
+        ({"max_unflushed": 0}, ValueError, "max_unflushed must be an int of at least 1, got 0."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
