@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import mmap
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,25 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer import LoadPlanner, SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
+from dcp_tensorizer._loading import gpu as load_pools
+from dcp_tensorizer._loading import run as load_run
 from dcp_tensorizer._staging import device as device_module
+from dcp_tensorizer._staging import shared_memory
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
+from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS
 
 from ..case import Case
-from ..limits import direct_read_seconds, evict
-from ..savers import DcpSaver, Ours, State, TorchCheckpointing
+from ..savers import DcpSaver, Ours, State, torch_checkpointing
 from .device import GPU, REHEARSAL, pinned, synchronize, timed
 
 Result = dict[str, list[float]]
 
 _GIGA = 1_000_000_000
+_NEVER = 1 << 62
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def large_state(nbytes: int, count: int = 300) -> State:
@@ -49,17 +53,17 @@ def large_state(nbytes: int, count: int = 300) -> State:
     return {f"t{n}": torch.rand(max(1, nbytes // 4 // count), device=GPU) for n in range(count)}
 
 
-def small_state(count: int = 5000) -> State:
-    """Float32 tensors of 215 kB on the GPU, as an optimizer or a model of experts has them."""
-    return {f"s{n}": torch.rand(53_750, device=GPU) for n in range(count)}
+def small_state(count: int = 5000, kilobytes: int = 215) -> State:
+    """Float32 tensors of a size on the GPU, as an optimizer or a model of experts has them."""
+    return {f"s{n}": torch.rand(kilobytes * 250, device=GPU) for n in range(count)}
 
 
 def _state_of(size: str, scale: float) -> State:
     """So many GB in 300 tensors; 5,000 small tensors for any other word."""
-    gigabytes = {"4 GB": 4, "20 GB": 20}.get(size)
-    if gigabytes is None:
-        return small_state(int(5000 * min(1.0, scale * 4)))
-    return large_state(int(gigabytes * _GIGA * scale))
+    number, _, unit = size.partition(" ")
+    if unit == "GB":
+        return large_state(int(int(number) * _GIGA * scale))
+    return small_state(int(5000 * min(1.0, scale * 4)))
 
 
 # --- what a save costs ------------------------------------------------------------------------------------------------
@@ -96,13 +100,12 @@ class TorchStager(DcpSaver):
 def saver_of(name: str, state: State) -> Any:
     """A contender by its name."""
     if name.startswith("dcp_tensorizer"):
-        way = "device" if "device" in name and not REHEARSAL else "buffer"
-        prewarm, overlap = "cold" not in name, "overlap" in name
-        return Ours(dist.group.WORLD, state, prewarm=prewarm, staging=way, overlap_staging=overlap)
+        planner = SavePlanner() if "SavePlanner" in name else None
+        make = None if planner is None else lambda: planner  # one for all saves, as a job has it
+        return Ours(dist.group.WORLD, state, prewarm=True, planner=make, overlap_staging="overlap" in name)
     if name.startswith("torch_checkpointing"):
-        return TorchCheckpointing(background=name.endswith("background"), pinned=not REHEARSAL)
-    kind = AsyncCheckpointerType.PROCESS if name.endswith("PROCESS") else AsyncCheckpointerType.THREAD
-    return TorchStager(async_checkpointer_type=kind)
+        return torch_checkpointing(background=name.endswith("background"), pinned=not REHEARSAL)
+    return TorchStager()
 
 
 def begin_group() -> None:
@@ -122,13 +125,47 @@ def pinned_copy(scale: float, name: str, folder: Path) -> Result:
 
 
 def staging(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of `stage` on a warm buffer."""
-    state = _state_of("" if name == "5,000 small" else "4 GB", scale)
+    """GB/s of `stage` on a warm buffer, and when its first copy over the bus was queued; by batches, if there are any,
+    or gathered."""
+    kilobytes = re.findall(r"(\d+) kB", name)
+    state = small_state(int(5000 * min(1.0, scale * 4)), int(kilobytes[0])) if kilobytes else _state_of("4 GB", scale)
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    stager = Stager()
-    seconds = [timed(lambda: stager.stage(state)) for _ in range(6)]
+    batch_bytes = _NEVER if "gathered" in name else 0 if kilobytes == ["2"] else DEFAULT_LIMITS.batch_bytes
+    stager = Stager(limits=replace(DEFAULT_LIMITS, batch_bytes=batch_bytes))
+    result: Result = {"gb_per_s": [], "first_copy_ms": []}
+    with _first_copies() as queued:
+        for number in range(6):
+            queued.clear()
+            started = time.perf_counter()
+            seconds = timed(lambda: stager.stage(state))
+            if number:  # the first makes the buffer
+                result["gb_per_s"].append(nbytes / _GIGA / seconds)
+                result["first_copy_ms"] += [(moment - started) * 1e3 for moment in queued[:1]]
     stager.saves.close()
-    return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}  # the first makes the buffer
+    return result
+
+
+@contextmanager
+def _first_copies() -> Iterator[list[float]]:
+    """The moments at which copies are queued on a GPU."""
+    moments: list[float] = []
+    kinds = ("copy_batch", "copy", "spread")
+    before = {kind: getattr(device_module._CudaStream, kind) for kind in kinds}
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def queue(*arguments: Any) -> Any:
+            moments.append(time.perf_counter())
+            return call(*arguments)
+
+        return queue
+
+    for kind, call in before.items():
+        setattr(device_module._CudaStream, kind, noted(call))
+    try:
+        yield moments
+    finally:
+        for kind, call in before.items():
+            setattr(device_module._CudaStream, kind, call)
 
 
 def saving(scale: float, name: str, folder: Path) -> Result:
@@ -150,10 +187,17 @@ def saving(scale: float, name: str, folder: Path) -> Result:
             if until():
                 return done / (time.perf_counter() - started)
 
-    ends = time.perf_counter() + 1.0
-    alone = products(lambda: time.perf_counter() > ends)
+    def after(seconds: float) -> Callable[[], bool]:
+        ends = time.perf_counter() + seconds
+        return lambda: time.perf_counter() > ends
+
+    products(after(1.0))  # warms the clocks up
+    alone = products(after(1.0))
     saver = saver_of(contender, state)
-    result: Result = {key: [] for key in ("first_stall_s", "stall_s", "durable_s", "durable_gb_per_s", "loop_percent")}
+    fields = ("first_stall_s", "stall_s", "durable_s", "durable_gb_per_s", "loop_percent")
+    result: Result = {key: [] for key in fields}
+    phases = ("plan_seconds", "resolve_seconds", "hash_seconds", "write_seconds") if isinstance(saver, Ours) else ()
+    result |= {key: [] for key in phases}
     for number in range(4):
         target = folder / uuid.uuid4().hex
         synchronize()
@@ -170,6 +214,8 @@ def saving(scale: float, name: str, folder: Path) -> Result:
             result["durable_s"].append(durable)
             result["durable_gb_per_s"].append(nbytes / _GIGA / durable)
             result["loop_percent"].append(100 * beside / alone)
+            for key in phases:
+                result[key].append(getattr(saver._shared.last_report, key))
         shutil.rmtree(target, ignore_errors=True)
     saver.close()
     return result
@@ -199,11 +245,15 @@ def training(scale: float, name: str, folder: Path) -> Result:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not REHEARSAL)
     tokens = torch.randint(0, 32_000, (8, 513) if scale >= 0.5 else (1, 17), device=GPU)
 
+    waits: list[float] = []  # in guards, in ms
+
     def step(guard: Callable[[], AbstractContextManager[None]]) -> None:
         logits = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
+        asked = time.perf_counter()
         with guard():
+            waits.append((time.perf_counter() - asked) * 1e3)
             optimizer.step()
         optimizer.zero_grad()
 
@@ -214,7 +264,7 @@ def training(scale: float, name: str, folder: Path) -> Result:
         synchronize()
         return time.perf_counter() - started
 
-    steps(5)
+    steps(15)  # warms the clocks up
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     alone = [steps(10) for _ in range(4)]
     result: Result = {"step_ms": [seconds * 100 for seconds in alone]}
@@ -222,19 +272,21 @@ def training(scale: float, name: str, folder: Path) -> Result:
         result["slowdown_percent"] = [100 * (steps(10) / statistics.median(alone) - 1) for _ in range(3)]
         return result
     saver = saver_of(name, state)
-    result |= {"stall_ms": [], "slowdown_percent": [], "durable_s": []}
+    result |= {"stall_ms": [], "lock_ms": [], "slowdown_percent": [], "durable_s": []}
     for number in range(3):
         target = folder / uuid.uuid4().hex
         synchronize()
         started = time.perf_counter()
         future = saver.save(state, target)
         stall = time.perf_counter() - started
+        waits.clear()
         steps(10, saver.guard)
         seconds = time.perf_counter() - started
         future.result()
         durable = time.perf_counter() - started
         if number:  # the first save makes buffers and starts processes
             result["stall_ms"].append(stall * 1e3)
+            result["lock_ms"].append(max(waits))
             result["slowdown_percent"].append(100 * (seconds / statistics.median(alone) - 1))
             result["durable_s"].append(durable)
         result["child_gpu_mib"] = _children_mib()
@@ -259,18 +311,13 @@ def _children_mib() -> list[float]:
 
 
 def registration(scale: float, name: str, folder: Path) -> Result:
-    """Seconds a GB to register host memory, whole or in chunks; and what calls of CUDA wait for meanwhile.
+    """Seconds a GB to register the memory of a staging buffer, in chunks; and what calls of CUDA wait for meanwhile.
 
     The calls are those of another thread here, and those of another process.
     """
-    pages, _, way = name.partition(", ")
     nbytes = int(16 * (1 << 30) * scale)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE if pages == "huge pages" else mmap.MADV_NOHUGEPAGE)
-    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    if way == "whole":
-        device_module.PIN_BYTES = nbytes
+    buffer = SharedBuffer(nbytes)
+    address = buffer.allocate(torch.uint8, (1,)).data_ptr()
     torch.ones(1, device=GPU)
     pin = (lambda: lambda: None) if REHEARSAL else (lambda: device_module.CUDA.pin(address, nbytes, 0))
     with _latencies_elsewhere(folder) as elsewhere:
@@ -287,6 +334,7 @@ def registration(scale: float, name: str, folder: Path) -> Result:
             seconds.append(time.perf_counter() - started)
             meanwhile = {key: max(value, meanwhile.get(key, 0.0)) for key, value in found.items()}
             undone[0]()
+    buffer.close()
     result = {"s_per_gb": [value / (nbytes / _GIGA) for value in seconds]}
     for key in ("launch_ms", "malloc_ms"):
         result[f"{key}_alone_max"] = [alone[key]]
@@ -344,20 +392,31 @@ def latencies(scale: float, name: str, folder: Path) -> Any:
 
 
 def overlap(scale: float, name: str, folder: Path) -> Result:
-    """Overlapping staging: time to enter `lock`, and the latency of launches and of `.item()` until all is copied."""
-    staging_way, _, count = name.partition(", ")
-    state = large_state(int(16 * _GIGA * scale), int(count.split()[0].replace(",", "")))
+    """Overlapping staging by its phases: `stage`, all of `async_save`, the first copy, the wait to enter `lock`; and
+    the latency of launches and of `.item()` until all is copied."""
+    state = large_state(int(4 * _GIGA * scale), int(name.split()[0]))
     one = torch.ones(1, device=GPU)
-    way = "device" if staging_way == "device" and not REHEARSAL else "buffer"
-    result: Result = {key: [] for key in ("async_save_ms", "lock_ms", "launch_us_max", "item_ms_max", "copied_s")}
-    with TensorizerStorageWriter(staging=way, overlap_staging=True) as writer:
-        writer.prewarm(state)
+    fields = ("stage_ms", "async_save_ms", "first_copy_ms", "lock_ms", "launch_us_max", "item_ms_max", "copied_s")
+    result: Result = {key: [] for key in fields}
+    staged: list[float] = []
+
+    class Writer(TensorizerStorageWriter):
+        def stage(self, state_dict: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return super().stage(state_dict)
+            finally:
+                staged.append((time.perf_counter() - began) * 1e3)
+
+    with Writer(overlap_staging=True) as writer, _first_copies() as queued:
+        writer.prewarm({"model": state})
         writer.saver.engine.saves.wait_prewarmed()
         for number in range(4):
             target = folder / uuid.uuid4().hex
             synchronize()
+            queued.clear()
             started = time.perf_counter()
-            response: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id=str(target))
+            response: Any = dcp.async_save({"model": state}, storage_writer=writer, checkpoint_id=str(target))
             returned = time.perf_counter()
             with writer.lock():
                 entered = time.perf_counter()
@@ -372,7 +431,9 @@ def overlap(scale: float, name: str, folder: Path) -> Result:
             copied = time.perf_counter()
             response.upload_completion.result()
             if number:
+                result["stage_ms"].append(staged[-1])
                 result["async_save_ms"].append((returned - started) * 1e3)
+                result["first_copy_ms"] += [(moment - started) * 1e3 for moment in queued[:1]]
                 result["lock_ms"].append((entered - returned) * 1e3)
                 result["launch_us_max"].append(max(launches) * 1e6)
                 result["item_ms_max"].append(max(items) * 1e3)
@@ -381,64 +442,31 @@ def overlap(scale: float, name: str, folder: Path) -> Result:
     return result
 
 
-def pieces(scale: float, name: str, folder: Path) -> Result:
-    """Overlapping staging by the size of one copy, in MiB: GB/s, and the longest `.item()` meanwhile."""
-    state = large_state(int(8 * _GIGA * scale), 40)
-    nbytes = sum(tensor.nbytes for tensor in state.values())
-    one = torch.ones(1, device=GPU)
-    result: Result = {}
-    for mib in (4, 8, 16, 32, 64, 1024):
-        device_module.PIECE_BYTES = mib << 20
-        stager = Stager(overlap_staging=True)
-        stager.prewarm(state)
-        stager.saves.wait_prewarmed()
-        rates, items = [], []
-        for _ in range(4):
-            synchronize()
-            started = time.perf_counter()
-            staged = stager.stage(state)
-            waiting = threading.Thread(target=staged.staged_save.wait_copied)
-            waiting.start()
-            while waiting.is_alive():
-                began = time.perf_counter()
-                one.add_(1).item()
-                items.append((time.perf_counter() - began) * 1e3)
-            rates.append(nbytes / _GIGA / (time.perf_counter() - started))
-            del staged
-        stager.saves.close()
-        result |= {f"{mib}_mib_gb_per_s": rates[1:], f"{mib}_mib_item_ms": [max(items), statistics.median(items)]}
-    return result
-
-
 # --- loads ------------------------------------------------------------------------------------------------------------
 
 
 def load(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of loads onto the GPU: from the page cache, from tmpfs, or from a disk whose files are not cached."""
-    loader, _, source = name.partition(" | ")
-    state = large_state(int(4 * _GIGA * scale), 150)
+    """GB/s of loads onto the GPU, from memory."""
+    loader, _, size = name.partition(" | ")
+    state = _state_of(size, scale)
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    top = Path("/dev/shm") if source == "tmpfs" else folder
-    target = top / uuid.uuid4().hex
-    target.mkdir()
-    try:
-        read = _LOADERS[loader.split(",")[0]](state, target, loader)
-        seconds = []
-        for _ in range(3):
-            if source == "disk":
-                evict(target)
-            seconds.append(timed(read))
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
+    read = _LOADERS[loader.split(",")[0]](state, folder, loader)
+    seconds = [timed(read) for _ in range(3)]
     return {"gb_per_s": [nbytes / _GIGA / value for value in seconds[1:]]}
 
 
 def buffer(scale: float, name: str, folder: Path) -> Result:
-    """Seconds a GB to make a staging buffer, to register it, and to free it."""
+    """Seconds a GB to make a staging buffer, to make it while it is registered, to register it, and to free it.
+
+    By rounds: only the first touches memory that the hypervisor has not given out before.
+    """
     nbytes = int(4 * _GIGA * scale)
-    result: Result = {"made_s_per_gb": [], "registered_s_per_gb": [], "freed_s_per_gb": []}
+    shared_memory._MAX_THREADS = int(name.split()[0])
+    if name.endswith("huge pages") and not REHEARSAL:
+        _HUGE_PAGES.write_text("advise")  # as root, a setting of the kernel
     torch.ones(1, device=GPU)
-    for _ in range(3):
+    result: Result = {}
+    for number in range(3):
         moments = [time.perf_counter()]
         made = SharedBuffer(nbytes)
         moments.append(time.perf_counter())
@@ -447,36 +475,35 @@ def buffer(scale: float, name: str, folder: Path) -> Result:
         moments.append(time.perf_counter())
         made.close()
         moments.append(time.perf_counter())
-        for key, (began, ended) in zip(result, itertools.pairwise(moments), strict=True):
-            result[key].append((ended - began) / (nbytes / _GIGA))
-    return result
-
-
-def disk(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of the disk: a file that is written and flushed, and O_DIRECT reads of it by eight threads."""
-    path = folder / uuid.uuid4().hex
-    block = os.urandom(16 << 20)
-    nbytes = int(4 * _GIGA * scale) // len(block) * len(block) or len(block)
-    result: Result = {"written_gb_per_s": [], "read_gb_per_s": []}
-    for _ in range(2):
-        started = time.perf_counter()
-        with open(path, "wb", buffering=0) as file:
-            for _ in range(nbytes // len(block)):
-                file.write(block)
-            os.fsync(file)
-        result["written_gb_per_s"].append(nbytes / _GIGA / (time.perf_counter() - started))
-        evict(folder)
-        result["read_gb_per_s"].append(nbytes / _GIGA / direct_read_seconds(path, nbytes, 8))
-        path.unlink()
+        both = SharedBuffer(nbytes, None if REHEARSAL else (device_module.CUDA, 0))
+        moments.append(time.perf_counter())
+        both.close()
+        for key, (began, ended) in zip(
+            ("made", "registered", "freed", "made_and_registered"), itertools.pairwise(moments), strict=True
+        ):
+            result.setdefault(f"{key}_s_per_gb", []).append((ended - began) / (nbytes / _GIGA))
+            if not number:
+                result[f"{key}_first_s_per_gb"] = result[f"{key}_s_per_gb"][:]
     return result
 
 
 def _ours(state: State, folder: Path, name: str) -> Callable[[], object]:
     with TensorizerStorageWriter(folder) as writer:
-        dcp.save(state, storage_writer=writer)
+        dcp.save(state, storage_writer=writer, planner=SavePlanner())
     threads = next((int(found) for found in re.findall(r"(\d+) threads", name)), None)
+    if mebibytes := re.findall(r"(\d+) MiB", name):
+        load_pools.DEVICE_BYTES = int(mebibytes[0]) << 20
+    if threads is not None:
+        load_pools._POOL_BYTES = threads * load_pools.DEVICE_BYTES
+    if "one by one" in name:
+        load_run._SMALL_BYTES = 0
     verify = "not verified" not in name
-    return lambda: dcp.load(state, storage_reader=TensorizerStorageReader(folder, verify=verify, thread_count=threads))
+
+    def read() -> None:
+        reader = TensorizerStorageReader(folder, verify=verify, thread_count=threads)
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner())
+
+    return read
 
 
 def _bare(state: State, folder: Path, name: str) -> Callable[[], object]:
@@ -518,47 +545,6 @@ def _safetensors_file(state: State, folder: Path) -> str:
     return str(folder / "state.safetensors")
 
 
-def _safetensors(state: State, folder: Path, name: str) -> Callable[[], object]:
-    from safetensors.torch import load_file
-
-    path = _safetensors_file(state, folder)
-    return lambda: load_file(path, device=str(GPU))
-
-
-def _fastsafetensors(state: State, folder: Path, name: str) -> Callable[[], object]:
-    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
-
-    path = _safetensors_file(state, folder)
-
-    def read() -> None:
-        loader = SafeTensorsFileLoader(SingleGroup(), str(GPU), nogds=True)
-        loader.add_filenames({0: [path]})
-        buffer = loader.copy_files_to_device()
-        for key in state:
-            buffer.get_tensor(key)
-        buffer.close()
-        loader.close()
-
-    return read
-
-
-def _instanttensor(state: State, folder: Path, name: str) -> Callable[[], object]:
-    import instanttensor
-
-    path = _safetensors_file(state, folder)
-
-    def read() -> None:
-        try:
-            with instanttensor.safe_open([path], framework="pt", device=str(GPU)) as file:
-                for _ in file.tensors():
-                    pass
-        except ValueError as error:  # it has no way for a CPU, and says so after it has looked at everything else
-            if not REHEARSAL or "only supports CUDA" not in str(error):
-                raise
-
-    return read
-
-
 def _runai(state: State, folder: Path, name: str) -> Callable[[], object]:
     from runai_model_streamer import SafetensorsStreamer
 
@@ -573,30 +559,11 @@ def _runai(state: State, folder: Path, name: str) -> Callable[[], object]:
     return read
 
 
-def _tensorizer(state: State, folder: Path, name: str) -> Callable[[], object]:
-    from tensorizer import TensorDeserializer, TensorSerializer
-
-    serializer = TensorSerializer(str(folder / "state.tensors"))
-    serializer.write_state_dict({key: tensor.cpu() for key, tensor in state.items()})
-    serializer.close()
-
-    def read() -> None:
-        with TensorDeserializer(str(folder / "state.tensors"), device=GPU) as deserializer:
-            for _ in deserializer.items():
-                pass
-
-    return read
-
-
 _LOADERS: dict[str, Callable[[State, Path, str], Callable[[], object]]] = {
     "dcp_tensorizer": _ours,
     "bare reads": _bare,
     "torch FileSystemReader": _torch,
-    "safetensors": _safetensors,
-    "fastsafetensors": _fastsafetensors,
-    "InstantTensor": _instanttensor,
     "Run:ai streamer": _runai,
-    "tensorizer": _tensorizer,
 }
 _CASES: dict[str, Callable[[float, str, Path], Any]] = {
     "pinned copy": pinned_copy,
@@ -607,9 +574,7 @@ _CASES: dict[str, Callable[[float, str, Path], Any]] = {
     "latencies": latencies,
     "overlap": overlap,
     "load": load,
-    "disk": disk,
     "buffer": buffer,
-    "pieces": pieces,
 }
 
 

@@ -48,13 +48,12 @@ def _counts(file: Path) -> dict[str, Any]:
 
 def render(content: dict[str, Any]) -> str:
     """The page."""
-    machines = [machine for machine in content["machines"].values() if isinstance(machine, dict)]
-    about = machines[0] if machines else {}
-    what = "**A rehearsal on a CPU: these figures say nothing.** " if about.get("rehearsal") else ""
-    parts = [
-        f"{what}{about.get('gpu', 'CPU')}, torch {about.get('torch')}, CUDA {about.get('cuda')}, "
-        f"{about.get('cores')} cores. Each figure is the median, and in brackets the least and the greatest."
-    ]
+    machines = {call: found for call, found in content["machines"].items() if isinstance(found, dict)}
+    named = {call: _machine(found) for call, found in machines.items()}
+    where = list(named.values())[:1] if len(set(named.values())) == 1 else [f"{c}: {named[c]}" for c in sorted(named)]
+    rehearsed = any(found.get("rehearsal") for found in machines.values())
+    what = "**A rehearsal on a CPU: these figures say nothing.** " if rehearsed else ""
+    parts = [f"{what}{'. '.join(where)}. Each figure is the median, and in brackets the least and the greatest."]
     rows = [(name, *_test_row(found)) for name, found in content["tests"].items()]
     if rows:
         parts += ["## Tests", table(("file", "run", "failed", "recorded"), rows)]
@@ -65,6 +64,13 @@ def render(content: dict[str, Any]) -> str:
     if left:
         parts += ["## Not whole", table(("step", "how it ended"), sorted(left.items()))]
     return "\n\n".join([*parts, _NOTES.strip()])
+
+
+def _machine(found: dict[str, Any]) -> str:
+    about = (
+        f"{found.get('gpu', 'CPU')}, torch {found.get('torch')}, CUDA {found.get('cuda')}, {found.get('cores')} cores"
+    )
+    return f"{about}, commit {found['commit']}" if "commit" in found else about
 
 
 def _test_row(found: dict[str, Any]) -> tuple[str, str, str]:

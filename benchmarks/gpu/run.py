@@ -1,14 +1,15 @@
-"""Runs a call of the plan from a parcel, on the machine with the GPU: ``python run.py 1``, up to 4.
+"""Runs a call of the plan from a parcel, on the machine with the GPU: ``python run.py 1``, then ``2``.
 
 Results go to the folder that ``OUT`` names, as they come: a call that is cut off leaves what it has. To run a call
 again, or some of its steps (``python run.py 1 staging``), is always possible. ``--seconds 200`` ends it by then.
-``PARCEL_DISK`` names the folder that cases write to. It needs nothing installed but torch and NumPy: the wheels of the
-parcel are unpacked beside it.
+Cases write to /dev/shm, or to the folder that ``PARCEL_DISK`` names. It needs nothing installed but torch and NumPy:
+the wheels of the parcel are unpacked beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import select
@@ -26,23 +27,23 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent if (Path(__file__).parent / "wheels").is_dir() else Path.cwd()
 REHEARSAL = os.environ.get("DCP_TENSORIZER_REHEARSAL") == "1"
 SCALE = 0.01 if REHEARSAL else 1.0
-PLACE = os.environ.get("PARCEL_DISK") or tempfile.gettempdir()
+PLACE = os.environ.get("PARCEL_DISK") or "/dev/shm"
 
 
 def main() -> None:
     sys.path[:0] = [str(HERE)]
-    from benchmarks.gpu.plan import CALL_SECONDS, CALLS
+    from benchmarks.gpu.plan import CALLS, SECONDS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("number", type=int, choices=range(1, len(CALLS) + 1))
     parser.add_argument("names", nargs="*", help="of its steps; by default all")
-    parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="that the call may take")
+    parser.add_argument("--seconds", type=float, help="that the call may take; by default as planned")
     options = parser.parse_args()
     number: int = options.number
     names: list[str] = options.names
     out = Path(os.environ["OUT"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(_unpacked())])}
-    deadline = time.monotonic() + options.seconds
+    deadline = time.monotonic() + (options.seconds or SECONDS[number - 1])
     file = out / f"call-{number}.json"
     before = json.loads(file.read_text()) if file.exists() else {"ended": {}, "steps": {}}
     ended: dict[str, str] = {}
@@ -73,11 +74,13 @@ def main() -> None:
 
 
 def _unpacked() -> Path:
-    """The wheels' contents, in a folder that is made once on this machine."""
-    site = Path(tempfile.gettempdir()) / "dcp_tensorizer_parcel"
+    """The wheels' contents, in a folder that is made once on this machine for the same wheels."""
+    wheels = sorted((HERE / "wheels").glob("*.whl"))
+    digest = hashlib.sha256(b"".join(hashlib.sha256(wheel.read_bytes()).digest() for wheel in wheels)).hexdigest()
+    site = Path(tempfile.gettempdir()) / f"dcp_tensorizer_parcel_{digest[:16]}"
     if not site.exists():
         made = Path(tempfile.mkdtemp())
-        for wheel in sorted((HERE / "wheels").glob("*.whl")):
+        for wheel in wheels:
             with zipfile.ZipFile(wheel) as packed:
                 packed.extractall(made)
         for data in made.glob("*.data"):
@@ -185,7 +188,9 @@ def _in_child(case: dict[str, object], seconds: float, environment: dict[str, st
 def _machine(environment: dict[str, str]) -> object:
     script = "import json; from benchmarks.gpu.device import describe; print(json.dumps(describe()))"
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, env=environment, capture_output=True, text=True)
-    return json.loads(done.stdout) if done.returncode == 0 else done.stderr[-500:]
+    if done.returncode:
+        return done.stderr[-500:]
+    return {**json.loads(done.stdout), "commit": (HERE / "commit").read_text().strip()}
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from .._formats.placement import Box, Placed, place, wrong_way_back
-from .._formats.rename import Renaming, Rules
+from .._formats.rename import Box, Placed, Renaming, Rules, place, wrong_way_back
 from .._formats.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, SafetensorsLayout, fault_of, lay_out, shards
 from .._index.layouts import ChunkLayout, Region, expand, regions_of_range, runs_of
 from .._index.schema import Layout, Run

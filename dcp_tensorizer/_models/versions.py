@@ -16,7 +16,7 @@ from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline, Hung, in_background, in_time
 from .._saving.writer_client import WriterClient
 from .._storage.base import Storage
-from .._storage.claim import Claim
+from .._storage.lease import LeaseRecord
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import PublishRequest
 from ..errors import WriteError, describe
@@ -62,7 +62,7 @@ class VersionsOfWriter:
     def __init__(self, options: Publish, write: SaveOptions) -> None:
         self._options, self._write = options, write
         self._client = WriterClient()
-        self._own: Claim | None = None
+        self._own: LeaseRecord | None = None
         self._changed = free_in_child(threading.Condition())
         self._newest: dict[str, SavedModel] = {}  # by directory, of the models that are needed
         self._unreleased: list[SavedModel] = []

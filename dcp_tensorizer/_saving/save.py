@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._index.locations import RankPlaces
 from .._index.schema import SaveRecord
 from .._runtime.spans import Span
-from .._runtime.threads import Hung, QuickTurns, in_background, in_time
+from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
@@ -110,7 +110,7 @@ class Save:
         self._spans, self._lapped = [*description.spans], time.perf_counter()
         self._written: WriteDone | None = None
         self._has_own_thread = staged is not None and staged.is_on_own_thread
-        self._turns = QuickTurns() if self._has_own_thread else None
+        self._turns = ShortSwitchInterval() if self._has_own_thread else None
         self._tables = SaveTables(saver.engine.tables, save_id)
         self._lock: DirectoryLock | None = None
         self._replaced: concurrent.futures.Future[set[str]] | None = None

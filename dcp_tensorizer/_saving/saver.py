@@ -23,7 +23,7 @@ from .._staging.shared_mappings import SharedWay
 from .._staging.staged_save import StagedSave, StagedStateDict, name_of_group
 from .._staging.stager import Stager
 from .._staging.ways import BUFFER
-from .._storage.claim import Ownership
+from .._storage.lease import Lease
 from .._storage.open import absolute_path
 from .._storage.redact import redact
 from .._tiers.queue import AliveMark
@@ -83,7 +83,7 @@ class Saver:
         self.kind: type[Save] = Save if options.target is None else TieredSave
         self.reports = Reports(callbacks.on_report)
         self.freshness = Freshness()
-        self.owner: Ownership | None = None
+        self.owner: Lease | None = None
         self.id = uuid.uuid4().hex
         self.save_id = self.next_id = uuid.uuid4().hex
         # Saves without staging may begin at the same time, also in a signal handler.

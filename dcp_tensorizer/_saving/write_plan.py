@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -43,6 +44,8 @@ logger = logging.getLogger("dcp_tensorizer")
 # The part of an object that is searched. More would keep the interpreter from training for over a tenth of a second.
 _MAX_BYTES = 4 << 20
 _MAX_OPCODES = 25_000
+
+_MANY_ITEMS = 2000  # of a rank: torch's planner takes a tenth of a second more for them than this package's
 
 
 @dataclass(slots=True, eq=False)  # not frozen: a frozen one takes three times as long to make
@@ -106,6 +109,8 @@ def resolve(
             f"{unstaged!r} is to be written by this rank, which has not staged it: in the save before, another rank "
             f"wrote it. This save fails, and the next one stages everything."
         )
+    if len(wanted) >= _MANY_ITEMS and type(planner) is DefaultSavePlanner:
+        _recommend_planner()
     lasts = is_staged if makes_items else lambda tensor: True
     items = []
     for item, name in zip(wanted, stored_names(fqns), strict=True):
@@ -117,6 +122,14 @@ def resolve(
             is_whole = data is None or (data.chunk is not None and data.chunk.sizes == data.size)
             items.append(Item(item_key(item.index), name, *_resolve(item, planner, lasts), is_whole))
     return items
+
+
+@functools.cache  # once in a process
+def _recommend_planner() -> None:
+    logger.info(
+        "this rank saves thousands of items with torch's planner, which holds the interpreter 55 to 88 us for each, "
+        "beside training; dcp_tensorizer.SavePlanner 13 to 15 us. Pass planner=SavePlanner() to saves."
+    )
 
 
 def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:

@@ -29,7 +29,7 @@ from .write_plan import Item
 if TYPE_CHECKING:
     from .._models.pieces import SharedFiles
     from .._publish.publisher import PublishedVersion
-    from .._storage.claim import Claim
+    from .._storage.lease import LeaseRecord
     from .._tiers.target import FlushTarget
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -191,14 +191,14 @@ class WriterClient:
         timeout: float,
         context: ProcessContext | None = None,
         is_closed: Callable[[], bool] = lambda: False,
-    ) -> tuple[PublishedVersion, Claim]:
+    ) -> tuple[PublishedVersion, LeaseRecord]:
         """Publishes a version in the writer process. If it dies, a fresh one tries once more, unless ``is_closed``
         returns true.
 
         Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has died
         as well, or one was killed because it made no progress.
         """
-        done: tuple[PublishedVersion, Claim]
+        done: tuple[PublishedVersion, LeaseRecord]
         try:
             done = self.ensure_process(context).ask(request, None, timeout, context)
         except WriterProcessHung:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from .._runtime.forks import free_in_child
 from .._runtime.memory_limit import check_headroom
 from .._runtime.threads import NEVER, Deadline, in_background
+from .device import Device
 from .shared_memory import SharedBuffer
 from .staged_save import StagedSave, name_of_group
 
@@ -145,15 +146,17 @@ class StagedSaves:
             with suppress(Exception):  # such as a shortage of memory, which staging reports if it lasts
                 self._idle.append(prewarming.result(deadline.left))
 
-    def take_buffer(self, nbytes: int) -> SharedBuffer:
-        """An idle buffer, or a new one if all are too small."""
+    def take_buffer(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> SharedBuffer:
+        """An idle buffer, or a new one if all are too small; registered for a device, if one is given."""
         self.wait_prewarmed()
         while (buffer := self._take_idle()) is not None:
             if buffer.fits(nbytes) and buffer.can_be_sent:
                 buffer.reset()
+                if pin_for is not None:
+                    buffer.pin(*pin_for)
                 return buffer
             buffer.close()
-        return SharedBuffer(nbytes)
+        return SharedBuffer(nbytes, pin_for)
 
     def has_buffer(self, nbytes: int) -> bool:
         """Returns whether there is an idle buffer of that size, or one is being made."""

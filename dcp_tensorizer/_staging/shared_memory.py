@@ -15,9 +15,10 @@ import math
 import mmap
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,10 +27,10 @@ import torch
 
 from .._runtime.forks import Descriptor, Finalizer, anonymous_file, keep_from_children, too_large
 from .._runtime.memory_limit import check_headroom
-from .._runtime.threads import cores, in_threads
+from .._runtime.threads import Workers, cores, in_threads
 from .._runtime.torch_compat import is_plain
 from ..errors import StagingError
-from .device import Device, pin_if_possible
+from .device import PIN_BYTES, Device, pin_if_possible
 
 if TYPE_CHECKING:
     from .tensor_copy import BatchPlan
@@ -41,8 +42,8 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
 _STEP = 256 << 20  # bytes that are allocated between two checks of the memory that is left
 _HUGE_PAGE = 2 << 20
-_MAX_THREADS = 4
-_SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MAX_THREADS = 16  # by estimate: four and more have not been compared
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _ids = itertools.count()
 
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
@@ -62,9 +63,11 @@ class SharedBuffer:
 
     All of it is allocated at once. Raises `StagingError` if memory is short, and then nothing is allocated. While
     ``is_kept`` is true, the contents may be needed after their save, and no other state is put there.
+
+    With ``pin_for``, a device and its number, it is registered as by `pin`, each part while the next one is made.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> None:
         self.id = next(_ids)
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         check_headroom(self.nbytes)
@@ -75,8 +78,13 @@ class SharedBuffer:
         try:
             self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
             self._base = _address(self._map)
-            _allocate(self.fd, self._base, self.nbytes)
-            _fix_size(self.fd)
+            self._undo: list[Callable[[], None]] = []
+            with ExitStack() as on_error:
+                on_error.callback(_undo_all, self._undo)
+                with _Registering(self._base, pin_for, self._undo) as registering:
+                    _allocate(self.fd, self._base, self.nbytes, registering.advance)
+                _fix_size(self.fd)
+                on_error.pop_all()
         except StagingError:
             self._descriptor.close()
             raise
@@ -96,8 +104,7 @@ class SharedBuffer:
         self._layout: _Layout | None = None  # the tensors that `allocate_all` has made last
         self.batches: BatchPlan | None = None  # the copies of the state that was staged here last
         self.is_kept = False
-        self._pinning = False
-        self._undo: list[Callable[[], None]] = []
+        self._pinning = pin_for is not None
         self._release = Finalizer(self, _release, self._descriptor, self._undo)
 
     @property
@@ -209,10 +216,56 @@ def aligned(nbytes: int) -> int:
 
 def _release(descriptor: Descriptor, undo: list[Callable[[], None]]) -> None:
     try:
-        while undo:
-            undo.pop()()
+        _undo_all(undo)
     finally:
         descriptor.close()
+
+
+def _undo_all(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+class _Registering:
+    """Registers the parts of a buffer on a thread of its own, while further parts are made.
+
+    ``undo`` gets a function for each part. When the block ends, all that was made is registered. If the system refuses
+    a part, a warning says so, as by `pin_if_possible`, and nothing is registered.
+    """
+
+    def __init__(self, address: int, pin_for: tuple[Device, int] | None, undo: list[Callable[[], None]]) -> None:
+        self._address, self._pin_for, self._undo = address, pin_for, undo
+        self._made = self._begun = 0
+        self._error: StagingError | None = None
+        self._pool = Workers(1, "pin")  # waits for its work, whatever interrupts the caller
+
+    def __enter__(self) -> _Registering:
+        return self
+
+    def advance(self, made: int) -> None:
+        """Notes that so many bytes are made."""
+        self._made = made
+        start, stop = self._begun, made // PIN_BYTES * PIN_BYTES
+        if start < stop and self._pin_for is not None:
+            with suppress(RuntimeError):  # no more threads: all is registered in the end
+                self._pool.submit(self._register, start, stop)
+                self._begun = stop
+
+    def _register(self, start: int, stop: int) -> None:
+        if self._pin_for is not None and self._error is None and start < stop:
+            device, index = self._pin_for
+            try:
+                self._undo.append(device.pin(self._address + start, stop - start, index))
+            except StagingError as error:
+                self._error = error
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self._pool.shutdown()
+        if kind is None:
+            self._register(self._begun, self._made)
+        if self._error is not None:
+            _undo_all(self._undo)
+            warnings.warn(str(self._error), RuntimeWarning, stacklevel=3)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
@@ -239,13 +292,13 @@ def _address(mapping: mmap.mmap) -> int:
     return torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
 
 
-def _allocate(fd: int, address: int, nbytes: int) -> None:
+def _allocate(fd: int, address: int, nbytes: int, made: Callable[[int], object]) -> None:
     """Allocates all of it, and makes the page table: faulting page by page in the first copy takes three times as long.
 
     It goes step by step, because the ranks of a node allocate at the same time, and must see what the others take.
     Several threads work on a step, because the cores clear the pages. A single thread makes small pages faster without
     the table. With the table come huge pages, if the system grants them. They are made in a ninth of the time, freed in
-    a fiftieth, and read as a file in a third.
+    a fiftieth, and read as a file in a third. After each step, ``made`` gets the bytes that are allocated.
 
     Raises `StagingError` if others have taken the memory, and `OSError` if there is none.
     """
@@ -261,6 +314,7 @@ def _allocate(fd: int, address: int, nbytes: int) -> None:
             _reserve(fd, start, length)
         _populate(address + start, length, threads)
         _reserve(fd, start, length)  # allocates the pages that are still missing, or raises
+        made(start + length)
 
 
 def _populate(address: int, nbytes: int, threads: int) -> None:
@@ -273,11 +327,25 @@ def _populate(address: int, nbytes: int, threads: int) -> None:
 
 
 def _has_huge_pages() -> bool:
-    """Returns whether the system grants huge pages of shared memory on request."""
+    """Returns whether the system has huge pages of shared memory, always or on request.
+
+    ``deny`` and ``force`` hold for all sizes. From Linux 6.11 on each size has a setting of its own, which may be to
+    inherit the common one.
+    """
+    common, of_size = (
+        _setting(_HUGE_PAGES / folder / "shmem_enabled") for folder in ("", f"hugepages-{_HUGE_PAGE >> 10}kB")
+    )
+    if common in ("deny", "force"):
+        return common == "force"
+    return (common if of_size in ("", "inherit") else of_size) in ("always", "within_size", "advise")
+
+
+def _setting(path: Path) -> str:
+    """The word in brackets in a file of settings; empty if there is none."""
     try:
-        return "[advise]" in _SHARED_HUGE_PAGES.read_text()
+        return path.read_text().partition("[")[2].partition("]")[0]
     except OSError:
-        return False
+        return ""
 
 
 def _reserve(fd: int, start: int, length: int) -> None:

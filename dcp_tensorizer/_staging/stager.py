@@ -136,14 +136,7 @@ class Stager:
         self.saves.reclaim()
         snapshot = self._snapshot(state_dict)
         pin_for = self._pin_for(snapshot.devices)
-
-        def make(nbytes: int) -> SharedBuffer:
-            buffer = SharedBuffer(nbytes)
-            if pin_for is not None:
-                buffer.pin(self._device, pin_for)
-            return buffer
-
-        self.saves.prewarm(snapshot.nbytes, make)
+        self.saves.prewarm(snapshot.nbytes, lambda nbytes: SharedBuffer(nbytes, pin_for))
 
     def stage(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
@@ -237,10 +230,9 @@ class Stager:
         """
         staged_save = staged.staged_save
         try:
-            buffer = staged_save.buffer = self.saves.take_buffer(snapshot.nbytes)
+            pin_for = self._pin_for(snapshot.devices)
+            buffer = staged_save.buffer = self.saves.take_buffer(snapshot.nbytes, pin_for)
             buffer.is_kept = is_kept
-            if (index := self._pin_for(snapshot.devices)) is not None:
-                buffer.pin(self._device, index)
             copies = staged_save.copies = Copies(self._device.side_streams, self._thread_count, self._limits)
             layout = self._repeat_batches(snapshot, buffer, copies)
             tensors = self._begin_copies(snapshot, buffer, copies)
@@ -313,5 +305,6 @@ class Stager:
         of_sources = sources, dtypes, self.dtype_of, tensors.described, places
         return _Snapshot(structure, listed, tensors, in_place, omitted_tensors, shared, *of_sources)
 
-    def _pin_for(self, devices: Sequence[int]) -> int | None:
-        return devices[0] if self.way.copies_from_devices and devices else None
+    def _pin_for(self, devices: Sequence[int]) -> tuple[Device, int] | None:
+        """Returns the first device from which this process copies anything."""
+        return (self._device, devices[0]) if self.way.copies_from_devices and devices else None

@@ -21,7 +21,7 @@ from .options import SaveOptions
 
 if TYPE_CHECKING:
     from .._publish.publisher import Publication
-    from .._storage.claim import Claim
+    from .._storage.lease import LeaseRecord
     from .shared_job import Pieces, SharedFilePart
 
 
@@ -125,7 +125,7 @@ class PublishRequest:
     """
 
     publication: Publication
-    own: Claim | None  # the claim on that directory; None before the first version
+    own: LeaseRecord | None  # the lease of that directory; None before the first version
 
 
 @dataclass(frozen=True, slots=True)

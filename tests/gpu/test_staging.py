@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging import device as device_module
-from dcp_tensorizer._staging.device import CUDA
+from dcp_tensorizer._staging.device import CUDA, LANES
+from dcp_tensorizer._staging.driver import copier
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS, GatherLimits
@@ -27,11 +29,16 @@ def stager(request: pytest.FixtureRequest) -> Iterator[Stager]:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("small", [1 << 19, 64], ids=["gathered", "by themselves"])
+@pytest.mark.parametrize(
+    ("small", "batch"), [(1 << 19, 1 << 40), (64, 1 << 40), (64, 1)], ids=["gathered", "by themselves", "batches"]
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "overlapping"])
-def test_every_dtype_and_layout_is_staged_bit_for_bit(dtype: torch.dtype, small: int, overlap: bool) -> None:
-    """Contiguous and not, whole and in parts, in pieces of the gathering buffer."""
-    stager = Stager(overlap_staging=overlap, limits=GatherLimits(buffer_bytes=1 << 20, small_bytes=small))
+def test_every_dtype_and_layout_is_staged_bit_for_bit(
+    dtype: torch.dtype, small: int, batch: int, overlap: bool
+) -> None:
+    """Contiguous and not, whole and in parts, in pieces of the gathering buffer, in batches; twice, by plan."""
+    limits = GatherLimits(buffer_bytes=1 << 20, small_bytes=small, batch_bytes=batch)
+    stager = Stager(overlap_staging=overlap, limits=limits)
     on_host = filled(dtype, (600, 700))  # up to 6.7 MB; its rows and columns are small ones
     base = on_host.view(torch.uint8).to(GPU).view(dtype)
     state, expected = (
@@ -40,12 +47,36 @@ def test_every_dtype_and_layout_is_staged_bit_for_bit(dtype: torch.dtype, small:
     if "float4" not in str(dtype):  # two elements a byte: views of it are not copied on any device
         state |= {"transposed": base.t(), "strided": base[::2, 1::3], "column": base[:, 5]}
         expected |= {"transposed": on_host.t(), "strided": on_host[::2, 1::3], "column": on_host[:, 5]}
-    result = stager.stage(state)
-    result.staged_save.wait_copied()
-    copied = dict(result)
-    assert [key for key in state if not same(copied[key], expected[key])] == []
-    del result, copied
+    for _ in range(2):
+        result = stager.stage(state)
+        result.staged_save.wait_copied()
+        copied = dict(result)
+        assert [key for key in state if not same(copied[key], expected[key])] == []
+        del result, copied
     stager.saves.close()
+
+
+def test_batches_are_there(record_property: Callable[[str, object], None]) -> None:
+    """From CUDA 12.8's driver on; what there is stands in the results."""
+    record_property("has_batches", CUDA.side_streams[0].has_batches)
+    assert CUDA.side_streams[0].has_batches == (copier() is not None)
+    assert len({lane.cuda_stream for lane in CUDA.side_streams[0]._lanes}) == (1 if copier() else LANES)
+    pool = {torch.cuda.Stream(GPU).cuda_stream for _ in range(64)}
+    assert pool.isdisjoint(lane.cuda_stream for lane in CUDA.side_streams[0]._lanes)
+
+
+def test_a_lock_inside_a_capture_is_refused() -> None:
+    """And outside of it, around the replay, it is not."""
+    stager, weight = Stager(overlap_staging=True), torch.zeros(100, device=GPU)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with pytest.raises(StagingError, match="CUDA graph"):
+            stager.hold_training()
+        weight.add_(1)
+    stager.hold_training()
+    graph.replay()
+    assert weight.sum().item() == 100
 
 
 def test_lazy_views_are_carried_out(stager: Stager) -> None:

@@ -297,7 +297,7 @@ def test_arguments_without_a_meaning_are_named_once(tmp_path: Path, caplog: pyte
     for _ in range(2):
         FileSystemWriter(tmp_path, per_thread_copy_ahead=1, _extensions=[])
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "FileSystemWriter(_extensions=...) means nothing to dcp_tensorizer, and is ignored"
+        "FileSystemWriter(_extensions=...) has no effect in dcp_tensorizer, and is ignored"
     ]
 
 

@@ -391,10 +391,10 @@ def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dtype": "bfloat16"}, TypeError, "dtype must be dtype, and is str"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be dtype, got str"),
         ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),
         ({"rename": {"a*": "b"}}, ValueError, "'b' cannot become 'a*'"),
-        ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0 must be an int of at least 1"),
+        ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be an int of at least 1, got 0."),
         ({"files": "config.json"}, TypeError, "files must be a list of paths, got 'config.json'"),
         ({"on_progress": 5}, TypeError, "on_progress"),
     ],
@@ -450,7 +450,7 @@ def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, mo
     ("options", "error", "message"),
     [
         ({"every": 2}, ValueError, "every= exports several models to one path. Put {} for the step into it"),
-        ({"every": 0}, ValueError, "every=0 must be an int of at least 1, or None"),
+        ({"every": 0}, ValueError, "every must be an int of at least 1, or None, got 0."),
         ({"include": "model.*"}, TypeError, "include must be a list of patterns, got 'model.*'"),
         ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),
     ],

@@ -127,11 +127,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     )
 
 
-def aside() -> list[str]:
-    """What is written down aside, of any local folder."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith("dcp_tensorizer-flush-")]
-
-
 def unlistable(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """Has the local disk fail when the records in it are listed."""
     listdir = os.listdir

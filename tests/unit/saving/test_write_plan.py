@@ -8,6 +8,7 @@ import logging
 import re
 import struct
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_tensorizer import SavePlanner, StagingError, WriteError
 from dcp_tensorizer._index.locations import PlaceTable, RankPlaces, hash_of
 from dcp_tensorizer._index.schema import decode_places, item_key
+from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer._saving.write_plan import Item, in_files, resolve, warn_about_untrusted, write_results
 from dcp_tensorizer._tensor_file.names import MAX_INLINE_BYTES, StoredItem
 from dcp_tensorizer._writer_process.protocol import FileResult, TensorSource, WriteDone
+from dcp_tensorizer.integrations.install import installed
 
 from ...lab.states import same
 
@@ -321,6 +324,20 @@ def test_an_object_whose_types_the_user_allowed_is_not_warned_of(caplog: pytest.
     with torch.serialization.safe_globals([threading.Event]):
         warn_about_untrusted(resolve(*planned({"event": threading.Event})), set())
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("who", ["torch", "few", "ours", "a subclass", "installed"])
+def test_torchs_planner_for_many_items_is_logged_once(who: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With what the other one would save; not where `install` has put ours in its place, nor for a user's own."""
+    write_plan._recommend_planner.cache_clear()
+    state = {f"t{n}": torch.zeros(1) for n in range(1999 if who == "few" else 2000)}
+    cls = {"ours": SavePlanner, "a subclass": type("Own", (DefaultSavePlanner,), {})}.get(who, DefaultSavePlanner)
+    with caplog.at_level(logging.INFO, "dcp_tensorizer"), installed() if who == "installed" else nullcontext():
+        for _ in range(2):
+            resolve(*planned(state, cls))
+    said = [text for record in caplog.records if "planner" in (text := record.getMessage())]
+    assert len(said) == (who == "torch")
+    assert all("55 to 88 us for each" in text and "planner=SavePlanner()" in text for text in said)
 
 
 class PlansItself(SavePlanner):

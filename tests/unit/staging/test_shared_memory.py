@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -296,9 +297,28 @@ def test_another_process_sees_the_bytes() -> None:
     buffer.close()
 
 
-@pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always advise [never]", None])
-def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for where the system says that it has them; all is allocated and of its size, whatever it gives."""
+@pytest.mark.parametrize(
+    ("common", "of_size", "has_them"),
+    [
+        (None, None, False),
+        ("always", None, True),
+        ("within_size", None, True),
+        ("advise", None, True),
+        ("force", "never", True),
+        ("never", None, False),
+        ("deny", "always", False),
+        ("never", "advise", True),
+        ("never", "within_size", True),
+        ("never", "always", True),
+        ("advise", "inherit", True),
+        ("advise", "never", False),
+        ("never", "inherit", False),
+    ],
+)
+def test_huge_pages_where_the_system_has_them(
+    common: str | None, of_size: str | None, has_them: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each of its settings; all is allocated and of its size, whatever it gives."""
     advices: list[int] = []
     advise = shared_memory.advise
 
@@ -307,17 +327,21 @@ def test_huge_pages_for_those_who_ask(setting: str | None, tmp_path: Path, monke
         advise(address, nbytes, advice)
 
     monkeypatch.setattr(shared_memory, "cores", lambda: 1)
-    monkeypatch.setattr(shared_memory, "_SHARED_HUGE_PAGES", tmp_path / "shmem_enabled")
+    monkeypatch.setattr(shared_memory, "_HUGE_PAGES", tmp_path)
     monkeypatch.setattr(shared_memory, "advise", noted)
     monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
-    if setting is not None:
-        (tmp_path / "shmem_enabled").write_text(f"{setting}\n")
+    for folder, word in (("", common), ("hugepages-2048kB", of_size)):
+        if word is not None:
+            words = ["always", "inherit", "within_size", "advise", "never", "deny", "force"]
+            (tmp_path / folder).mkdir(exist_ok=True)
+            text = " ".join(f"[{one}]" if one == word else one for one in words)
+            (tmp_path / folder / "shmem_enabled").write_text(f"{text}\n")
     buffer = SharedBuffer((4 << 20) + 1)
     try:
         status = os.fstat(buffer.fd)
         assert status.st_size == buffer.nbytes == (4 << 20) + 4096
         assert status.st_blocks * 512 >= buffer.nbytes
-        assert advices == [14] * (setting is not None and "[advise]" in setting) + [23] * 5
+        assert advices == [14] * has_them + [23] * 5
         buffer.allocate(torch.uint8, (buffer.nbytes,)).fill_(7)
         assert os.pread(buffer.fd, 1, buffer.nbytes - 1) == b"\7"
     finally:
@@ -415,6 +439,64 @@ def test_a_buffer_is_registered_once_and_at_its_exact_size() -> None:
     buffer.close()
     assert device.pinned == []
     assert tensor.fill_(1).tolist() == [1, 1, 1]  # still mapped, when it was unregistered
+
+
+def test_parts_are_registered_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each whole part on another thread, the rest at the end; all of it once, and undone."""
+    monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
+    monkeypatch.setattr(shared_memory, "PIN_BYTES", 2 << 20)
+    device = Threads()
+    buffer = SharedBuffer((5 << 20) + 1, (device, 0))
+    base = buffer.allocate(torch.uint8, (1,)).data_ptr()
+    assert device.pinned == [(base, 2 << 20), (base + (2 << 20), 2 << 20), (base + (4 << 20), (1 << 20) + PAGE)]
+    threads = [name.partition("_")[0] for name in device.threads]
+    assert threads == ["pin", "pin", threading.current_thread().name]
+    buffer.pin(device, 0)
+    assert len(device.pinned) == 3
+    buffer.close()
+    assert device.pinned == []
+
+
+@pytest.mark.parametrize("refused", [1, 3], ids=["on the other thread", "in the end"])
+def test_parts_that_cannot_be_registered_leave_none(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning, and all others are undone."""
+    monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
+    monkeypatch.setattr(shared_memory, "PIN_BYTES", 1 << 20)
+    device = Threads(refused)
+    with pytest.warns(RuntimeWarning, match="no more"):
+        buffer = SharedBuffer((2 << 20) + 1, (device, 0))
+    assert device.pinned == []
+    assert len(device.threads) == refused
+    buffer.pin(device, 0)  # warnings are errors here
+    buffer.close()
+
+
+def test_an_error_undoes_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks have taken the memory: no part stays registered, and none is being registered any more."""
+    monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
+    monkeypatch.setattr(shared_memory, "PIN_BYTES", 1 << 20)
+    left = iter([1 << 30] * 3)
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: next(left, 0))
+    device, before = Threads(), memory_files()
+    with pytest.raises(StagingError, match="has got 2,097,152 of them"):
+        SharedBuffer(8 << 20, (device, 0))
+    assert len(device.threads) == 2
+    assert (device.pinned, memory_files()) == ([], before)
+
+
+class Threads(SimulatedDevice):
+    """Records the threads that register memory, and refuses it the last time."""
+
+    def __init__(self, refused: int = 0) -> None:
+        super().__init__()
+        self.threads: list[str] = []
+        self._refused = refused
+
+    def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
+        self.threads.append(threading.current_thread().name)
+        if len(self.threads) == self._refused:
+            raise StagingError("no more")
+        return super().pin(address, nbytes, index)
 
 
 def test_a_dropped_buffer_is_unregistered() -> None:
