@@ -211,7 +211,12 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
             else max(cell_len(piece.rstrip()) for cell in (head, *column) for piece in _PIECE.findall(cell))
             for number, (whole, is_number, head, column) in enumerate(zip(widths, numeric, heads, cells, strict=True))
         ]
-        widths = _narrowed(widths, least, width - len(_GAP) * (len(widths) - 1))
+        # The widest column that can be narrower gives way, again and again.
+        while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
+            able = [number for number, whole in enumerate(widths) if whole > least[number]]
+            if not able:
+                break
+            widths[max(able, key=widths.__getitem__)] -= 1
     for row in (heads, *rows):
         if not numeric[0] and cell_len(row[0]) > widths[0]:
             yield row[0]
@@ -226,14 +231,3 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
                 for text, space, is_number in zip(line, spaces, numeric, strict=True)
             )
             yield _GAP.join(padded).rstrip()
-
-
-def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Narrows the widest column, again and again, as long as the table is too wide and a column can be narrower."""
-    narrowed = list(widths)
-    while sum(narrowed) > room:
-        able = [number for number, width in enumerate(narrowed) if width > least[number]]
-        if not able:
-            break
-        narrowed[max(able, key=narrowed.__getitem__)] -= 1
-    return narrowed

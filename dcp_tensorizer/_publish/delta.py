@@ -103,7 +103,12 @@ class DeltaDecoder:
             position += len(piece)
             self._left -= len(piece)
         if not self._left:
-            self._check_end()
+            if self._next(1):
+                raise ValueError("its delta holds more bytes than the tensor has")
+            if not self._decompressor.eof:
+                raise ValueError("the end of its delta is missing")
+            if self._decompressor.unused_data or next(self._input, b""):
+                raise ValueError("other bytes follow its delta")
 
     def _next(self, most: int) -> bytes:
         """Returns some bytes, ``most`` at most; none at the end."""
@@ -117,14 +122,6 @@ class DeltaDecoder:
         except self._module.ZstdError as error:
             raise ValueError(f"its delta is not of zstd, or damaged: {error}") from None
         return b""
-
-    def _check_end(self) -> None:
-        if self._next(1):
-            raise ValueError("its delta holds more bytes than the tensor has")
-        if not self._decompressor.eof:
-            raise ValueError("the end of its delta is missing")
-        if self._decompressor.unused_data or next(self._input, b""):
-            raise ValueError("other bytes follow its delta")
 
 
 def largest_delta(nbytes: int) -> int:

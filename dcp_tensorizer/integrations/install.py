@@ -176,12 +176,6 @@ def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return Path(os.path.expanduser(path)) if isinstance(absolute_path(path), Path) else path
 
 
-def _stager(*args: object) -> DescribedStager:
-    """The stager of a save that has neither a stager nor a writer."""
-    assert _installation is not None
-    return DescribedStager(_installation.stager)
-
-
 def _replace() -> None:
     """Replaces the functions that torch calls, and the classes that its classes make."""
     process_executor = getattr(saver, PROCESS_EXECUTOR)
@@ -200,10 +194,14 @@ def _replace() -> None:
             return set_up(storage, checkpoint_id, reader)
         return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
 
+    def stager(*args: object) -> DescribedStager:  # of a save that has neither a stager nor a writer
+        assert _installation is not None
+        return DescribedStager(_installation.stager)
+
     for module, name, value in (
         (saver, STORAGE_SETUP, storage_setup),
         (loader, STORAGE_SETUP, storage_setup),
-        (saver, "DefaultStager", _stager),
+        (saver, "DefaultStager", stager),
         (saver, PROCESS_EXECUTOR, ProcessExecutor),
     ):
         _replaced.append((module, name, getattr(module, name)))

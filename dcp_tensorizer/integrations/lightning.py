@@ -127,7 +127,13 @@ class _Asynchronous:
             try:
                 if path.is_file():  # it stays until its replacement is committed
                     path.replace(replaced)
-                state = {**state, _META_KEY: _write_meta(path, meta)}
+                content = io.BytesIO()
+                torch.save(meta, content)
+                path.mkdir(parents=True, exist_ok=True)
+                unfinished = path / f".{_META_FILE}"
+                unfinished.write_bytes(content.getvalue())
+                unfinished.replace(path / _META_FILE)
+                state = {**state, _META_KEY: content.getvalue()}
             except Exception as error:
                 failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
         if failure := self.broadcast(failure):  # so that the others do not wait for rank 0
@@ -318,19 +324,6 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 def _has_buffers(model: nn.Module, state: Mapping[str, Any]) -> bool:
     """Returns whether a model's state has more than parameters, such as the statistics of BatchNorm."""
     return not state.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
-
-
-def _write_meta(path: Path, meta: dict[str, Any]) -> bytes:
-    """Makes the checkpoint's directory and its file for other values than model and optimizers; returns the file's
-    contents.
-    """
-    content = io.BytesIO()
-    torch.save(meta, content)
-    path.mkdir(parents=True, exist_ok=True)
-    unfinished = path / f".{_META_FILE}"
-    unfinished.write_bytes(content.getvalue())
-    unfinished.replace(path / _META_FILE)
-    return content.getvalue()
 
 
 def _load(

@@ -210,7 +210,10 @@ class _Loader(CheckpointLoader):
 
     def _load(self, path: str | os.PathLike[str], checkpoint: CheckpointBase, location: Any, strict: bool) -> None:
         items = checkpoint.get_items()
-        there = self._names_at(path)
+        reader, there = self._reader(path), set[str]()
+        reader.reset(path)
+        with suppress(CheckpointError):  # then the load raises on all ranks
+            there = {key.partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
         names = {key: _found(key, item, self._rank, there) for key, item in items.items()}
         for key, item in items.items():
             _check(key, item)
@@ -229,14 +232,6 @@ class _Loader(CheckpointLoader):
             moved = {name: state[name] for name in whole}
             state |= pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(location), moved)
         checkpoint.load_state_dict({key: state[name] for key, name in names.items()})
-
-    def _names_at(self, path: str | os.PathLike[str]) -> set[str]:
-        """The names of all items; none if they cannot be read: then the load raises on all ranks."""
-        reader = self._reader(path)
-        reader.reset(path)
-        with suppress(CheckpointError):
-            return {key.partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
-        return set()
 
     def _reader(self, path: str | os.PathLike[str]) -> Any:
         return open_reader(self._root or path, **self._options)

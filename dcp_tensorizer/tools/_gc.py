@@ -161,7 +161,12 @@ def _remove(folder: Folder, files: Sequence[FileInfo], planned: Collected, stack
         return replace(planned, files=(), nbytes=0, kept=kept)
     chosen = set(planned.files)
     if planned.whole:
-        _remove_tree(folder, chosen)
+        # If this is interrupted, the remaining files are recognised as those of a dead save.
+        folders = list(_chosen_below(folder, chosen))
+        for one, names in folders:
+            withdraw(one.storage, names)
+        for one, names in reversed(folders):
+            remove_files(one.storage, names)
     else:
         folder.storage.discard(*planned.files)
         if folder.info is not None and folder.info.state == "unfinished":
@@ -169,18 +174,6 @@ def _remove(folder: Folder, files: Sequence[FileInfo], planned: Collected, stack
     # Files may have got or lost other names since this was planned.
     shared = sum(file.nbytes for file in _files_below(now) if file.name in chosen and file.shared)
     return replace(planned, nbytes=sum(file.nbytes for file in files) - shared)
-
-
-def _remove_tree(top: Folder, chosen: Container[str]) -> None:
-    """Removes the chosen files in and below a directory, and then empty directories.
-
-    If it is interrupted, the remaining files are recognised as those of a dead save.
-    """
-    folders = list(_chosen_below(top, chosen))
-    for folder, names in folders:
-        withdraw(folder.storage, names)
-    for folder, names in reversed(folders):
-        remove_files(folder.storage, names)
 
 
 def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:

@@ -359,18 +359,15 @@ class _Check:
                 last = min(section.stop, end)
                 for first in range(max(section.start, begin), last, _PIECE):
                     section.update(buffer[first - begin : min(first + _PIECE, last) - begin])
-            self._count(end - max(begin, run.start))
+            with self._counting:
+                self.done += end - max(begin, run.start)
+                self._progress(self.done, self._total)
 
     def _check_damage(self, file: str, error: Exception) -> None:
         """Raises `ReadError` if the error does not show whether the file is damaged."""
         if not _is_damage(self._storage, error):
             message = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
             raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
-
-    def _count(self, nbytes: int) -> None:
-        with self._counting:
-            self.done += nbytes
-            self._progress(self.done, self._total)
 
 
 # --- sections of a data file, and their expected contents -------------------------------------------------------------

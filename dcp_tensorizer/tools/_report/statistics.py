@@ -161,11 +161,7 @@ def _sum_of_squares(values: _Floats) -> float:
     return float(np.square(values).sum())  # BLAS threads would wait for each other here
 
 
-def _fine_edges() -> _Floats:
-    """The edges of the fine bins, from the lowest to the highest."""
-    bits = np.arange(_FINITE + 1, dtype=np.uint32) << _SHIFT
-    positive = np.minimum(bits.view(np.float32), np.float32(_LARGEST)).astype(np.float64)
-    return np.concatenate([-positive[:0:-1], positive])
-
-
-_FINE_EDGES = _fine_edges()
+_BITS = np.arange(_FINITE + 1, dtype=np.uint32) << _SHIFT
+_POSITIVE_EDGES = np.minimum(_BITS.view(np.float32), np.float32(_LARGEST)).astype(np.float64)
+_FINE_EDGES: _Floats = np.concatenate([-_POSITIVE_EDGES[:0:-1], _POSITIVE_EDGES])
+"""The edges of the fine bins, from the lowest to the highest."""
