@@ -5,31 +5,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-SUITES := unit-integration storage-docs e2e
 APART := browser clouds frameworks hosts
-.PHONY: demo test quick check docs dist audit bench compat soak clean gpu gpu-parcel gpu-rehearsal $(SUITES) $(APART)
+.PHONY: demo test quick check docs dist audit bench compat soak clean gpu gpu-parcel gpu-rehearsal tests $(APART)
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Three suites at once, and what needs no test beside them: each of them waits now and then for processes that start.
 test: $(READY)
-	$(MAKE) --jobs=4 --output-sync=target check $(SUITES)
+	$(MAKE) --jobs=2 --output-sync=target check tests
+
+# A file at a time in each of some processes, more than there are cores: each waits now and then for others that it starts.
+PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+
+tests: $(READY)
+	$(PYTEST)
 
 # While you work: what needs no process and no server.
 quick: $(READY)
-	$(BIN)/python -m pytest tests/unit
-
-# These run with the end-to-end tests, and with the storages and the docs, so that the three suites take about as long.
-WITH_E2E := tests/integration/tiers
-WITH_DOCS := tests/unit/publish tests/integration/test_crash_consistency.py \
-	$(patsubst %,tests/e2e/test_%.py,memory recipe remote survival)
-unit-integration: RUNS = tests/unit tests/integration $(patsubst %,--ignore=%,tests/integration/storage $(WITH_E2E) $(WITH_DOCS))
-storage-docs: RUNS = tests/integration/storage tests/docs $(WITH_DOCS)
-e2e: RUNS = tests/e2e tests/soak $(WITH_E2E) $(WITH_DOCS:%=--ignore=%)
-
-$(SUITES): $(READY)
-	$(BIN)/python -m pytest $(RUNS)
+	$(PYTEST) tests/unit
 
 check: $(READY)
 	$(BIN)/ruff format --check .

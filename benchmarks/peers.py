@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer import CheckpointManager, CopyOptions
 from dcp_tensorizer._memory.checkpoint import _STREAMS
 from dcp_tensorizer._memory.copies import DEFAULT_RATE
+from dcp_tensorizer._memory.frames import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 from dcp_tensorizer._memory.replicas import Throttle
 from dcp_tensorizer._memory.wire import MAX_BYTES
 from dcp_tensorizer._runtime.threads import cores
-from dcp_tensorizer._tensor_file.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 from dcp_tensorizer.integrations.torchft import TensorizerTransport
 from tests.hosts.lab import SHARED, Lab
 from tests.hosts.requirements import missing
@@ -219,14 +219,20 @@ def copied(case: Case) -> None:
     rank = _begin()
     state = _state_of_lost(case["gib"], 1.0)
     manager = CheckpointManager(
-        SHARED / "run", save_every=1000, survive=_SURVIVE, survive_every=1, copies=2, copy_rate=None, stop_signals=()
+        SHARED / "run",
+        save_every=1000,
+        survive=_SURVIVE,
+        survive_every=1,
+        copies=2,
+        copy_options=CopyOptions(rate=None),
+        stop_signals=(),
     )
-    survival = manager._job.survival
+    survival = manager._survival
     for step in range(1, 1000):
         for tensor in state.values():
             tensor.fill_(step)
         manager.save(step, state, force=step == 1, wait=step == 1)
-        survival.wait_kept()
+        survival.wait_held()
         while survival.copies.ordered and survival._keeper is not None and survival._keeper.copy_status().is_running:
             time.sleep(0.01)
         if survival.copies.confirmed:

@@ -29,7 +29,7 @@ _OVERLAPPING = {
     OVERLAPPED: "this package, `overlap_staging=True`",
     BACKGROUND: "`torch_checkpointing`, in the background",
 }
-_DURING, _WAITS, _RUNS = "during the copy, training", "waits", "goes on"
+_DURING, _WAITS, _RUNS = "during the copy, training", "waits", "continues"
 _UNPREPARED = {OURS: "dcp_tensorizer", OVERLAPPED: UNPREPARED}
 _SECONDS = "{:.3f} s".format
 _PERCENT = "{:.0%}".format

@@ -89,7 +89,7 @@ def crash(case: Case, folder: Path) -> None:
     manager = CheckpointManager(case["place"], survive=_SURVIVE)
     for step in (1, 2):
         manager.save(step, _state(case["gib"], float(step)), wait=True)
-    manager._job.survival.wait_kept()
+    manager._survival.wait_held()
     leave(None)
 
 

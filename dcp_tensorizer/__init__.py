@@ -8,11 +8,11 @@ from ._version import __version__ as __version__
 from .errors import *  # noqa: F403  # all of them, as its `__all__` has them
 
 if TYPE_CHECKING:
+    from ._memory.copies import CopyOptions as CopyOptions
     from ._publish.apply import apply_delta as apply_delta
     from ._publish.publisher import Publish as Publish
     from ._publish.publisher import publish as publish
     from ._writer_process.options import SaveLimits as SaveLimits
-    from .any_format import open_reader as open_reader
     from .integrations.install import install as install
     from .integrations.install import installed as installed
     from .integrations.install import uninstall as uninstall
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     from .planner import LoadPlanner as LoadPlanner
     from .planner import SavePlanner as SavePlanner
     from .reader import TensorizerStorageReader as TensorizerStorageReader
+    from .reader import open_reader as open_reader
     from .writer import TensorizerStorageWriter as TensorizerStorageWriter
 
 _NAMES = {
     name: module
     for module, names in {
+        "_memory.copies": "CopyOptions",
         "_publish.apply": "apply_delta",
         "_publish.publisher": "Publish publish",
         "_writer_process.options": "SaveLimits",
-        "any_format": "open_reader",
         "integrations.install": "install installed uninstall",
         "manager": "CheckpointManager",
         "models": "Export SafetensorsStorageWriter",
         "planner": "LoadPlanner SavePlanner",
-        "reader": "TensorizerStorageReader",
+        "reader": "TensorizerStorageReader open_reader",
         "writer": "TensorizerStorageWriter",
     }.items()
     for name in names.split()
 }
 _MODULES = {
-    *("any_format", "data_parallel", "manager", "models", "planner", "progress"),
+    *("data_parallel", "manager", "models", "planner", "progress"),
     *("reader", "storage", "tools", "trace", "writer"),
 }
 __all__ = sorted(["__version__", *errors.__all__, *_NAMES])

@@ -18,12 +18,12 @@ _NAME = re.compile(r"(.*?)\.?\bdata-parallel-\d+-of-(\d+)(?:\.|$)")
 class DataParallelState(Stateful):
     """The state of something that each data-parallel rank has for itself: its data loader, or its random generators.
 
-    Each rank's state has a key of its own, which also says how many there are::
+    Each rank's state has a key of its own, which also has the number of ranks::
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
     So a job with another number of data-parallel ranks cannot load it by mistake. Otherwise some shares of the data
-    would be read twice, or never. `CheckpointManager.restore` says so before anything changes.
+    would be read twice, or never. `CheckpointManager.restore` raises before anything changes.
 
     Args:
         value: Has ``state_dict`` and ``load_state_dict``.
@@ -39,7 +39,7 @@ class DataParallelState(Stateful):
         rank = rank_of_job() if rank is None else rank
         size = world_size_of_job() if size is None else size
         if not 0 <= rank < size:
-            raise ValueError(f"rank={rank} must be at least 0, and less than size={size}")
+            raise ValueError(f"rank must be at least 0 and less than size={size}, got {rank}.")
         self._value = value
         self._key = f"data-parallel-{rank}-of-{size}"
 

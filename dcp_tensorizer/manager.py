@@ -2,14 +2,21 @@
 
 save() ──every rank──▶ one small reduction: due? stopping? the same step?
        ──if so───────▶ dcp.async_save with one writer, one planner, a group of its own
-       ──committed───▶ rank 0 deletes checkpoints that no rule keeps
+       ──committed───▶ rank 0 deletes checkpoints that no rule retains
 restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
+
+CheckpointManager ── SavePolicy, decide       is a save due? what do all ranks do?               policy
+                  ── Position                    the job's position among the checkpoints           steps
+                  ── Saves ── Exports         one save at a time; models of the saved state      saves, exports
+                  ── Retaining                after a commit: `latest`, deletions                retention
+                  ── Survival ── PeerCopies   states in memory, and their copies on other hosts  _memory
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +25,10 @@ from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._job.job import Job
-from ._job.lineage import logger
+from ._index.schema import SaveRecord
+from ._job.exports import Exports
 from ._job.metrics import GoodputClock, GoodputReport
 from ._job.options import (
-    JobOptions,
     check_export,
     check_growth,
     check_metrics,
@@ -33,18 +39,34 @@ from ._job.options import (
     options_of_reader,
     split_limits,
 )
-from ._job.policy import Action, SaveInterval, SavePolicy, StopSignals
+from ._job.policy import Action, Decision, SaveInterval, SavePolicy, StopSignals, Vote, decide
 from ._job.ranks import Agreement, Heartbeats, make_groups
-from ._job.restore import Selection, StatePart
-from ._job.retention import Retention
-from ._job.steps import StepNames
-from ._memory.copies import DEFAULT_RATE, check_copies
+from ._job.restore import Problem, Selection, StatePart, load_first, load_from_memory
+from ._job.retention import Retaining, Retention
+from ._job.saves import Saves, StepSave
+from ._job.steps import (
+    Position,
+    RestoreChoice,
+    Step,
+    StepNames,
+    begin,
+    choose,
+    leave,
+    newest_of,
+    read_members,
+    read_steps,
+)
+from ._job.unflushed import finish_unflushed
+from ._memory.copies import CopyOptions, check_copies
+from ._memory.survival import Survival
 from ._runtime.forks import Home
-from ._runtime.threads import Deadline
+from ._runtime.threads import NEVER, Deadline
 from ._runtime.validation import check_flags, check_path, check_timeout
+from ._storage.lease import Lease, lease_file_name
 from ._storage.open import absolute_path
-from ._tiers.tiered_storage import nearest
-from .errors import CheckpointError, WriteError
+from ._tensor_file.names import metadata_file_name
+from ._tiers.tiered_storage import NearestStorage, nearest
+from .errors import CheckpointError, ReadError, WriteError
 from .models import Export
 from .writer import TensorizerStorageWriter, WriterOptions
 
@@ -55,6 +77,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["CheckpointManager", "GoodputReport"]
+
+logger = logging.getLogger("dcp_tensorizer")
 
 
 class CheckpointManager:
@@ -103,11 +127,7 @@ class CheckpointManager:
             still runs is kept only in memory, and training does not wait. 2: training waits for that save.
         copies: How many hosts keep each state, with ``survive``. 2: another host has a copy of the newest state in its
             memory. A job that has lost a host resumes from it. Copies are encrypted on the network.
-        copy_rate: The most bytes a second that each host sends for copies; None: no limit.
-        failure_domain: A name for what fails together with this host, such as a rack. Its copies go to a host with
-            another name. By default each host fails by itself.
-        interface: The network interface for copies, by its name or its address. By default the one that reaches the
-            coordinator.
+        copy_options: How states are copied: see `CopyOptions`.
         export: The models for inference that are also saved, and when: see `Export`.
         save_at_end: When the manager is closed, also save the last step that `save` was given, unless it is saved. It
             saves the objects of that call as they are by then, so nothing may have changed them since. If an error
@@ -142,9 +162,7 @@ class CheckpointManager:
         survive_every: int | None = None,
         buffers: int = 3,
         copies: int = 1,
-        copy_rate: float | None = DEFAULT_RATE,
-        failure_domain: str | None = None,
-        interface: str | None = None,
+        copy_options: CopyOptions = CopyOptions(),  # noqa: B008 - it is frozen
         export: Export | None = None,
         save_at_end: bool = False,
         process_group: dist.ProcessGroup | None = None,
@@ -153,33 +171,23 @@ class CheckpointManager:
     ) -> None:
         check_path(folder)
         options: dict[str, Any] = dict(writer_options)
-        names = StepNames(name)
+        self._names = StepNames(name)
         self._clock = GoodputClock()
-        policy = SavePolicy(save_every, save_interval, survive_every, clock=self._clock)
+        self._policy = SavePolicy(save_every, save_interval, survive_every, clock=self._clock)
         self._retention = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
         check_survival(survive, survive_every, buffers, options)
-        copying = check_copies(copies, copy_rate, failure_domain, interface, survive)
+        check_copies(copies, copy_options, survive)
         check_export(export, options)
         check_flags(save_at_end=save_at_end)
-        limits, max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
+        limits, self._max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
         self._writer = TensorizerStorageWriter(folder, limits=limits, **options)
         try:
             opener = nearest(folder, options.get("storage_options"), limits.timeout, options.get("local"))
             self._open_folder = functools.partial(opener, absolute_path(folder))
             self._folder = self._open_folder()
-            job_options = JobOptions(
-                names=names,
-                retention=self._retention,
-                must_change=must_change,
-                max_failures=max_failures,
-                survive=survive,
-                buffers=buffers,
-                copies=copying,
-                export=export,
-                reader_options=options_of_reader(folder, options, limits, reader_options),
-            )
+            self._reader_options = options_of_reader(folder, options, limits, reader_options)
             of_saves, of_agreements = make_groups(process_group)
             agreement, heartbeats = Agreement(of_agreements), Heartbeats(of_saves)
             agreement.check_same(  # before the first call in which ranks may do something else because of an option
@@ -199,24 +207,65 @@ class CheckpointManager:
                     "copies": copies,
                     "export": export and (str(export.path), export.every, export.at_end),
                     "save_at_end": save_at_end,
-                    "limits": max_failures,
+                    "limits": self._max_failures,
                 }
             )
             heartbeats.watch_saves(self._writer, limits.timeout)
-            self._job = Job(self._folder, self._writer, agreement, heartbeats, job_options, policy, self._clock)
+            self._writer.saver.freshness.must_change = must_change
+            self._save_at_end = save_at_end
+            self._buffers, self._copies, self._copy_options = buffers, copies, copy_options
+            self._last_step: int | None = None
+            self._save_last: Callable[[], object] = lambda: None  # saves the last step, unless it is saved
+            self._stopping = self._closed = self._is_over = False
+            self._home = Home()
+            self._position: Position | None = None  # the job's position; None before its first save or restore
+            self._serial = 0  # of the last save of this run
+            self._has_lease = False
+            self._begin(agreement, heartbeats, survive, export)
         except BaseException:
             self._writer.close()
             raise
-        self._agreement, self._save_at_end = agreement, save_at_end
-        self._last_step: int | None = None
-        self._save_last: Callable[[], object] = lambda: None  # saves the last step, unless it is saved
-        self._stopping = self._closed = self._is_over = False
-        self._home = self._home_of_job = Home()
         self._signals.install()
+
+    def _begin(self, agreement: Agreement, heartbeats: Heartbeats, survive: float, export: Export | None) -> None:
+        """Makes the parts that do the work in this process. Those of a forked child only restore."""
+        saver, is_copy = self._writer.saver, self._is_copy
+        folder = self._folder
+        remote = folder.remote if isinstance(folder, NearestStorage) else folder
+        self._agreement, self._heartbeats = agreement, heartbeats
+        self._flushing = None if is_copy else saver.flushing
+        self._lease = Lease(remote, lease_file_name(self._names.shown))  # a restore takes no lease
+        if not is_copy:
+            saver.owner = self._lease
+        self._survival = Survival(
+            saver,
+            folder,
+            self._names.template,
+            agreement,
+            seconds=survive,
+            buffers=self._buffers,
+            copies=self._copies,
+            copy_options=self._copy_options,
+        )
+        rules = self._retention if agreement.is_first else None
+        self._retaining = Retaining(remote, self._names, rules, self._lease, self._flushing, lambda: self._position)
+        self._exports = None
+        if export is not None:
+            self._exports = Exports(export, self._writer, heartbeats, self._lease, holds_states=survive > 0)
+        self._saves = Saves(
+            self._writer,
+            agreement,
+            heartbeats,
+            self._clock,
+            stages_replicas=survive > 0,  # a state in memory may be all that is left of the job
+            after=self._retaining.after,
+            exports=self._exports,
+        )
+        self._home_of_parts = Home()
 
     def __repr__(self) -> str:
         """The folder, without secrets."""
-        return f"{type(self).__name__}({self._folder.path!r}, name={self._job.template!r})"
+        return f"{type(self).__name__}({self._folder.path!r}, name={self._names.template!r})"
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -225,7 +274,7 @@ class CheckpointManager:
         if self._is_copy:
             return
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._job.survival.leave()
+            self._survival.leave()
         with suppress(*() if kind is None else (CheckpointError,)):  # the error of the block itself is raised
             self.close()
 
@@ -275,7 +324,7 @@ class CheckpointManager:
         check_flags(force=force, wait=wait, trainable_only=trainable_only)
         step, recorded = check_step(step), check_metrics(metrics)
         part = StatePart(check_patterns("exclude", exclude), trainable_only)
-        save = functools.partial(self._job.step, step, state, part, recorded)
+        save = functools.partial(self._step, step, state, part, recorded)
         self._last_step = step
         if self._save_at_end:
             self._save_last = functools.partial(save, stop=False, force=True, must_write=True)
@@ -343,11 +392,12 @@ class CheckpointManager:
         )
         step = None if step is None else check_step(step)
         self._last_step, self._save_last = None, lambda: None  # the state is no longer that of the last step
-        restored = self._job_here().restore(state, selection, step, fallback=fallback)
+        self._come_home()
+        restored = self._restored(state, selection, step, fallback=fallback)
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
         if restored is not None and is_whole and not self._is_copy:  # a part may be all that is saved, too
-            self._job.saves.warm_up(state, StatePart())
+            self._saves.warm_up(state, StatePart())
         return restored
 
     def wait(self) -> None:
@@ -361,7 +411,11 @@ class CheckpointManager:
     def _wait(self, *, until_published: bool) -> None:
         if self._is_copy or self._is_over:
             return
-        self._job.wait(until_published=until_published)
+        self._write_held()
+        self._saves.wait()
+        if until_published:
+            self._saves.wait_published(NEVER)
+        self._saves.raise_error()
 
     @property
     def stopping(self) -> bool:
@@ -408,34 +462,55 @@ class CheckpointManager:
             check_timeout(timeout, least=0)
         self._closed = True
         deadline = Deadline(timeout)
-        is_end = not self._job.survival.has_left
+        is_end = not self._survival.has_left
         is_with_all = timeout is None and is_end
         try:
             if is_with_all:
-                self._job.write_held()
+                self._write_held()
                 if not self._stopping:
                     self._save_last()
-                if not self._stopping:
-                    self._job.export_last()
-            elif self._job.saves.held_step is not None:
-                logger.warning("%s: step %d is in memory alone", self._folder.path, self._job.saves.held_step)
+                if not self._stopping and self._exports is not None:
+                    self._saves.wait()
+                    self._saves.error = self._exports.run_last(self._saves.wait_committed()) or self._saves.error
+            elif self._saves.held_step is not None:
+                logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
         finally:
             self._signals.restore()
-            self._job.close(deadline, is_with_all=is_with_all, is_stopping=self._stopping)
+            self._end(deadline, is_with_all=is_with_all)
         logger.info("%s: %s", self._folder.path, self.report())
-        self._job.retaining.wait(deadline)
+        self._retaining.wait(deadline)
         self._is_over = True  # not before, so that after an interruption it can be closed again
-        self._job.destroy_groups()
-        self._job.saves.raise_error()
+        self._agreement.close()
+        if self._saves.is_over:  # an abandoned save keeps its group
+            self._heartbeats.close()
+        self._saves.raise_error()
         if is_end and self._agreement.is_first:
             self._warn_of_last_step()
 
+    def _end(self, deadline: Deadline, *, is_with_all: bool) -> None:
+        """Waits for all work in progress, up to the deadline, and ends it. ``is_with_all``: all ranks call it."""
+        if self._exports is not None:
+            self._saves.wait(deadline)  # an export reads the buffers that the writer frees
+        self._writer.close(deadline.left)
+        self._saves.wait(deadline)
+        timeout = self._writer.saver.options.limits.timeout
+        try:
+            # A job that is to stop waits for a publication no longer than a save may wait for a storage.
+            until = Deadline(deadline.within(timeout)) if self._stopping else deadline
+            self._saves.wait_published(until, on_all_ranks=is_with_all)
+        finally:
+            if self._exports is not None:
+                self._exports.close()
+            if self._saves.failures.count or self._saves.is_busy or self._saves.held_step is not None:
+                self._survival.leave(deadline)  # the newest step exists only in memory
+            self._survival.end(deadline, has_saved=self._saves.saved is not None)
+
     def _warn_of_last_step(self) -> None:
         """Warns if the last step is not committed."""
-        place, saved, step = self._job.place, self._job.saves.saved, self._last_step
-        if place is None or step is None or step in place.numbers or (saved is not None and saved.number == step):
+        position, saved, step = self._position, self._saves.saved, self._last_step
+        if position is None or step is None or step in position.numbers or (saved is not None and saved.number == step):
             return
-        last = saved or place.tip
+        last = saved or position.tip
         logger.warning(
             "%s: the job ends at step %d, and %s. To save its last step, pass save_at_end=True to the manager, or "
             "force=True to the last save",
@@ -453,7 +528,7 @@ class CheckpointManager:
             MetadataError: two directories are of one step.
             ReadError: the folder cannot be read.
         """
-        return [step.number for step in self._job_here().members()]
+        return [step.number for step in self._members()]
 
     def latest(self) -> int | None:
         """Returns the highest of the `steps`; None if there is none. Raises what `steps` raises."""
@@ -466,12 +541,15 @@ class CheckpointManager:
         """
         if self._retention.metric is None:
             raise ValueError("there is no best checkpoint without keep_best=")
-        best = self._retention.best(self._job_here().members())
+        best = self._retention.best(self._members())
         return None if best is None else best.number
 
     def path(self, step: int) -> str:
         """Returns the path or URL of a step's checkpoint, even if it does not exist yet."""
-        return self._job_here().path(check_step(step))
+        self._come_home()
+        step = check_step(step)
+        name = self._names.name_of(step) if self._position is None else self._position.name_of(step, self._names)
+        return self._folder.child(name).location
 
     def wait_remote(self, timeout: float | None = None) -> bool:
         """Waits until the folder has everything from ``local``: see `TensorizerStorageWriter.wait_remote`."""
@@ -481,6 +559,11 @@ class CheckpointManager:
     def report(self) -> GoodputReport:
         """Returns the cost of checkpoints for this rank so far."""
         return self._clock.report()
+
+    def _members(self) -> list[Step]:
+        """The checkpoints of the job's branch; raises what `read_members` raises."""
+        self._come_home()
+        return read_members(self._folder, self._names, self._position)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -501,10 +584,254 @@ class CheckpointManager:
                 f"for another folder"
             )
 
-    def _job_here(self) -> Job:
-        """The job; in a forked child a copy at the same step, which reads by itself, over connections of its own."""
-        if not self._home_of_job.is_here:
+    def _come_home(self) -> None:
+        """In a forked child, begins anew at the same step: it reads by itself, over connections of its own."""
+        if not self._home_of_parts.is_here:
             self._folder = self._open_folder()
-            self._job = self._job.alone(self._folder)
-            self._home_of_job = Home()
-        return self._job
+            self._begin(Agreement(None), Heartbeats(None), 0.0, None)
+
+    # --- a step, as all ranks decide --------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        part: StatePart,
+        metrics: dict[str, float],
+        *,
+        stop: bool,
+        force: bool,
+        must_write: bool,
+    ) -> tuple[Decision, Future[str] | None]:
+        """Does what all ranks decide for a step. Returns the decision, and the result of `CheckpointManager.save`."""
+        self._survival.begin()
+        self._survival.start_keeper()
+        self._survival.begin_copies()
+        self._take_lease()
+        if self._position is None:
+            finish_unflushed(self._flushing, self._agreement)
+            self._position = self._agreement.decided(lambda: begin(self._folder, self._names, step))
+        decision = self._decide(step, stop=stop, force=force, must_write=must_write)
+        if decision.vote.is_lost or decision.vote.memory.is_superseded:
+            raise WriteError(self._agreement.decided(lambda: self._lease.lost or _superseded(self._folder.path)))
+        if step < self._position.step:  # true on all ranks or none: they have just compared their steps
+            self._go_back(step)
+            decision = self._decide(step, stop=stop, force=force, must_write=must_write)
+        self._position.step = step
+        self._survival.advance(decision.vote.memory, is_busy=self._saves.is_busy)
+        self._saves.failures.check(self._max_failures, decision.vote.failures)
+        if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
+            decision = decision._replace(action=Action.SAVE)
+        return decision, self._act(decision, step, state, part, metrics)
+
+    def _take_lease(self) -> None:
+        """Takes the lease of the folder at the first save of the job."""
+        if self._has_lease:
+            return
+        self._has_lease = True
+        if self._flushing is not None:  # before the lease is taken: the flush of each node must know it as its own
+            self._flushing.admit(self._lease.name, self._agreement.decided(lambda: self._lease.id))
+            self._agreement.largest(0)
+        if self._agreement.is_first:
+            self._lease.take()
+
+    def _is_gone(self, step: int) -> bool:
+        """Returns whether a saved step was deleted. If so, the job goes on among the remaining steps.
+
+        Every rank calls it. It costs a request, so it is called only if a step would not be saved because it exists.
+        """
+        position = self._agreement.decided(lambda: self._position_without(step))
+        if position is None:
+            return False
+        logger.warning("%s: step %d was saved, but is gone: it is saved again", self._folder.path, step)
+        self._saves.wait()
+        self._saves.forget()
+        self._position = position
+        return True
+
+    def _position_without(self, step: int) -> Position | None:
+        """Finds the job's position without a step; None if the step exists, is being saved, or cannot be looked up."""
+        assert self._position is not None
+        if self._saves.is_last(step) and self._saves.is_busy:
+            return None
+        try:
+            name = self._position.name_of(step, self._names)
+            if self._folder.child(name).head(metadata_file_name()) is not None:
+                return None
+            steps = read_steps(self._folder, self._names)
+        except CheckpointError as error:
+            logger.warning("cannot check whether step %d still exists: %s", step, str(error))
+            return None
+        return Position.at(self._position.branch, newest_of(steps, self._position.branch), steps, self._position.step)
+
+    def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
+        """Decides on all ranks what to do for a step, given the job's position."""
+        assert self._position is not None
+        memory = self._survival.vote()
+        holds = self._survival.holds
+        vote = Vote(
+            step=step,
+            stop=stop,
+            force=force,
+            is_due=self._policy.is_due(step),
+            is_last=self._saves.is_last(step),
+            is_there=step in self._position.numbers,
+            failures=self._saves.failures.count,
+            must_write=must_write,
+            is_busy=holds and self._saves.is_busy,
+            is_due_in_memory=holds and self._policy.is_due_in_memory(step),
+            is_lost=bool(self._lease.lost),
+            memory=memory,
+        )
+        return decide(self._agreement, vote)
+
+    def _go_back(self, step: int) -> None:
+        """Begins a branch, because the job has gone back to an earlier step without restoring it."""
+        assert self._position is not None
+        logger.warning(
+            "%s: the job has gone back from step %d to step %d, and not by restore: from here on its saves are a "
+            "branch of their own",
+            self._folder.path,
+            self._position.step,
+            step,
+        )
+        self._write_held()
+        self._saves.wait()
+        self._advance()
+        self._position.begin_anew(self._agreement.decided(lambda: leave(None)))
+        self._survival.forget()
+        self._continue_from(max(0, step - 1))
+
+    def _advance(self) -> None:
+        """Waits for the last save. If it is committed, the job resumes from it."""
+        assert self._position is not None
+        self._position.advance(self._saves.wait_committed())
+
+    def _continue_from(self, step: int) -> None:
+        """Notes that the job resumes from another step than that of its last save."""
+        assert self._position is not None
+        self._saves.forget()
+        if self._agreement.is_first:
+            self._position.warn_of_others(self._folder.path)
+        self._policy.continue_from(step)
+        if self._exports is not None:
+            self._exports.continue_from(step)
+
+    def _act(
+        self, decision: Decision, step: int, state: Mapping[str, Any], part: StatePart, metrics: dict[str, float]
+    ) -> Future[str] | None:
+        assert self._position is not None
+        action = decision.action
+        if action is Action.NOTHING:
+            self._saves.warm_up(state, part)
+            return None
+        if action is Action.JOIN:
+            return self._saves.future
+        if action is Action.KEEP:
+            future: Future[str] = Future()
+            future.set_result(self.path(step))
+            return future
+        if action is Action.SAVE or not self._saves.is_busy:
+            self._advance()  # staging would wait for that save, too
+        self._policy.begin(step, is_due=decision.is_due)
+        name = self._position.name_of(step, self._names)
+        self._serial = max(self._serial, self._position.serial) + 1
+        rules = self._retention
+        record = SaveRecord(
+            step,
+            parent=(self._position.tip.save_id or None) if self._position.tip else None,
+            branch=self._position.branch,
+            metrics=metrics,
+            job=self._survival.run,
+            lived=self._clock.lived,
+            restarts=self._clock.restarts,
+            is_end=decision.vote.stop,
+            serial=self._serial,
+            keep_latest=rules.latest,
+            keep_every=rules.every,
+            keep_best=None if rules.metric is None else (rules.metric, rules.mode),
+        )
+        keep = self._survival.next_state(record, self._position)
+        save = StepSave(self._folder.child(name), name, record, is_due=decision.is_due)
+        if action is Action.SAVE:
+            return self._saves.start(save, state, part, keep)
+        if keep is not None:
+            self._saves.hold(save, state, part, keep)
+        return None
+
+    def _write_held(self) -> None:
+        """Begins the save of the newest step if it is only in memory."""
+        if self._position is not None and self._saves.held_step is not None:
+            self._advance()
+            self._saves.write_held()
+
+    # --- a restore, as all ranks decide -----------------------------------------------------------------------------
+
+    def _restored(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
+        """Loads the newest state, or the checkpoint of ``step``. Returns its step, or None if there is nothing."""
+        self._write_held()
+        self._saves.wait()
+        lost = finish_unflushed(self._flushing, self._agreement)
+        self._survival.begin()
+        self._survival.forget()
+        found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
+        loaded: SaveRecord | Problem | None = None
+        record: SaveRecord | None
+        tip = found.candidates[0][0] if found.candidates else None
+        chosen = None if step is not None else self._survival.choose(tip, {s.save_id for s in found.steps}, lost)
+        if chosen is not None:
+            options, predecessors = self._reader_options, self._survival.predecessors
+            loaded = load_from_memory(
+                predecessors, *chosen, self._folder.path, self._agreement, state, selection, options
+            )
+        if isinstance(loaded, SaveRecord):
+            tip, record = newest_of(found.steps, loaded.branch), loaded
+            position: Position | None = Position.at(loaded.branch, tip, found.steps, loaded.step)
+        else:
+            position = self._restore_from_storage(state, selection, found, loaded)
+            record = None if position is None or position.tip is None else position.tip.record
+        self._survival.start_keeper()
+        if position is None:
+            return None
+        self._position = position
+        self._continue_from(position.step)
+        self._clock.resume(record)
+        return position.step
+
+    def _restore_from_storage(
+        self, state: dict[str, Any], selection: Selection, found: RestoreChoice, problem: Problem | None
+    ) -> Position | None:
+        """Loads the first checkpoint that is not damaged; returns the job's new position, or None if there is none.
+
+        ``problem`` says why a state in memory was not loaded, if there is one. States in memory may be all that is
+        left of the job. So they are freed only once a checkpoint has been loaded, or if they are damaged.
+        """
+        steps = [step for step, _ in found.candidates]
+        options = self._reader_options
+        number = load_first(self._folder, steps, state, selection, self._heartbeats, options)
+        if number is not None or (problem is not None and problem.is_damage):
+            self._survival.predecessors.end()
+        if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):
+            raise ReadError(
+                f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
+                f"What is in the state now may be of neither: make it anew, and restore again. {problem.error}"
+            )
+        if number is None:
+            return None
+        step = steps[number]
+        if self._agreement.is_first and step.record is not None and step.record.step != step.number:
+            logger.warning(
+                "%s/%s says that it is of step %d: it was renamed, or is a copy. It is restored as step %d",
+                self._folder.path,
+                step.name,
+                step.record.step,
+                step.number,
+            )
+        return found.position(number)
+
+
+def _superseded(path: str) -> str:
+    return (
+        f"{path}: a later run of this job has claimed the memory of another host, where this run's states are copied "
+        f"to. This run saves no more: end it. If the other run is the wrong one, end that, and start this one again"
+    )

@@ -69,16 +69,16 @@ class Export(ModelOptions):
         path = path_to_write(self.path, self.storage_options, is_shared=True)
         check_count("every", self.every, optional=True)
         if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
-            raise TypeError(f"include must be a list of patterns, and is {self.include!r}")
+            raise TypeError(f"include must be a list of patterns, got {self.include!r}")
         ModelOptions.__post_init__(self)
         object.__setattr__(self, "path", path)
         if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
             raise ValueError(
-                "every= exports several models to one path: put {} for the step into it, or overwrite=True"
+                "every= exports several models to one path. Put {} for the step into it, or pass overwrite=True."
             )
 
     def path_of(self, step: int) -> str | os.PathLike[str]:
-        """The path of the export of a step."""
+        """Returns the path of the export of a step."""
         if isinstance(self.path, Path):
             return Path(str(self.path).replace("{}", str(step)))
         return str(self.path).replace("{}", str(step))

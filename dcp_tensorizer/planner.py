@@ -152,7 +152,7 @@ class SavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if tensor is None else tensor
 
     def resolve_plan(self, plan: SavePlan) -> Iterator[tuple[ItemKey, torch.Tensor, bool] | WriteItem]:
-        """The items of a plan, for a storage writer that would call `resolve_data` for each.
+        """Returns the items of a plan, for a storage writer that would call `resolve_data` for each.
 
         Instead of the item of an ordinary tensor there is its key, what `resolve_data` would return, and whether it is
         the whole tensor: DCP's seven objects for it are not made.
@@ -182,11 +182,10 @@ class SavePlanner(DefaultSavePlanner):
 
     @property
     def _history(self) -> History | None:
-        """What is remembered of the plans of this save's process group."""
         return None if self._histories is None else self._histories.of_save()
 
     def _resolved(self, rank: int, plan: SavePlan, tables: dict[bytes, Table], history: History | None) -> SavePlan:
-        """A rank's plan with its items, even if the rank sent only a digest."""
+        """Returns a rank's plan with its items, even if the rank sent only a digest."""
         items = plan.items
         if isinstance(items, Reference):
             history = history or History()  # an empty one raises for an unknown digest
@@ -291,7 +290,7 @@ def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[
 
 
 def _own_key(container: Any, part: Any) -> Any:
-    """The key in a dict that a path names ``part``."""
+    """Returns the key in a dict that a path names ``part``."""
     if not isinstance(container, Mapping) or part in container:
         return part
     if isinstance(part, str) and part.isdigit() and int(part) in container:

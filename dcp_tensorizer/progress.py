@@ -1,4 +1,4 @@
-"""A line on a terminal that tells how far a load or a save has come: `ProgressLine`."""
+"""A progress line on a terminal for loads and saves: `ProgressLine`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from typing import TextIO
 
 from ._runtime.ranks import rank_of_job
-from ._runtime.sizes import size
 
 __all__ = ["ProgressLine"]
 
@@ -16,7 +15,7 @@ _CLEAR = "\r\033[K"
 
 
 class ProgressLine:
-    """Tells how far a load or a save has come: bytes, their rate, and how long it still takes.
+    """A line with the bytes of a load or a save that are done, their rate, and the time left.
 
     Pass it as ``on_progress`` to a writer or a reader, or both to a manager::
 
@@ -44,22 +43,24 @@ class ProgressLine:
         if self._began is None or not done:
             self._began, self._shown = now, 0.0
         is_over = done >= total
-        if (is_over or now - self._shown >= _EVERY) and self._is_shown():
-            line = _CLEAR if is_over else _CLEAR + self._line(done, total, now - self._began)
-            self._out.write(line)
-            self._out.flush()
+        out = self._stream or sys.stderr
+        if (is_over or now - self._shown >= _EVERY) and rank_of_job() == 0 and out is not None and out.isatty():
+            rate = done / max(now - self._began, 1e-9)
+            left = f", {(total - done) / rate:.0f} s left" if done else ""
+            line = "" if is_over else f"{self._doing}: {size(done)} of {size(total)}, {size(rate)}/s{left}"
+            out.write(_CLEAR + line)
+            out.flush()
             self._shown = now
         if is_over:
             self._began = None
 
-    def _line(self, done: int, total: int, seconds: float) -> str:
-        rate = done / max(seconds, 1e-9)
-        left = f", {(total - done) / rate:.0f} s left" if done else ""
-        return f"{self._doing}: {size(done)} of {size(total)}, {size(rate)}/s{left}"
 
-    @property
-    def _out(self) -> TextIO:
-        return self._stream or sys.stderr
-
-    def _is_shown(self) -> bool:
-        return rank_of_job() == 0 and self._out is not None and self._out.isatty()
+def size(nbytes: float) -> str:
+    """Bytes in decimal units: ``1.5 GB``."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[0]}"

@@ -1,12 +1,11 @@
-"""Loading: `TensorizerStorageReader`, the storage reader for ``torch.distributed.checkpoint``.
+"""Loading: `TensorizerStorageReader`, the storage reader for ``torch.distributed.checkpoint``, and `open_reader`.
 
-.metadata --DCP planner--> LoadPlan --index--> stored chunks --read_planner--> byte ranges, sorted and coalesced
-          --executor--> parallel reads into the targets' memory --> block digests --> planner.commit_tensor
+.metadata --DCP planner--> LoadPlan --catalog--> stored chunks --read_planner--> byte ranges, sorted and coalesced
+          --run--> parallel reads into the targets' memory --> block digests --> planner.commit_tensor
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -18,39 +17,41 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ._index.read import Index
-from ._loading.deliver import LoadOptions, LoadSource, load_items
+from ._formats.catalog import Catalog, check_coverage
+from ._formats.hugging_face import ModelCatalog
+from ._formats.own import read_index, read_metadata
+from ._formats.recognise import contents, format_of, has_data, not_committed, nothing_committed
+from ._formats.rename import Renaming, Rules
+from ._formats.torch_dcp import TorchCatalog
+from ._loading.deliver import Load, LoadOptions
 from ._loading.exchange import identity_of, members_of, reads_alone
 from ._loading.report import LoadClock, LoadReport, publish
-from ._loading.targets import Located, RetainedPlan
-from ._loading.validate import (
-    ReadFrom,
-    check_coverage,
-    check_files,
-    check_one_save,
-    check_world_size,
-    not_committed,
-    nothing_committed,
-    read_index,
-    read_metadata,
-    unreadable,
-    warn_of_empty_dicts,
-)
+from ._loading.targets import RetainedPlan
+from ._loading.validate import ReadFrom, check_files, check_one_save, check_world_size, unreadable, warn_of_empty_dicts
 from ._runtime.gc_pause import collector_paused
 from ._runtime.progress import TransferProgress
-from ._runtime.ranks import world_size_of_job
-from ._runtime.validation import check_callable, check_count, check_path, check_storage_options, check_timeout
+from ._runtime.ranks import rank_of_job, world_size_of_job
+from ._runtime.validation import (
+    check_callable,
+    check_count,
+    check_path,
+    check_storage_options,
+    check_timeout,
+)
 from ._storage.base import TIMEOUT, Storage
 from ._storage.open import absolute_path, check_location, is_location
 from ._storage.redact import redact, shown
 from ._tensor_file.encryption import Cipher, check_decryption, unlock
+from ._tensor_file.names import metadata_file_name
 from ._tiers.tiered_storage import nearest
-from .errors import CheckpointError, MetadataError, NotCommitted
+from .errors import CheckpointError, DecryptionError, MetadataError, NotCommitted, ReadError, UntrustedObject
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ._tensor_file.encryption import DecryptionParams
 
-__all__ = ["LoadReport", "ReaderOptions", "TensorizerStorageReader"]
+__all__ = ["AnyFormatReader", "LoadReport", "ReaderOptions", "TensorizerStorageReader", "open_reader"]
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -102,6 +103,9 @@ class TensorizerStorageReader(StorageReader):
         local: The writer's ``local`` folder. Files that are whole there are read from there. With it, ``path`` is the
             writer's path. Pass the checkpoint below it as the ``checkpoint_id`` of ``dcp.load``.
 
+    Attributes:
+        load_id: Identifies the load, in its report and in ``storage_meta`` of the metadata; `reset` makes another.
+
     Raises:
         ValueError, TypeError: an argument is invalid.
         DecryptionError: there is a key, and no libsodium.
@@ -144,13 +148,13 @@ class TensorizerStorageReader(StorageReader):
         self._last_report: LoadReport | None = None
         self._cipher: Cipher | None = None
         self._storage: Storage | None = None
-        self._index: Index | None = None
+        self._catalog: Catalog | None = None
         self._plan: RetainedPlan | None = None
-        self._located: Located | None = None
+        self._load: Load | None = None
         self._metadata: Metadata | None = None
         self._error: CheckpointError | None = None
         self._is_own_save = False
-        self._load_id = uuid.uuid4().hex
+        self.load_id = uuid.uuid4().hex
         self._clock = LoadClock()
 
     def __repr__(self) -> str:
@@ -175,18 +179,13 @@ class TensorizerStorageReader(StorageReader):
         """The report of the last load; None before the first one is done."""
         return self._last_report
 
-    @property
-    def load_id(self) -> str:
-        """Identifies the load, in its report and in ``storage_meta`` of the metadata; `reset` makes another."""
-        return self._load_id
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load, with the ``checkpoint_id`` if there is one."""
         if checkpoint_id:
             check_path(checkpoint_id)
             self._path = absolute_path(checkpoint_id)
-        self._load_id = uuid.uuid4().hex
-        self._storage = self._index = self._plan = self._located = self._metadata = self._error = None
+        self.load_id = uuid.uuid4().hex
+        self._storage = self._catalog = self._plan = self._load = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
@@ -209,7 +208,10 @@ class TensorizerStorageReader(StorageReader):
         if rank is None:  # DCP's first question
             self._clock = LoadClock()
         try:
-            self._metadata = self._read_metadata(rank)
+            self._storage, self._catalog = self._find(rank)
+            metadata = self._catalog.metadata()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
         except NotCommitted as error:
             if rank is None:
                 raise
@@ -219,9 +221,10 @@ class TensorizerStorageReader(StorageReader):
         except Exception as error:
             self._error = MetadataError(f"{redact(str(self._path))} cannot be read: {type(error).__name__}: {error}")
         else:
+            self._metadata = metadata
             self._clock.has_metadata()
-            return self._metadata
-        return unreadable(self._error, StorageMeta(load_id=self._load_id))
+            return metadata
+        return unreadable(self._error, StorageMeta(load_id=self.load_id))
 
     def stored_metadata(self, *, rank: int | None = None) -> Metadata:
         """Returns the checkpoint's metadata with each chunk as it is stored; with ``rank`` that rank's own.
@@ -248,8 +251,9 @@ class TensorizerStorageReader(StorageReader):
         """
         if self._error is not None:
             raise self._error
+        storage, catalog = self._opened()
         self._metadata = metadata
-        self._cipher = self._unlock()
+        self._cipher = unlock(self._encryption, catalog.encryption, storage.path, self._cipher)
         self._rank = kwargs.get("rank", 0)
         self._per_rank = self._reads_alone = not kwargs.get("use_collectives", True)
 
@@ -260,14 +264,14 @@ class TensorizerStorageReader(StorageReader):
             MetadataError: the stored chunks of a tensor do not cover it; names the key.
             ReadError: a file is missing or has another size than when it was saved.
         """
-        storage, index = self._opened()
+        storage, catalog = self._opened()
         with collector_paused():
             if not self._per_rank:
-                check_coverage(storage.path, index, (read_item.storage_index.fqn for read_item in plan.items))
-            self._located = Located(index, plan.items)
-        check_files(storage, index.files, self._located.files - {"", *index.in_memory})
+                check_coverage(storage.path, catalog, (read_item.storage_index.fqn for read_item in plan.items))
+            self._load = self._begin(plan)
+        check_files(storage, catalog.files, self._load.files & catalog.files.keys())
         # If each rank saved for itself, each reads its own save, and there is nothing to agree on.
-        read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._exchange))
+        read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._group))
         self._plan = RetainedPlan.keep(plan, self._rank, read_from)
         return self._plan
 
@@ -280,7 +284,7 @@ class TensorizerStorageReader(StorageReader):
         """
         path, carried = self._opened()[0].path, [plan.storage_data for plan in plans]
         check_one_save(path, carried)
-        self._reads_alone |= reads_alone(path, self._exchange, carried)
+        self._reads_alone |= reads_alone(path, self._group, carried)
         for rank, plan in enumerate(plans):
             if isinstance(plan, RetainedPlan):
                 plan.send_to(rank)
@@ -297,19 +301,16 @@ class TensorizerStorageReader(StorageReader):
             UntrustedObject: objects could run code; names keys and types; no target has changed.
         """
         self._clock.begin_reading()
-        storage, index = self._opened()
-        assert self._metadata is not None
+        storage, _ = self._opened()
         warn_of_empty_dicts(storage.path, planner)
-        located = self._located or Located(index, ())
-        self._located = self._plan = None  # no longer needed
-        group = None if self._reads_alone else self._exchange
-        source = LoadSource(storage, index, located, self._metadata, self._cipher, self._per_rank, group)
+        load = self._load or self._begin(plan)
+        self._load = self._plan = None  # no longer needed
         progress = TransferProgress("loading", storage.path, self._on_progress)
-        nbytes, received = load_items(source, plan, planner, self._load_options, progress, self._clock.reads.append)
+        nbytes, received = load.run(plan, planner, None if self._reads_alone else self._group, progress)
         self._last_report = self._clock.report(
             path=storage.path,
             save_id=self._save_id,
-            load_id=self._load_id,
+            load_id=self.load_id,
             rank=self._rank,
             items=len(plan.items),
             nbytes=nbytes,
@@ -332,22 +333,122 @@ class TensorizerStorageReader(StorageReader):
         meta = self._metadata.storage_meta
         return "" if meta is None else meta.save_id or ""
 
-    def _opened(self) -> tuple[Storage, Index]:
-        assert self._storage is not None and self._index is not None, "read_metadata comes first"
-        return self._storage, self._index
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The ranks with which this one can exchange what they read."""
+        return self._exchange if self._opened()[1].has_digests else None
 
-    def _read_metadata(self, rank: int | None) -> Metadata:
-        storage = self._storage = self._open(self._path)
-        index = self._index = read_index(storage, rank)
+    def _opened(self) -> tuple[Storage, Catalog]:
+        assert self._storage is not None and self._catalog is not None, "read_metadata comes first"
+        return self._storage, self._catalog
+
+    def _begin(self, plan: LoadPlan) -> Load:
+        storage, catalog = self._opened()
+        assert self._metadata is not None
+        note = self._clock.reads.append
+        return Load(
+            storage, catalog, self._load_options, self._metadata, plan.items, self._cipher, self._per_rank, note
+        )
+
+    def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
+        """Opens the checkpoint at the path, or with ``rank`` that rank's own; raises `CheckpointError` if there is
+        none.
+        """
+        storage = self._open(self._path)
+        index = read_index(storage, rank)
         if rank is not None:
             check_world_size(storage, index is not None, world_size_of_job())
         if index is None:  # DCP then asks again with `rank=`
             raise not_committed(storage.path) if rank is None else nothing_committed(storage)
-        metadata = index.metadata()
-        metadata.storage_meta = dataclasses.replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
-        return metadata
+        return storage, index
 
-    def _unlock(self) -> Cipher | None:
-        """The checkpoint's key, checked before any target changes."""
-        storage, index = self._opened()
-        return unlock(self._encryption, index.encryption, storage.path, self._cipher)
+
+def open_reader(
+    path: str | os.PathLike[str],
+    *,
+    rename: Rules | None = None,
+    **options: Unpack[ReaderOptions],
+) -> AnyFormatReader:
+    """A reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
+
+    It reads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories of
+    safetensors files as Hugging Face has them: those that the index names, or the parts of tensors that torch's
+    ``HuggingFaceStorageWriter`` leaves without consolidation. FP8 weights with a scale for each block
+    (``weight_scale_inv``) are multiplied, unless the target is of the same FP8 dtype. The format is recognised anew in
+    each load, so that a job may switch its storage between two saves.
+
+    No code of a checkpoint runs, whatever its format. torch's ``.metadata`` is a pickle, of which only DCP's own
+    records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules
+    for both.
+
+    Args:
+        path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
+        rename: The rules by which a model was, or would be, saved (see `SafetensorsStorageWriter`), used the other way
+            round: its tensors get the names, and the shapes, that they have in the state dict. Only for safetensors.
+        options: Options of `TensorizerStorageReader`. ``verify`` and ``exchange`` apply only to checkpoints of this
+            package, ``allow_pickle`` also to torch's own. ``encryption`` is refused for other formats.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+
+    ``dcp.load`` then raises, on each rank:
+        NotCommitted: there is nothing at the path.
+        MetadataError: it is of none of these formats; the message says what was found.
+        ReadError: ``rename`` does not fit the model, or something else than a model is there.
+    """
+    return AnyFormatReader(path, rename=rename, **options)
+
+
+class AnyFormatReader(TensorizerStorageReader):
+    """Recognises the format at the beginning of each load.
+
+    The arguments are those of `open_reader`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rename: Rules | None = None,
+        **options: Unpack[ReaderOptions],
+    ) -> None:
+        super().__init__(path, **options)
+        Renaming(rename or {}).inverse()
+        self._rename = rename
+        self._extensions: Any = None  # set by `install`: decoders of streams that torch's own writer has encoded
+
+    def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
+        storage = self._open(self._path)
+        found = format_of(storage, rank_of_job()) if storage.file_in_place() is None else None
+        if found is None:
+            raise _unknown(storage)
+        if self._rename is not None and found != "safetensors":
+            raise ReadError(f"{storage.path} is of the format {found}, and rename= is for models of safetensors")
+        if found == "dcp_tensorizer":
+            return super()._find(rank)
+        if self._encryption is not None:
+            raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted: leave the key out")
+        if found == "safetensors":
+            if rank is not None:  # a model is of all ranks, and appeared after the first question
+                raise nothing_committed(storage)
+            return storage, ModelCatalog(storage, self._rename)
+        name = metadata_file_name(rank)
+        pickled = storage.read(name)
+        if pickled is None:
+            raise not_committed(storage.path) if rank is None else nothing_committed(storage)
+        trusts, extensions = self._load_options.allow_pickle, self._extensions
+        try:
+            return storage, TorchCatalog(storage, name, pickled, allow_pickle=trusts, extensions=extensions)
+        except UntrustedObject as error:
+            advice = "If you trust the checkpoint as you trust a program, pass allow_pickle=True to the reader."
+            raise UntrustedObject(f"{error}. {advice}") from None
+
+
+def _unknown(storage: Storage) -> CheckpointError:
+    if storage.file_in_place() is not None or has_data(storage):
+        return nothing_committed(storage)
+    found = contents(storage)
+    return MetadataError(
+        f"{storage.path} holds no checkpoint that can be loaded: {found}. Checkpoints are directories with a .metadata "
+        f"in them, or with files of safetensors. `dcp-tensorizer convert` reads more formats."
+    )

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 from pathlib import Path
-from typing import BinaryIO
 
 from ._loading.report import LoadReport
 from ._runtime.forks import free_in_child
@@ -59,24 +58,18 @@ class TraceFile:
         with self._lock:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / f"{host}-{os.getpid()}.spans.jsonl").open("a+b") as file:
-                _drop_cut_line(file)
+                # A full disk, or a killed process of the same number, as in containers, leaves an incomplete last line.
+                if file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        file.seek(0)
+                        file.truncate(file.read().rfind(b"\n") + 1)
                 file.write(json.dumps(line).encode() + b"\n")
-
-
-def _drop_cut_line(file: BinaryIO) -> None:
-    """Removes an incomplete last line: of a full disk, or of a killed process that had the same number, as in
-    containers.
-    """
-    if file.seek(0, os.SEEK_END):
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 @functools.cache
 def _host() -> tuple[str, str]:
-    """The name of this host, and what tells its clock from those of others: the id of its last start."""
+    """The name of this host, and the id of its last boot, which identifies its clock."""
     try:
         return socket.gethostname(), boot_id().strip()
     except OSError:  # not Linux

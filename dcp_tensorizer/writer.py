@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._planning.wholes import checked_messages, wholes_of
+from ._planning.global_plan import checked_messages, wholes_of
 from ._runtime.forks import in_child
 from ._runtime.gc_pause import age_objects
 from ._runtime.ranks import world_size_of_job
@@ -148,8 +148,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         WriteError: there is a key, but no libsodium; the path is read-only (http), or relative, and there is no working
             directory; or its URL is of an unknown protocol, or needs a library that is missing.
     """
-
-    _synchronize_after_execute = False
 
     def __init__(
         self,
@@ -281,7 +279,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     @property
     def should_synchronize_after_execute(self) -> bool:
         """Returns whether DCP calls `synchronize_staging` once the save has begun."""
-        return self._synchronize_after_execute or self._saver.refusal is not None
+        return self._saver.stager.way.holds_training or self._saver.refusal is not None
 
     def synchronize_staging(self) -> None:
         """Waits until training may change everything that was staged.
@@ -368,7 +366,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path for the staged state, or the writer is closed.
         """
-        staged_save = self._saver.stager.begin_save()
+        staged_save = self._saver.engine.saves.begin(self._saver.stager)
         if staged_save is not None:
             self._local.begun = self.checkpoint_id, self._begin_save(staged_save)
         if (begun := self._begun()) is not None:
@@ -448,7 +446,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def _begin_save(self, staged_save: StagedSave | None) -> Save:
         """Begins the calling thread's save; raises what `Saver.begin` does."""
         if staged_save is None:
-            self._saver.stager.wait_turn()  # for a synchronous save, or one that another stager has staged
+            self._saver.engine.saves.wait_turn(
+                self._saver.stager
+            )  # for a synchronous save, or one that another stager has staged
         self._end_save()
         context = self._context_of_trainer if staged_save is None else staged_save.context
         if staged_save is None and context is not None:
@@ -463,7 +463,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return save
 
     def _begun(self) -> Save | None:
-        """The calling thread's save of a staged state, if it has begun, and DCP has not called `set_up_storage_writer`.
+        """Returns the calling thread's save of a staged state, if it has begun, and DCP has not called
+        `set_up_storage_writer`.
 
         None after a planner failed between the two hooks: then DCP goes on to another path, or the state is dropped.
         """
@@ -479,14 +480,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
 
     def _begin(self, options: SaveOptions, callbacks: SaveCallbacks) -> None:
-        """Begins in the process that made the writer."""
         if options.staging == "device" and (setting := expandable_segments()) is not None:
             raise ValueError(
                 f"staging='device' and expandable segments ({setting}) cannot be combined: such memory is not safe to "
                 f"hand to another process, which may be ended by it. Use staging='buffer', or turn them off"
             )
         self._options = options
-        self._synchronize_after_execute = options.staging != "buffer"
         self._error_of_trainer: StagingError | None = None
         self._context_of_trainer: ProcessContext | None = None
         self._begin_here(self._new_saver(callbacks, closed=False))
@@ -507,7 +506,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process."""
-        staged_save = self._saver.stager.begin_save()
+        staged_save = self._saver.engine.saves.begin(self._saver.stager)
         state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         state["_closed"] = self._saver.closed
         if staged_save is not None:

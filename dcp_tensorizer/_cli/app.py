@@ -70,8 +70,16 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
     """
     from .terminal import print_error, print_json
 
-    code = _exit_code(error, damaged)
-    message, hint = _message(error)
+    code, message, hint = NOT_DONE, str(error), ""
+    if isinstance(error, KeyboardInterrupt):
+        code, message = INTERRUPTED, "interrupted"
+    elif isinstance(error, UnsupportedFormat):
+        code = UNSUPPORTED
+    elif isinstance(error, usage_error):
+        command = error.ctx.command_path if error.ctx else "dcp-tensorizer"
+        message, hint = error.format_message(), f"{command} --help shows how it is used"
+    elif isinstance(error, CheckpointError) and _is_damage(error):
+        code = damaged
     if as_json:
         print_json({"error": type(error).__name__, "message": message, "exit_code": code})
     else:
@@ -100,30 +108,12 @@ def unwritten(error: OSError) -> int:
     return NOT_DONE
 
 
-def _exit_code(error: BaseException, damaged: int) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    if isinstance(error, UnsupportedFormat):
-        return UNSUPPORTED
-    return damaged if isinstance(error, CheckpointError) and _is_damage(error) else NOT_DONE
-
-
 def _is_damage(error: CheckpointError) -> bool:
     """Returns whether the checkpoint itself is the cause, not a server, a key or permissions."""
     if isinstance(error, NotCommitted | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
     return gone or isinstance(error, ChecksumMismatch | MetadataError)
-
-
-def _message(error: BaseException) -> tuple[str, str]:
-    """The message for an error, with a hint at help."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", ""
-    if isinstance(error, usage_error):
-        command = error.ctx.command_path if error.ctx else "dcp-tensorizer"
-        return error.format_message(), f"{command} --help shows how it is used"
-    return str(error), ""
 
 
 _app = typer.Typer(
@@ -179,6 +169,16 @@ def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Cal
     return add
 
 
+def emit(result: object, show: Callable[[], None], *, as_json: bool) -> None:
+    """Prints the result of a command as a JSON document, or shows it to people."""
+    from .terminal import print_json
+
+    if as_json:
+        print_json(result)
+    else:
+        show()
+
+
 @_app.callback()
 def _all_commands(version: Version = False, as_json: Json = False) -> None:
     """Options before the name of any command."""
@@ -196,7 +196,8 @@ def ls(
     from .. import tools
     from .views import show_listing
 
-    show_listing(tools.list_checkpoints(path, storage_options=read_options(storage_option)), path, as_json=as_json)
+    found = tools.list_checkpoints(path, storage_options=read_options(storage_option))
+    emit(found, lambda: show_listing(found, path), as_json=as_json)
     return OK
 
 
@@ -218,7 +219,7 @@ def inspect(
 
     options, key = read_options(storage_option), read_key(key_file, passphrase_file)
     inspected = tools.inspect(checkpoint, pattern, storage_options=options, encryption=key)
-    show_checkpoint(inspected, chunks, as_json=as_json)
+    emit(inspected, lambda: show_checkpoint(inspected, chunks), as_json=as_json)
     return OK
 
 
@@ -231,13 +232,15 @@ def verify(
 ) -> int:
     """Compare a checkpoint's files with what was saved. The exit code is 1 if any is damaged."""
     from .. import tools
-    from .terminal import progress
+    from ..tools._atomic_output import shown_path
+    from .terminal import fields, progress
     from .views import show_verified
 
     options = read_options(storage_option)
     with progress("verifying", hidden=as_json) as on_progress:
         verified = tools.verify(checkpoint, full=full, storage_options=options, on_progress=on_progress)
-    show_verified(verified, checkpoint, full, as_json=as_json)
+    result = {"path": shown_path(checkpoint), "ok": not verified.damages, "full": full} | fields(verified)
+    emit(result, lambda: show_verified(verified), as_json=as_json)
     return DAMAGED if verified.damages else OK
 
 
@@ -258,7 +261,7 @@ def diff(
     options, key = read_options(storage_option), read_key(key_file, passphrase_file)
     with progress("comparing", hidden=as_json) as on_progress:
         difference = tools.diff(before, after, storage_options=options, encryption=key, on_progress=on_progress)
-    show_difference(difference, as_json=as_json)
+    emit(difference, lambda: show_difference(difference), as_json=as_json)
     return DIFFERENT if difference else OK
 
 
@@ -315,7 +318,8 @@ def convert(
 ) -> int:
     """Bring a checkpoint into another format. It takes the memory of the largest tensor."""
     from .. import tools
-    from .terminal import progress
+    from ..tools._atomic_output import shown_path
+    from .terminal import fields, progress
     from .views import show_converted
 
     if split is not None and tensor_parallel == 1:
@@ -343,7 +347,8 @@ def convert(
             encryption=read_key(key_file, passphrase_file),
             on_progress=on_progress,
         )
-    show_converted(converted, target, to, as_json=as_json)
+    result = {"path": shown_path(target), "format": to} | fields(converted)
+    emit(result, lambda: show_converted(converted, target, to), as_json=as_json)
     return OK
 
 
@@ -371,7 +376,7 @@ def report(
             encryption=read_key(key_file, passphrase_file),
             on_progress=on_progress,
         )
-    show_report(reported, as_json=as_json)
+    emit(reported, lambda: show_report(reported), as_json=as_json)
     return OK
 
 
@@ -385,7 +390,8 @@ def trace(
     from .. import tools
     from .views import show_trace
 
-    show_trace(tools.trace(sources, output), as_json=as_json)
+    traced = tools.trace(sources, output)
+    emit(traced, lambda: show_trace(traced), as_json=as_json)
     return OK
 
 
@@ -419,7 +425,10 @@ def gc(
         dry_run=dry_run,
         storage_options=read_options(storage_option),
     )
-    show_removals(removals, path, dry_run, as_json=as_json)
+    removed, kept = [one for one in removals if not one.kept], [one for one in removals if one.kept]
+    total = sum(one.nbytes for one in removed)
+    result = {"dry_run": dry_run, "bytes": total, "removals": removed, "kept": kept}
+    emit(result, lambda: show_removals(removals, path, dry_run), as_json=as_json)
     return NOT_DONE if any(removal.failed for removal in removals) else OK
 
 
@@ -435,7 +444,9 @@ def publish_add(
     previous: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The model at the version before, to compare with.")
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Of training, to be noted.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The step of training, recorded in the version.")
+    ] = None,
     max_deltas: Annotated[
         int, typer.Option(min=1, metavar="N", help="How many deltas may follow a whole version.")
     ] = 20,
@@ -461,7 +472,7 @@ def publish_add(
             storage_options=read_options(storage_option),
             on_progress=on_progress,
         )
-    show_published(version, as_json=as_json)
+    emit(version, lambda: show_published(version), as_json=as_json)
     return OK
 
 
@@ -471,7 +482,8 @@ def publish_ls(published: Published, storage_option: StorageOptions = None, as_j
     from .._publish.versions import list_versions
     from .views import show_versions
 
-    show_versions(list_versions(published, storage_options=read_options(storage_option)), as_json=as_json)
+    versions = list_versions(published, storage_options=read_options(storage_option))
+    emit(versions, lambda: show_versions(versions), as_json=as_json)
     return OK
 
 
@@ -487,13 +499,15 @@ def publish_apply(
 ) -> int:
     """Bring a copy of the model to a version. The exit code is 1 if what was published, or the copy, is damaged."""
     from .._publish.apply import apply_delta
-    from .terminal import progress
+    from ..tools._atomic_output import shown_path
+    from .terminal import fields, progress
     from .views import show_applied
 
     options = read_options(storage_option)
     with progress("applying", hidden=as_json) as on_progress:
         applied = apply_delta(copy, published, version=version, storage_options=options, on_progress=on_progress)
-    show_applied(applied, copy, as_json=as_json)
+    result = {"path": shown_path(copy)} | fields(applied)
+    emit(result, lambda: show_applied(applied, copy), as_json=as_json)
     return OK
 
 
@@ -510,13 +524,14 @@ def publish_verify(
 ) -> int:
     """Compare the SHA-256 of all files with what was published. The exit code is 1 if any is damaged."""
     from .._publish.apply import verify_versions
-    from .terminal import progress
+    from .terminal import fields, progress
     from .views import show_versions_verified
 
     options = read_options(storage_option)
     with progress("verifying", hidden=as_json) as on_progress:
         verified = verify_versions(path, version=version, storage_options=options, on_progress=on_progress)
-    show_versions_verified(verified, as_json=as_json)
+    result = {"ok": not verified.damages} | fields(verified)
+    emit(result, lambda: show_versions_verified(verified), as_json=as_json)
     return DAMAGED if verified.damages else OK
 
 
@@ -534,5 +549,6 @@ def publish_gc(
 
     options = read_options(storage_option)
     removed = collect_versions(published, keep_latest=keep_latest, dry_run=dry_run, storage_options=options)
-    show_versions_removed(removed, dry_run, as_json=as_json)
+    result = {"dry_run": dry_run, "bytes": sum(info.nbytes for info in removed), "removals": removed}
+    emit(result, lambda: show_versions_removed(removed, dry_run), as_json=as_json)
     return OK

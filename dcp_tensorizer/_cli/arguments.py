@@ -89,13 +89,17 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
     if key_file is None and passphrase_file is None:
         return None
     if key_file is not None and passphrase_file is not None:
-        raise typer.BadParameter("give --key-file or --passphrase-file, and not both", param_hint="--key-file")
+        raise typer.BadParameter(
+            "cannot be combined with --passphrase-file. Give one of them.", param_hint="--key-file"
+        )
     from .._tensor_file.encryption import decryption_key
 
     try:
         key = None if key_file is None else key_file.read_bytes()
         if key is not None and len(key) != _KEY_BYTES:
-            raise ValueError(f"it has {len(key):,} bytes, and a key has {_KEY_BYTES}; --passphrase-file takes others")
+            raise ValueError(
+                f"a key must have {_KEY_BYTES} bytes, got {len(key):,}. Pass --passphrase-file for others."
+            )
         passphrase = None if passphrase_file is None else passphrase_file.read_text(encoding="utf-8").removesuffix("\n")
         return decryption_key(key=key, passphrase=passphrase)
     except (OSError, ValueError) as error:

@@ -34,6 +34,11 @@ class _Console(Console):
 _console = functools.partial(_Console, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def fields(record: Any) -> dict[str, Any]:
+    """The fields of a record, by their names in JSON documents."""
+    return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
 def print_json(value: Any) -> None:
     """Prints a document: records as objects, times in ISO format, and null for numbers that JSON does not have."""
     # In ASCII, because names of files may have bytes that no encoding has.
@@ -157,8 +162,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat(timespec="milliseconds")
     if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
-        return {name.replace("nbytes", "bytes"): _plain(getattr(value, name)) for name in names}
+        value = fields(value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -200,7 +204,11 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
     widths = [max(map(cell_len, [head, *column])) for head, column in zip(heads, cells, strict=True)]
     if sum(widths) + len(_GAP) * (len(widths) - 1) > width:
         least = [
-            whole if is_number else min(whole, _NAME) if number == 0 else max(map(_longest_piece, [head, *column]))
+            whole
+            if is_number
+            else min(whole, _NAME)
+            if number == 0
+            else max(cell_len(piece.rstrip()) for cell in (head, *column) for piece in _PIECE.findall(cell))
             for number, (whole, is_number, head, column) in enumerate(zip(widths, numeric, heads, cells, strict=True))
         ]
         widths = _narrowed(widths, least, width - len(_GAP) * (len(widths) - 1))
@@ -212,7 +220,11 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
             row = ["", *row[1:]]
         broken = [folded(cell, room, _PIECE) for cell, room in zip(row, widths, strict=True)]
         for line in itertools.zip_longest(*broken, fillvalue=""):
-            padded = (_padded(*cell) for cell in zip(line, widths, numeric, strict=True))
+            spaces = [" " * (width - cell_len(text)) for text, width in zip(line, widths, strict=True)]
+            padded = (
+                space + text if is_number else text + space
+                for text, space, is_number in zip(line, spaces, numeric, strict=True)
+            )
             yield _GAP.join(padded).rstrip()
 
 
@@ -225,12 +237,3 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[in
             break
         narrowed[max(able, key=narrowed.__getitem__)] -= 1
     return narrowed
-
-
-def _longest_piece(cell: str) -> int:
-    return max(cell_len(piece.rstrip()) for piece in _PIECE.findall(cell))
-
-
-def _padded(text: str, width: int, is_number: bool) -> str:
-    padding = " " * (width - cell_len(text))
-    return padding + text if is_number else text + padding

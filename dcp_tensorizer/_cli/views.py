@@ -1,15 +1,14 @@
-"""The results of the commands: tables for people, or one JSON document for scripts."""
+"""The results of the commands, as tables and lines for people."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .._runtime.sizes import size
 from .._storage.redact import redact
+from ..progress import size
 from ..tools._atomic_output import shown_path
-from .terminal import count, moment, print_json, print_line, print_table, ranks, shape
+from .terminal import count, moment, print_line, print_table, ranks, shape
 
 if TYPE_CHECKING:
     from .._publish.apply import Applied, VersionsVerified
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
 _TORCHS = "torch: written by torch's own FileSystemWriter, which convert, diff and report read, and gc leaves alone"
 
 
-def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: bool) -> None:
+def show_listing(checkpoints: Sequence[CheckpointInfo], path: str) -> None:
     """Shows the checkpoints below a directory."""
-    if as_json:
-        print_json(checkpoints)
-        return
     some_shared, some_measured = any(c.shared_nbytes for c in checkpoints), any(c.metrics for c in checkpoints)
     rows = (
         [
@@ -54,7 +50,7 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str, *, as_json: b
     if "torch" in states:
         print_line(_TORCHS, "dim")
     if broken := sorted(states & {"incomplete", "unreadable"}):
-        print_line(f"{', '.join(broken)}: verify says why", "dim")
+        print_line(f"{', '.join(broken)}: verify reports why", "dim")
 
 
 def _metrics(metrics: Mapping[str, float], best: str | None) -> str:
@@ -62,11 +58,8 @@ def _metrics(metrics: Mapping[str, float], best: str | None) -> str:
     return ", ".join(shown)
 
 
-def show_checkpoint(inspected: Inspection, chunks: bool, *, as_json: bool) -> None:
+def show_checkpoint(inspected: Inspection, chunks: bool) -> None:
     """Shows the contents of a checkpoint, a line per tensor, or with ``chunks`` a line per chunk."""
-    if as_json:
-        print_json(inspected)
-        return
     (_show_chunks if chunks else _show_tensors)(inspected.tensors)
     objects = ([o.key, o.type, o.text, size(o.nbytes)] for o in inspected.objects)
     print_table(["object", "type", "value", ">size"], objects, "Objects")
@@ -120,11 +113,8 @@ def _show_tensors(tensors: Sequence[TensorInfo]) -> None:
     print_table(["tensor", "shape", "dtype", ">size", ">chunks", "ranks"], rows)
 
 
-def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -> None:
+def show_verified(verified: Verified) -> None:
     """Shows the result of `verify`."""
-    if as_json:
-        print_json({"path": shown_path(path), "ok": not verified.damages, "full": full} | _fields(verified))
-        return
     for damage in verified.damages:
         print_line(f"{damage.file}: {'' if damage.key is None else f'{damage.key!r}: '}{damage.what}")
     rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
@@ -139,11 +129,8 @@ def show_verified(verified: Verified, path: str, full: bool, *, as_json: bool) -
     )
 
 
-def show_difference(difference: Difference, *, as_json: bool) -> None:
+def show_difference(difference: Difference) -> None:
     """Shows how two checkpoints differ."""
-    if as_json:
-        print_json(difference)
-        return
     rows = (
         [
             change.key,
@@ -166,11 +153,8 @@ def show_difference(difference: Difference, *, as_json: bool) -> None:
     )
 
 
-def show_converted(converted: Converted, target: str, to: str, *, as_json: bool) -> None:
+def show_converted(converted: Converted, target: str, to: str) -> None:
     """Shows the result of `convert`."""
-    if as_json:
-        print_json({"path": shown_path(target), "format": to} | _fields(converted))
-        return
     objects = f" and {count(converted.objects, 'object')}" if converted.objects else ""
     print_line(
         f"{redact(target)}: {count(converted.tensors, 'tensor')}{objects}, {size(converted.nbytes)}, "
@@ -178,22 +162,16 @@ def show_converted(converted: Converted, target: str, to: str, *, as_json: bool)
     )
 
 
-def show_report(reported: Reported, *, as_json: bool) -> None:
+def show_report(reported: Reported) -> None:
     """Shows the result of `report`."""
-    if as_json:
-        print_json(reported)
-        return
     print_line(
         f"{reported.path}: {count(reported.tensors, 'tensor')} of {count(len(reported.checkpoints), 'checkpoint')}, "
         f"{size(reported.nbytes)} in {reported.seconds:.1f} s"
     )
 
 
-def show_trace(traced: Traced, *, as_json: bool) -> None:
+def show_trace(traced: Traced) -> None:
     """Shows the result of `trace`."""
-    if as_json:
-        print_json(traced)
-        return
     what = [count(number, noun) for number, noun in ((traced.saves, "save"), (traced.loads, "load")) if number]
     where = f"{count(traced.ranks, 'rank')} on {count(traced.hosts, 'host')}"
     print_line(
@@ -202,14 +180,10 @@ def show_trace(traced: Traced, *, as_json: bool) -> None:
     )
 
 
-def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as_json: bool) -> None:
+def show_removals(removals: Sequence[Collected], path: str, dry_run: bool) -> None:
     """Shows what was removed below a directory, or would be with ``dry_run``."""
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
-    if as_json:
-        kept = [removal for removal in removals if removal.kept]
-        print_json({"dry_run": dry_run, "bytes": total, "removals": removed, "kept": kept})
-        return
     rows = (
         [
             _below(removal.path, path),
@@ -228,11 +202,8 @@ def show_removals(removals: Sequence[Collected], path: str, dry_run: bool, *, as
     print_line(f"{' and '.join(what)} {verb}: {size(total)}" if what else f"nothing {verb}")
 
 
-def show_published(version: PublishedVersion, *, as_json: bool) -> None:
+def show_published(version: PublishedVersion) -> None:
     """Shows the version that was published."""
-    if as_json:
-        print_json(version)
-        return
     part = f" ({100 * version.nbytes / max(1, version.model_nbytes):.2f}%)" if version.is_delta else ""
     print_line(
         f"version {version.version}: {'what changed' if version.is_delta else 'whole'}, "
@@ -244,11 +215,8 @@ def show_published(version: PublishedVersion, *, as_json: bool) -> None:
         print_line(f"{count(len(version.removed), 'old version')} removed", "dim")
 
 
-def show_versions(versions: Sequence[VersionInfo], *, as_json: bool) -> None:
+def show_versions(versions: Sequence[VersionInfo]) -> None:
     """Published versions, the newest first."""
-    if as_json:
-        print_json(versions)
-        return
     rows = (
         [
             str(info.version),
@@ -264,11 +232,8 @@ def show_versions(versions: Sequence[VersionInfo], *, as_json: bool) -> None:
     print_table(["version", "what", "published", ">step", ">size", ">of the model", ">tensors"], rows)
 
 
-def show_applied(applied: Applied, copy: str, *, as_json: bool) -> None:
+def show_applied(applied: Applied, copy: str) -> None:
     """Shows the version that a copy has now."""
-    if as_json:
-        print_json({"path": shown_path(copy)} | _fields(applied))
-        return
     if not applied.nbytes:
         print_line(f"{redact(copy)} has version {applied.version} already")
         return
@@ -281,11 +246,8 @@ def show_applied(applied: Applied, copy: str, *, as_json: bool) -> None:
     )
 
 
-def show_versions_verified(verified: VersionsVerified, *, as_json: bool) -> None:
+def show_versions_verified(verified: VersionsVerified) -> None:
     """Shows the result of `verify_versions`."""
-    if as_json:
-        print_json({"ok": not verified.damages} | _fields(verified))
-        return
     for damage in verified.damages:
         print_line(damage)
     versions = ", ".join(map(str, verified.versions))
@@ -297,21 +259,13 @@ def show_versions_verified(verified: VersionsVerified, *, as_json: bool) -> None
     )
 
 
-def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool, *, as_json: bool) -> None:
+def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool) -> None:
     """Shows the versions that were removed, or would be."""
     total = sum(info.nbytes for info in removed)
-    if as_json:
-        print_json({"dry_run": dry_run, "bytes": total, "removals": removed})
-        return
     for info in removed:
         print_line(f"version {info.version}: {'what changed' if info.is_delta else 'whole'}, {size(info.nbytes)}")
     verb = "would be removed" if dry_run else "removed"
     print_line(f"{count(len(removed), 'version')} {verb}: {size(total)}" if removed else f"nothing {verb}")
-
-
-def _fields(record: Verified | Converted | Applied | VersionsVerified) -> dict[str, object]:
-    """A record's fields, for a JSON document that adds others."""
-    return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _below(found: str, path: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -24,6 +24,9 @@ from .._tensor_file.names import Seal, is_data_file_name
 from .._version import INDEX_VERSION
 from ..errors import MetadataError, UnsupportedFormat
 from .schema import DataFile, Head, Section, SectionKind, decode_head, encode_rows
+
+if TYPE_CHECKING:
+    from .._storage.base import Storage
 
 FIRST_BYTES = 1 << 20
 """How much of an index to read first. Up to a hundred ranks that is all of it; the rest takes another request."""
@@ -128,32 +131,17 @@ def head_end(data: bytes) -> int:
     return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
 
 
-class IndexSource(Protocol):
-    """The directory of a checkpoint on any storage (``_storage.base.Storage``)."""
-
-    path: str
-
-    def read(self, name: str, most: int | None = None) -> bytes | None:
-        """The first bytes of a file; None if there is none. Raises `ReadError`."""
-
-    def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Reads bytes from an offset on. Raises `ReadError`."""
-
-    def head(self, name: str) -> int | None:
-        """The size of a file; None if there is none. Raises `ReadError`."""
-
-
-def find_index(source: IndexSource, name: str) -> IndexFile | None:
+def find_index(storage: Storage, name: str) -> IndexFile | None:
     """Opens the index in a directory; None if there is none. Raises what `open_index` raises."""
-    data = source.read(name, FIRST_BYTES)
+    data = storage.read(name, FIRST_BYTES)
     if data is None:
         return None
-    path, size = f"{source.path}/{name}", (source.head(name) or 0) if len(data) == FIRST_BYTES else len(data)
+    path, size = f"{storage.path}/{name}", (storage.head(name) or 0) if len(data) == FIRST_BYTES else len(data)
 
     def read(offset: int, nbytes: int) -> bytes:
         if offset + nbytes > size:  # before memory is allocated for missing bytes
             raise _damaged(path, f"it has {size:,} bytes instead of {offset + nbytes:,}")
-        return source.read_range(name, offset, nbytes)
+        return storage.read_range(name, offset, nbytes)
 
     return open_index(path, data, read)
 
@@ -237,7 +225,6 @@ def nonsense(path: str, what: str) -> MetadataError:
 
 
 def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
-    """The fixed fields, the digest, the MAC and the head."""
     mac_offset = _FIXED.size + _DIGEST
     return (
         view[: _FIXED.size],

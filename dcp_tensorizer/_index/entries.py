@@ -194,7 +194,6 @@ class _Owners:
         return np.where(is_there, self._owners[rows], -1), is_there & self._is_tensor[rows]
 
     def _run(self, owners: np.ndarray) -> int:
-        """The row of some owners, which is made if there is none yet."""
         name = owners.tobytes()
         if name not in self._runs:
             self._runs[name] = len(self._runs), runs_of(owners)
@@ -262,5 +261,5 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
             known[name] = TensorValue(layout, own, entry.is_whole, rows.properties[entry.properties])
         values[key] = known[name]
     if len(values) < len(rows.entries):
-        raise ValueError("it has a key twice")
+        raise ValueError("a key occurs twice")
     return values

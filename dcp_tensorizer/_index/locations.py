@@ -11,12 +11,10 @@ import numpy as np
 import torch
 import xxhash
 
-from .._runtime.threads import in_threads
 from .._tensor_file.dtypes import named_dtype
-from .._tensor_file.names import MAC_BYTES, NONCE_BYTES, StoredItem, metadata_file_name
+from .._tensor_file.names import MAC_BYTES, NONCE_BYTES, StoredItem
 from ..errors import MetadataError, WriteError
-from .container import IndexFile, decoded
-from .schema import KINDS, Inline, ItemKey, Places, Section, decode_inline, decode_places, encode_rows, from_key, to_key
+from .schema import KINDS, Inline, ItemKey, Places, encode_rows, from_key, to_key
 
 _PAIR = b"\x92"  # the MessagePack of two values begins with it
 _EMPTY = encode_rows(b"")
@@ -243,83 +241,6 @@ def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
     if int(ends[-1]) != len(content):
         raise ValueError("a table of places has more or fewer digests than items")
     return ends
-
-
-# --- reading places: a rank's section only when it is needed ----------------------------------------------------------
-
-
-class IndexPlaces:
-    """Locates items. Raises `MetadataError` if the index is damaged, and `ValueError` if it is invalid.
-
-    ``count`` is the number of sections of places. Small values are located in a file that exists only in the index:
-    ``inline_file`` is its name, and ``inline_content`` its content.
-    """
-
-    def __init__(self, file: IndexFile) -> None:
-        self._file = file
-        self._is_encrypted = file.head.encryption is not None
-        self._sections = [section for section in file.head.sections if section.kind == "places"]
-        self._tables: dict[int, PlaceTable] = {}
-        self.count = len(self._sections)
-        self.inline_file = metadata_file_name(file.head.rank)
-        self.inline_content = b""
-        self._inline: PlaceTable | None = None
-        for section in file.head.sections:
-            if section.kind == "inline":
-                self._inline = self._read_inline(section)
-
-    def load(self, numbers: Iterable[int]) -> None:
-        """Reads the sections with these numbers, unless they have been read.
-
-        Raises `MetadataError` or `ValueError` if they are damaged or are invalid, and `ReadError` if they cannot be
-        read.
-        """
-        missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())
-        sections = [self._sections[number] for number in missing]
-        # Threads help only if sections must be requested.
-        get_all = map if self._file.read is None else in_threads
-        for number, section, content in zip(missing, sections, get_all(self._file.section, sections), strict=True):
-            files = [(file.name, file.nbytes) for file in section.files]
-            self._tables[number] = self._table(decoded(decode_places, content, self._file.path), files)
-
-    @functools.cached_property
-    def inline_hashes(self) -> Collection[int]:
-        """The hashes of the items that are stored in the index itself."""
-        return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
-
-    def find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
-        """The location from which an item is best read; None if it is not stored.
-
-        ``item_hash`` is the `hash_of` its key and the offset of its chunk, or None for an object; ``owner`` the number
-        of the section that has it, or -1.
-        """
-        inline = None if self._inline is None else next(self._inline.find([key], [item_hash]))
-        return inline or self.stored([key], [item_hash], owner)[0]
-
-    def stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
-        """The locations of items in the data files of one section; None for an item that is in none, as all are if
-        ``owner`` is -1.
-        """
-        if owner < 0:
-            return [None] * len(keys)
-        if owner not in self._tables:
-            self.load([owner])
-        return list(self._tables[owner].find(keys, hashes))
-
-    def named(self) -> dict[ItemKey, StoredItem]:
-        """The items of all ranks whose keys are stored with their places."""
-        self.load(range(self.count))
-        return {key: item for table in self._tables.values() for key, item in table.named().items()}
-
-    def _read_inline(self, section: Section) -> PlaceTable:
-        rows = decoded(decode_inline, self._file.section(section), self._file.path)
-        self.inline_content = rows.content
-        return self._table(rows.places, [(self.inline_file, len(rows.content))])
-
-    def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> PlaceTable:
-        for name in rows.dtypes:
-            known_dtype(name, self._file.path)
-        return PlaceTable(rows, files, is_encrypted=self._is_encrypted)
 
 
 def known_dtype(name: str, path: str) -> torch.dtype:

@@ -11,19 +11,19 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .._memory.survival import OnStaged
 from .._models.save import ModelSaver
+from .._models.ties import ties_of
 from .._models.versions import NotPublished
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import flatten_state_dict
-from .._saving.ties import ties_of
 from .._staging.staged_save import StagedStateDict
-from .._storage.claim import Ownership
+from .._storage.lease import Lease
 from ..errors import WriteError, describe, listed, unwrap
 from ..models import Export, SafetensorsStorageWriter
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
 from .ranks import Heartbeats
-from .restart import OnStaged
 from .steps import Step
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -32,7 +32,7 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """The exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
-    ``owner`` tells whether this run still owns the folder of the saves. ``keeps_states``: with ``survive``, staged
+    ``owner`` tells whether this run still owns the folder of the saves. ``holds_states``: with ``survive``, staged
     states stay in memory in any case. ``writer`` writes the models.
     """
 
@@ -41,13 +41,13 @@ class Exports:
         export: Export,
         writer: TensorizerStorageWriter,
         heartbeats: Heartbeats,
-        owner: Ownership,
+        owner: Lease,
         *,
-        keeps_states: bool,
+        holds_states: bool,
     ) -> None:
         self._export = export
         self._heartbeats = heartbeats
-        self._keeps_states = keeps_states
+        self._holds_states = holds_states
         options = writer.saver.options
         self.writer = SafetensorsStorageWriter(
             **export.arguments(),
@@ -75,7 +75,7 @@ class Exports:
     def release_staged(self) -> None:
         """Frees the buffer of the last state. Call it before the next state is staged, and at the end."""
         staged, self._staged = self._staged, None
-        if staged is not None and not self._keeps_states and staged.staged_save.buffer is not None:
+        if staged is not None and not self._holds_states and staged.staged_save.buffer is not None:
             staged.staged_save.buffer.is_kept = False
 
     def keeping(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:

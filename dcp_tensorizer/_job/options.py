@@ -6,48 +6,17 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import torch
 
-from .._memory.copies import ONE_COPY, CopyOptions
 from .._runtime.validation import check_count, check_timeout, check_type, did_you_mean
 from .._tensor_file.encryption import decryption_key
 from .._writer_process.options import SaveLimits
 from ..models import Export
 from ..reader import TensorizerStorageReader
 from ..writer import TensorizerStorageWriter
-from .retention import Retention
-from .steps import StepNames
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """The checked options of a job, apart from those of its writer and from when it saves (`SavePolicy`).
-
-    Attributes:
-        names: The names of the checkpoints' directories.
-        retention: Which checkpoints stay.
-        must_change: Patterns of keys. Some of them must differ from the save before.
-        max_failures: How many saves may fail in a row; None for any number.
-        survive: Seconds for which states are kept in memory when this process is gone; 0: none is kept.
-        buffers: How many staging buffers there may be then.
-        copies: On how many hosts states are kept, and how they are copied.
-        export: The models that are exported; None: none.
-        reader_options: The options of the readers of restores.
-    """
-
-    names: StepNames
-    retention: Retention = field(default_factory=Retention)
-    must_change: tuple[str, ...] = ()
-    max_failures: int | None = None
-    survive: float = 0.0
-    buffers: int = 2
-    copies: CopyOptions = ONE_COPY
-    export: Export | None = None
-    reader_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_step(step: object) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import logging
 import re
+import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,13 +20,17 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.stateful import Stateful
 
+from .._index.schema import SaveRecord
 from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
+from .._memory.checkpoint import StateReader
+from .._memory.protocol import StateHead
+from .._memory.survival import AllMemory, Predecessors
+from .._memory.wire import Address
+from .._models.ties import identity_of
 from .._planning.read_items import has_older_keys
 from .._runtime.torch_compat import local_parts, whole_size
 from .._runtime.validation import check_flags
-from .._saving.ties import identity_of
 from .._storage.base import Storage
-from ..any_format import open_reader
 from ..data_parallel import other_sizes
 from ..errors import (
     CheckpointError,
@@ -40,8 +47,9 @@ from ..errors import (
     unwrap,
 )
 from ..planner import LoadPlanner
+from ..reader import open_reader
 from .optimizer_state import OptimizerTarget, dtypes_kept
-from .ranks import Heartbeats
+from .ranks import Agreement, Heartbeats
 from .steps import Step
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -169,6 +177,109 @@ def _load(
         except CheckpointException as error:
             failure = error_of_load(storage.path, error)
             raise failure from failure.__cause__
+
+
+class Problem(NamedTuple):
+    """The reason why a state in memory could not be loaded."""
+
+    error: CheckpointError
+    is_damage: bool  # the state is damaged; otherwise it does not fit the target
+    is_whole: bool  # all parts of the state were at hand; otherwise it may fit with all of them
+    has_touched: bool  # some of the target may have been overwritten
+
+
+def load_from_memory(
+    found: Predecessors,
+    head: StateHead,
+    memory: AllMemory,
+    path: str,
+    agreement: Agreement,
+    state: dict[str, Any],
+    selection: Selection,
+    options: Mapping[str, Any],
+) -> SaveRecord | Problem:
+    """Loads the state that `Survival.choose` has found. Returns its record, or the logged reason why it cannot.
+
+    ``found`` are the keepers of earlier runs, ``path`` is the job's folder, and ``options`` are those of the reader.
+    Raises `CheckpointError`, on all ranks, if a complete state does not fit the target, or a rank is gone.
+    """
+    started = time.perf_counter()
+    name = f"the memory of step {head.step} on rank {agreement.rank}"
+    load = functools.partial(_loaded, found, head, agreement.rank, name, state, selection, options)
+    loaded, own = load(memory.holders(head, agreement.rank))
+    problems = agreement.gathered(own)
+    is_part = head.world_size == agreement.size and memory.holders(head)
+    if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
+        loaded, own = load(memory.holders(head))  # the target is sharded in another way: all parts are needed
+        problems = agreement.gathered(own)
+    if problem := joint_problem(problems):
+        logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
+        return problem
+    found.forget_all_but(head.id)
+    with dtypes_kept(state.values()):
+        for key, value in loaded.items():
+            if isinstance(state[key], Stateful):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+    seconds = time.perf_counter() - started
+    logger.info("%s: step %d is restored from memory (%.3f s)", path, head.step, seconds)
+    assert head.record is not None
+    return head.record
+
+
+def _loaded(
+    found: Predecessors,
+    head: StateHead,
+    rank: int,
+    path: str,
+    state: dict[str, Any],
+    selection: Selection,
+    options: Mapping[str, Any],
+    elsewhere: Mapping[int, Sequence[Address]],
+) -> tuple[dict[str, Any], Problem | None]:
+    """Loads a state, on this rank by itself. Returns the loaded values, and the problem if there was one.
+
+    ``elsewhere`` has the keepers on any host that have parts of the state, by the parts' ranks. If a part is damaged,
+    or can no longer be read, it is taken from the next keeper that has it.
+    """
+    damaged: set[tuple[int, str]] = set()
+    is_whole, has_begun = True, False
+    first: CheckpointError | None = None
+    while True:
+        planner = SelectivePlanner(path, selection, state)
+        checkpoint = None
+        try:
+            plain = StatePart().of(state)
+            checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
+            is_whole = checkpoint.is_whole
+            with closing(checkpoint), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch warns of a load in a single process
+                dcp_load(plain, storage_reader=StateReader(checkpoint, options), planner=planner, no_dist=True)
+        except (Exception, CheckpointException) as error:
+            cause = error_of_load(path, error)
+            has_begun = has_begun or planner.has_begun
+            first = first or cause
+            part = checkpoint.part_in(str(cause)) if checkpoint is not None and isinstance(cause, ReadError) else None
+            if checkpoint is None or part is None:
+                return {}, Problem(first, isinstance(cause, ReadError), is_whole, has_begun)
+            holder = checkpoint.holders[part]
+            damaged.add((part, holder))
+            logger.error("rank %d's part of step %d, from %s, is not used: %s", part, head.step, holder, str(cause))
+        else:
+            return plain, None
+
+
+def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
+    """The joint problem of all ranks' loads; raises `CheckpointError` if a complete state does not fit a rank."""
+    found = [problem for problem in problems if problem is not None]
+    if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
+        raise misfit.error
+    if not found:
+        return None
+    # A rank that succeeded has changed its target, too.
+    has_touched = any(problem is None or problem.has_touched for problem in problems)
+    return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
 
 def error_of_load(path: str, error: BaseException) -> CheckpointError:

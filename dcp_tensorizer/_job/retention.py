@@ -13,18 +13,17 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Literal
 
-from .._loading.validate import read_head
+from .._formats.own import read_head
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
 from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
 from .._saving.commit import remove_files, withdraw
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
-from .._storage.claim import Ownership
+from .._storage.lease import Lease
 from .._tensor_file.names import is_ours
 from ..errors import CheckpointError, NotCommitted, ReadError, describe, listed
-from .lineage import Place, sound
-from .steps import LATEST, Step, StepNames, members, read_steps
+from .steps import LATEST, Position, Step, StepNames, members, read_steps, sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ logger = logging.getLogger("dcp_tensorizer")
 _LINKED = "it is a link: remove it, and its target, by hand"
 
 
-def _delete(storage: Storage, step: Step, owner: Ownership, *, other_files: bool) -> str:
+def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) -> str:
     """Deletes a checkpoint, its metadata first. Returns why it must stay; empty if it is deleted.
 
     Files that no save wrote are deleted with ``other_files``; otherwise they are a reason to stay. Raises
@@ -153,16 +152,16 @@ class Retaining:
         folder: Storage,
         names: StepNames,
         rules: Retention | None,
-        owner: Ownership,
+        owner: Lease,
         flushing: Flushing | None,
-        place: Callable[[], Place | None],
+        position: Callable[[], Position | None],
     ) -> None:
         self._folder = folder
         self._names = names
         self._rules = rules
         self._owner = owner
         self._flushing = flushing
-        self._place = place
+        self._position = position
         self._lock = free_in_child(threading.Lock())
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
@@ -187,7 +186,7 @@ class Retaining:
                 if alive is not None and done.exception() is None:
                     alive._begin(lambda: alive._retain(saved))
                 elif alive is not None:  # another run may have claimed the folder; then the next save reports it
-                    alive._begin(alive._owner.claim)
+                    alive._begin(alive._owner.take)
 
             arrival.add_done_callback(go_on)
 
@@ -219,10 +218,10 @@ class Retaining:
     def _retain(self, saved: Step) -> None:
         assert self._rules is not None
         with self._lock:
-            place = self._place()
+            position = self._position()
             if saved.number in self._deleted:
                 return  # a later step has arrived first, and the rules have deleted this one
-            if place is not None and place.branch != saved.branch:
+            if position is not None and position.branch != saved.branch:
                 return  # the job has left that branch, and the step to which it went back must stay
             try:
                 self._owner.check()
@@ -234,8 +233,8 @@ class Retaining:
                 return
             for step in self._delete_old(saved, self._rules):
                 self._deleted.add(step.number)
-                if place is not None:
-                    place.numbers.discard(step.number)
+                if position is not None:
+                    position.numbers.discard(step.number)
 
     def _delete_old(self, saved: Step, rules: Retention) -> Iterator[Step]:
         """Deletes the checkpoints of the branch that no rule keeps, except ``saved``; yields those that are deleted.

@@ -10,16 +10,17 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from .._index.schema import SaveRecord
+from .._memory.survival import OnStaged
 from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
 from .._saving.commit import WrittenFiles, is_uncommitted
-from .._saving.engine import FailuresInARow
+from .._saving.failures import FailuresInARow
 from .._saving.save import SaveDescription
 from .._staging.staged_save import StagedStateDict
 from .._staging.state_tree import fingerprint
@@ -29,9 +30,7 @@ from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
 from .exports import Exports, ties_in
 from .metrics import GoodputClock
-from .options import JobOptions
 from .ranks import Agreement, Heartbeats
-from .restart import OnStaged
 from .restore import StatePart
 from .steps import Step
 
@@ -40,20 +39,17 @@ logger = logging.getLogger("dcp_tensorizer")
 _CLEAN_UP_SECONDS = 20.0
 
 
-class NewStep(NamedTuple):
-    """A step to be saved, or held in memory."""
+@dataclass(slots=True)
+class StepSave:
+    """The save of a step. With ``survive``, the step may be in memory alone before its save begins."""
 
     storage: Storage  # the checkpoint's directory
     name: str  # the name of that directory
     record: SaveRecord  # the record for the index
-
-
-@dataclass(slots=True)
-class _StepSave:
-    """The save of a step."""
-
-    new: NewStep
-    began: float
+    is_due: bool = True  # a save of the step was due
+    staged: StagedStateDict | None = None  # the state, as long as it is only in memory
+    refusal: StagingError | None = None  # why the state could not be collected
+    began: float = 0.0
     future: Future[str] = field(default_factory=Future)  # done when the save is committed; the path
     over: Future[None] = field(default_factory=Future)  # done when the work after the commit is done
     saved: Step | None = None  # the checkpoint, once it is committed
@@ -68,15 +64,6 @@ class _StepSave:
         return self.future.done() and self.future.exception() is not None
 
 
-class _Held(NamedTuple):
-    """A step that is only in memory."""
-
-    new: NewStep
-    staged: StagedStateDict | None  # None if the state could not be collected
-    refusal: StagingError | None  # why the state could not be collected
-    is_due: bool  # a save of the step was due
-
-
 class Saves:
     """The saves of one rank.
 
@@ -84,8 +71,8 @@ class Saves:
         writer: Writes them.
         agreement: Makes the decisions of all ranks.
         heartbeats: Tells slow ranks from dead ones, on a group that only saves use.
-        options: The options of the job.
         clock: Measures the times of saves.
+        stages_replicas: Each rank stages its whole state, also the tensors that other ranks write.
         after: Called with each committed checkpoint, on a thread of its own.
         exports: Exports models; None if there are no exports.
 
@@ -100,9 +87,9 @@ class Saves:
         writer: TensorizerStorageWriter,
         agreement: Agreement,
         heartbeats: Heartbeats,
-        options: JobOptions,
         clock: GoodputClock,
         *,
+        stages_replicas: bool,
         after: Callable[[Step], None],
         exports: Exports | None,
     ) -> None:
@@ -111,18 +98,15 @@ class Saves:
         self._writer = writer
         self.planner = SavePlanner()
         self._agreement = agreement
-        # A state that is kept in memory needs its replicas: it may be all that is left of the job.
-        self._replicas = None if options.survive else Replicas(self.planner, agreement)
+        self._replicas = None if stages_replicas else Replicas(self.planner, agreement)
         self._heartbeats = heartbeats
         self._clock = clock
-        self._max_failures = options.max_failures
-        writer.saver.freshness.must_change = options.must_change
         self._after = after
         self._exports = exports
         self._is_warm = False
         self._unmatched: set[str] = set()  # the patterns of which a warning has told
-        self._last: _StepSave | None = None
-        self._held: _Held | None = None
+        self._last: StepSave | None = None
+        self._held: StepSave | None = None
         self._following = threading.local()
 
     def warm_up(self, state: Mapping[str, Any], part: StatePart) -> None:
@@ -133,41 +117,39 @@ class Saves:
                 self._writer.prewarm(part.of(state))
 
     def start(
-        self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged | None = None
+        self, save: StepSave, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged | None = None
     ) -> Future[str]:
         """Stages a part of the state, starts its save, and returns before the save is over.
 
         If a ``state_dict`` raises an error, the save begins all the same, and fails on all ranks: otherwise the others
         would wait for this one. Then the error is raised. ``on_staged`` as in `SaveDescription`.
         """
-        since = self._clock.now()
+        save.began = self._clock.now()
         collected, error = self._collected(state, part)
-        future = self._start(new, collected, since, _refusal(error), on_staged)
+        save.refusal = _refusal(error)
+        self._start(save, collected, on_staged)
         if error is not None:
             raise error
-        return future
+        return save.future
 
     def _start(
         self,
-        new: NewStep,
+        save: StepSave,
         collected: dict[str, Any],
-        since: float,
-        refusal: StagingError | None,
         on_staged: OnStaged | None = None,
         ties: Mapping[str, str] | None = None,
-    ) -> Future[str]:
-        """Saves the collected state. With a ``refusal`` the save fails, on all ranks."""
+    ) -> None:
+        """Saves the collected state. If the save has a ``refusal``, it fails, on all ranks."""
         before, self._is_warm, self._held = self._last, True, None
         omitted = frozenset[str]()
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
-            omitted = self._replicas.omitted(None if refusal else collected, follows=follows)
-        save = _StepSave(new, since)
+            omitted = self._replicas.omitted(None if save.refusal else collected, follows=follows)
         on_staged = self._exporting(collected, on_staged, ties)
-        description = SaveDescription(new.record, refusal, omitted, on_staged, save.files)
+        description = SaveDescription(save.record, save.refusal, omitted, on_staged, save.files)
         response = async_save(
             collected,
-            checkpoint_id=new.storage.location,
+            checkpoint_id=save.storage.location,
             storage_writer=self._writer,
             async_stager=DescribedStager(self._writer, description),
             planner=self.planner,
@@ -176,7 +158,6 @@ class Saves:
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         self._last = save
         in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
-        return save.future
 
     def _exporting(
         self, collected: Mapping[str, Any], on_staged: OnStaged | None, ties: Mapping[str, str] | None
@@ -212,22 +193,20 @@ class Saves:
             errors = [error]
         self.error = next((error for error in errors if error is not None), self.error)
 
-    def hold(
-        self, new: NewStep, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged, *, is_due: bool
-    ) -> None:
+    def hold(self, save: StepSave, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged) -> None:
         """Stages a state, which is written only if `write_held` is called. The arguments are those of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
-            self._held = _Held(new, staged, None, is_due)
+            save.staged, self._held = staged, save
             on_staged(staged)
 
         self._wait_exported()
-        is_due = is_due or (self._held is not None and self._held.is_due)  # this step takes the place of the held one
+        save.is_due = save.is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
         collected, error = self._collected(state, part)
         ties = {} if self._exports is None else ties_in(collected)
         if error is not None:  # other ranks hold the step: if they write it, the save must fail on all ranks
-            self._held = _Held(new, None, _refusal(error), is_due)
+            save.refusal, self._held = _refusal(error), save
             raise error
         self._writer.saver.hold(collected, keep)
 
@@ -256,23 +235,24 @@ class Saves:
 
     def write_held(self) -> None:
         """Begins the save of the newest step, if it is only in memory and a save of it was due."""
-        held = self._held
-        if held is None or not held.is_due:
+        save = self._held
+        if save is None or not save.is_due:
             return
-        refusal, state, ties = held.refusal, dict[str, Any](), None
-        if held.staged is not None:
+        (staged, save.staged), state, ties = (save.staged, None), dict[str, Any](), None
+        if staged is not None:
             try:
-                held.staged.staged_save.wait_copied()
-                state = dict(held.staged)  # `dict` does not call `items`, which ties the state to a save
-                ties = held.staged.staged_save.ties
+                staged.staged_save.wait_copied()
+                state = dict(staged)  # `dict` does not call `items`, which ties the state to a save
+                ties = staged.staged_save.ties
             except StagingError as error:
-                refusal = error
-        self._start(held.new, state, self._clock.now(), refusal, ties=ties)
+                save.refusal = error
+        save.began = self._clock.now()
+        self._start(save, state, ties=ties)
 
     @property
     def held_step(self) -> int | None:
         """The newest step, if it is only in memory and a save of it was due."""
-        return None if self._held is None or not self._held.is_due else self._held.new.record.step
+        return None if self._held is None or not self._held.is_due else self._held.record.step
 
     @property
     def is_busy(self) -> bool:
@@ -284,13 +264,9 @@ class Saves:
         """Returns whether the last save and the work after it are over."""
         return self._last is None or self._last.over.done()
 
-    def check(self, failures: int) -> None:
-        """Raises `WriteError` after too many failures in a row, so that training does not go on without checkpoints."""
-        self.failures.check(self._max_failures, failures)
-
     def is_last(self, step: int) -> bool:
         """Returns whether the last save is of this step, and has not failed."""
-        return self._last is not None and self._last.new.record.step == step and not self._last.has_failed
+        return self._last is not None and self._last.record.step == step and not self._last.has_failed
 
     @property
     def future(self) -> Future[str]:
@@ -334,40 +310,40 @@ class Saves:
         if error is not None:
             raise error
 
-    def _follow(self, save: _StepSave, done: Future[Any], before: _StepSave | None) -> None:
+    def _follow(self, save: StepSave, done: Future[Any], before: StepSave | None) -> None:
         self._following.is_here = True
         try:
             meta: StorageMeta | None = done.result().storage_meta
         except BaseException as error:
             cause = unwrap(error)
-            self._fail(save, self._heartbeats.error_of(cause, f"{save.new.storage.path} was not saved") or cause)
+            self._fail(save, self._heartbeats.error_of(cause, f"{save.storage.path} was not saved") or cause)
             if is_uncommitted(error):
                 with suppress(Hung):  # the disk does not answer: the thread is left behind
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)
         else:
             save_id = "" if meta is None else meta.save_id or ""
-            record = save.new.record
-            save.saved = Step(record.step, save.new.name, save_id, time.time_ns(), record)
+            record = save.record
+            save.saved = Step(record.step, save.name, save_id, time.time_ns(), record)
             self.error = None
-            self.failures.committed(save.new.storage.path)
+            self.failures.committed(save.storage.path)
             self._clock.saved(save.began)
             try:
-                save.future.set_result(save.new.storage.location)
+                save.future.set_result(save.storage.location)
             except BaseException:  # a callback has failed; waiting threads have been told already
-                logger.exception("a callback of the save of %s failed; the save did not", save.new.storage.path)
+                logger.exception("a callback of the save of %s failed; the save did not", save.storage.path)
             if before is not None:
                 before.over.result()
             with suppress(Exception):  # the error has been logged
                 self._after(save.saved)
-            if self._exports is not None and self._exports.is_due(save.new.record.step):
+            if self._exports is not None and self._exports.is_due(save.record.step):
                 self.error = self._exports.run(save.saved)
         finally:
             self._following.is_here = False
             save.over.set_result(None)
 
-    def _fail(self, save: _StepSave, cause: BaseException) -> None:
+    def _fail(self, save: StepSave, cause: BaseException) -> None:
         if not isinstance(cause, CheckpointError):
-            failure = WriteError(f"{save.new.storage.path} was not saved: {describe(cause)}")
+            failure = WriteError(f"{save.storage.path} was not saved: {describe(cause)}")
             failure.__cause__ = cause
             cause = failure
         self.error = cause

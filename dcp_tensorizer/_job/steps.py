@@ -1,4 +1,4 @@
-"""Reads the checkpoints in a folder. Their own records tell their order, not the times of files."""
+"""The checkpoints in a folder, ordered by their records, not by the times of files; a job's position among them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import string
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from .._formats.own import read_head
+from .._formats.recognise import kind_of_file
 from .._index.schema import SaveRecord
-from .._loading.validate import kind_of_file, read_head
 from .._runtime.threads import in_threads
 from .._saving.commit import dead_files, remove
 from .._storage.base import Storage
 from .._tensor_file.names import is_data_file_name, metadata_file_name
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, describe
+
+logger = logging.getLogger("dcp_tensorizer")
 
 # --- branches: a job that goes back to an earlier checkpoint begins one -----------------------------------------------
 #
@@ -133,8 +137,8 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
     newest = _newest(folder)
     unlisted = {newest} - found
     found |= unlisted
-    places = [(number, name) for name in sorted(found) if (number := names.step_in(name)) is not None]
-    read = in_threads(functools.partial(_read_step, folder), sorted(places))
+    numbered = [(number, name) for name in sorted(found) if (number := names.step_in(name)) is not None]
+    read = in_threads(functools.partial(_read_step, folder), sorted(numbered))
     steps = [step for step in read if step is not None and not (step.problem and step.name in unlisted)]
     for step, other in itertools.pairwise(steps):
         if step.number == other.number:
@@ -157,8 +161,8 @@ def _newest(folder: Storage) -> str:
     return name[:-1] if name.endswith("\n") and not {"/", "\\", "\0"} & set(name) else ""
 
 
-def _read_step(folder: Storage, place: tuple[int, str]) -> Step | None:
-    number, name = place
+def _read_step(folder: Storage, numbered: tuple[int, str]) -> Step | None:
+    number, name = numbered
     try:
         head = read_head(folder.child(name))
     except (MetadataError, ReadError) as error:
@@ -247,8 +251,6 @@ class StepNames:
 
 # --- files of dead saves ----------------------------------------------------------------------------------------------
 
-logger = logging.getLogger("dcp_tensorizer")
-
 
 def clean_up(folder: Storage, names: StepNames) -> list[str]:
     """Removes files in steps' directories that are proven to be of dead saves; see `commit.dead_files`.
@@ -280,3 +282,192 @@ def _clean_up_step(storage: Storage) -> bool:
         remove(storage, dead)
         storage.remove_directory()
         return bool(dead)
+
+
+# --- the position of a job: its branch, and the checkpoint that it resumes from ---------------------------------------
+
+_SHOWN = 5
+_LONGEST_LINE = 64  # more checkpoints than can wait for their flush at once
+
+
+@dataclass(slots=True)
+class Position:
+    """The position of a job.
+
+    Attributes:
+        branch: The job's branch.
+        tip: The checkpoint that the job resumes from; None if there is none, or it is unknown.
+        numbers: The existing steps of the branch.
+        names: The names of all steps' directories, on any branch.
+        others: The directories' names of steps on other branches.
+        left: The newest checkpoint, if the job has gone back to before it and has not saved since; otherwise None.
+        step: The step of the last `save` or restore; -1 before the first.
+        line: The ids of the checkpoints of this run that the job resumes from, the newest first.
+        serial: The highest serial of the folder's checkpoints.
+    """
+
+    branch: Branch
+    tip: Step | None
+    numbers: set[int]
+    names: dict[int, str]
+    others: list[str]
+    left: Step | None
+    step: int = -1
+    line: tuple[str, ...] = ()
+    serial: int = 0
+
+    @classmethod
+    def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step], step: int = -1) -> Position:
+        """The position of a job on a branch, given all checkpoints of the folder."""
+        newest = newest_of(steps)
+        left = None if newest is None or belongs(newest, branch) else newest
+        numbers = {other.number for other in members(sound(steps), branch)}
+        others = [other.name for other in steps if other.number not in numbers]
+        names = {other.number: other.name for other in steps}
+        line = () if tip is None else (tip.save_id,)
+        serial = max((other.serial for other in steps), default=0)
+        return cls(branch, tip, numbers, names, others, left, step, line, serial)
+
+    def begin_anew(self, branch: Branch) -> None:
+        """Moves the job to a new branch, because it does not resume from its last checkpoint."""
+        self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
+        self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
+
+    def advance(self, saved: Step | None) -> None:
+        """Notes the result of the last save; None if it failed."""
+        if saved is not None:
+            self.tip, self.left = saved, None
+            self.line = (saved.save_id, *self.line)[:_LONGEST_LINE]
+            self.numbers.add(saved.number)
+            self.names[saved.number] = saved.name
+
+    def name_of(self, step: int, names: StepNames) -> str:
+        """The name of a step's directory. An existing directory may pad its number in another way."""
+        return self.names.get(step) or names.name_of(step)
+
+    def warn_of_others(self, path: str) -> None:
+        """Warns of checkpoints on other branches."""
+        if self.others:
+            logger.warning(
+                "%s: this job does not continue from %s: they are not counted and not deleted. A save of the same step "
+                "replaces one of them.",
+                path,
+                _listed(self.others),
+            )
+
+
+def newest_of(steps: Sequence[Step], branch: Branch | None = None) -> Step | None:
+    """The newest readable checkpoint of a branch (None: the current one); None if there is none."""
+    readable = sound(steps)
+    branch = branch or current_branch(readable)
+    return next(reversed(members(readable, branch)), None) if branch else None
+
+
+def sound(steps: Sequence[Step]) -> list[Step]:
+    """The checkpoints that can be read."""
+    return [step for step in steps if not step.problem]
+
+
+def read_members(folder: Storage, names: StepNames, position: Position | None) -> list[Step]:
+    """Reads the checkpoints of a job's branch; without a position, those of the current branch.
+
+    Raises `MetadataError` if two directories are of one step, and `ReadError` if the folder cannot be read.
+    """
+    steps = sound(read_steps(folder, names))
+    branch = current_branch(steps) if position is None else position.branch
+    return [] if branch is None else members(steps, branch)
+
+
+def begin(folder: Storage, names: StepNames, step: int) -> Position:
+    """Finds the position of a job that saves a step without having restored.
+
+    If the step is beyond the newest checkpoint, the job counts as having loaded that one by other means. Otherwise it
+    counts as a new job. Raises `CheckpointError` if the folder cannot be read, or two directories are of one step.
+    """
+    clean_up(folder, names)
+    steps = read_steps(folder, names)
+    branch = current_branch(sound(steps))
+    newest = max((other.number for other in steps), default=-1)
+    if branch is None or step <= newest:
+        branch = leave(None)
+    position = Position.at(branch, None, steps)
+    position.warn_of_others(folder.path)
+    return position
+
+
+class RestoreChoice(NamedTuple):
+    """The checkpoints that a job can be restored from."""
+
+    # The wanted checkpoint, then those to fall back on. Each comes with the job's branch after restoring it.
+    candidates: list[tuple[Step, Branch]]
+    steps: list[Step]  # all checkpoints of the folder
+
+    def position(self, number: int) -> Position:
+        """The job's position after restoring a candidate."""
+        step, branch = self.candidates[number]
+        return Position.at(branch, step, self.steps, step.number)
+
+
+def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
+    """Finds the checkpoints that a job can be restored from.
+
+    They are step ``number`` (None: the newest), and with ``fallback`` those before it.
+
+    Raises `NotCommitted` if there is no checkpoint of that step, `MetadataError` if there are only checkpoints of
+    unknown formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
+    """
+    unfinished = clean_up(folder, names)
+    steps = read_steps(folder, names)
+    branch = current_branch(sound(steps)) or TRUNK
+    own = members(sound(steps), branch)
+    newest = own[-1].number if own else -1
+    # The branch of an unreadable checkpoint is unknown. One beyond the newest readable one counts as the job's.
+    candidates = [*own, *(step for step in steps if step.problem and step.number > newest)]
+    if number is not None:
+        asked = [step for step in steps if step.number == number]
+        if not asked:
+            there = _listed([str(step.number) for step in steps]) or "none"
+            raise NotCommitted(f"{folder.path} holds no committed checkpoint of step {number}. There are: {there}")
+        candidates = [*(step for step in candidates if step.number < number), *asked]
+    if not candidates:
+        _look_around(folder, names)
+        if unfinished:
+            logger.warning(
+                "%s holds no committed checkpoint, and the job begins anew: the save of %s never finished, and its "
+                "files are removed",
+                folder.path,
+                _listed(unfinished),
+            )
+        return RestoreChoice([], steps)
+    candidates = candidates[::-1] if fallback else candidates[-1:]
+    is_last = all(step.number <= newest for step in steps if step.problem)
+    tip = own[-1] if own and is_last else None  # a job that resumes from any other step leaves the branch
+    return RestoreChoice([(step, branch if step is tip else leave(step)) for step in candidates], steps)
+
+
+def _look_around(folder: Storage, names: StepNames) -> None:
+    """Checks what a folder without readable checkpoints holds.
+
+    Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata.
+    """
+    unknown, lost = others(folder, names)
+    if metadata_file_name() in unknown:
+        raise MetadataError(
+            f"{folder.path} is a checkpoint itself, and not a folder of checkpoints. Give the manager its parent folder"
+        )
+    if unknown:
+        raise MetadataError(
+            f"{folder.path} holds no checkpoint named {names.template!r}, but {_listed(unknown)}: pass name= as they "
+            f"are named, load one by dcp.load or convert it, or choose another folder to start anew"
+        )
+    if lost:
+        logger.warning(
+            "%s holds no committed checkpoint. But data lies in %s, without .metadata: a save never finished there, or "
+            "is not finished yet, or a copy has left out hidden files, as `cp step/* ...` does: copy by `cp -r`",
+            folder.path,
+            _listed(lost),
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

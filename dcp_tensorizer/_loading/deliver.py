@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from .._formats.catalog import Catalog, Coder, Piece, copy_part
 from .._index.layouts import Region
-from .._index.read import Index, Piece
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
-from .._runtime.torch_compat import plain_tensor_at, real_tensors
+from .._runtime.torch_compat import is_fake, plain_tensor_at, real_tensors
 from .._runtime.validation import check_flags
 from .._storage.base import Storage
 from .._tensor_file.dtypes import detached, is_wrapper, named_dtype
@@ -31,13 +31,13 @@ from .._trust.objects import advice, unsafe_globals
 from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .exchange import Exchange
 from .run import fetch, limits_of
-from .targets import Casts, Located, ReadTarget, is_object, targets_of, warn_of_casts
+from .targets import Casts, ReadTarget, is_object, targets_of, warn_of_casts
 from .validate import check_own_parts
 
 logger = logging.getLogger("dcp_tensorizer")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LoadOptions:
     """Options of a load; see `TensorizerStorageReader`. Raises `TypeError`."""
 
@@ -50,94 +50,105 @@ class LoadOptions:
         check_flags(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadSource:
-    """The source of a load."""
+@dataclass
+class Load:
+    """One load of one rank, from its plan on.
+
+    Raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and `ReadError` if it cannot
+    be read.
+    """
 
     storage: Storage
-    index: Index
-    located: Located  # the items of the plan
+    catalog: Catalog
+    options: LoadOptions
     metadata: Metadata  # as DCP has seen it
+    items: Sequence[ReadItem]  # of the plan
     cipher: Cipher | None  # for encrypted items
-    is_own: bool  # each rank saved for itself
-    group: dist.ProcessGroup | None  # the ranks that exchange what they read
+    is_own: bool  # each rank saved for itself, or reads a state in memory by itself
+    note: Callable[[Span], object]  # gets the time of each read, from several threads
 
+    def __post_init__(self) -> None:
+        self.items = list(self.items)  # the planner may change its list
+        self.pieces = self.catalog.locate(self.items)
 
-def load_items(
-    source: LoadSource,
-    plan: LoadPlan,
-    planner: LoadPlanner,
-    options: LoadOptions,
-    progress: Callable[[int, int], object],
-    note: Callable[[Span], object],
-) -> tuple[int, int]:
-    """Loads the items of a plan; returns how many bytes were read, and how many came from other ranks.
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that the items are in."""
+        return {piece.item.file for pieces in self.pieces for piece in pieces}
 
-    ``progress`` gets the bytes of tensors done, and the bytes in all; ``note`` gets the time of each read. Raises
-    `CheckpointError`; see `TensorizerStorageReader.read_data`.
-    """
-    read = functools.partial(
-        fetch,
-        source.storage,
-        threads=options.threads,
-        verify=options.verify,
-        cipher=source.cipher,
-        page_cache=options.page_cache,
-        in_memory=source.index.in_memory,
-        note=note,
-    )
-    exchange = None
-    if source.group is not None:
-        limits = limits_of(source.storage)
-        reason = (
-            ""
-            if delivers_at_once(planner)
-            else f"a planner of type {type(planner).__name__} gets one tensor after the other"
+    def run(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        group: dist.ProcessGroup | None,
+        progress: Callable[[int, int], object],
+    ) -> tuple[int, int]:
+        """Loads the items of the final plan; returns how many bytes were read, and how many came from other ranks.
+
+        The ranks of ``group`` exchange what they read. ``progress`` gets the bytes of tensors done, and the bytes in
+        all. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
+        """
+        in_memory, verify = self.catalog.in_memory, self.options.verify and self.catalog.has_digests
+        read = functools.partial(
+            fetch,
+            self.storage,
+            threads=self.options.threads,
+            verify=verify,
+            cipher=self.cipher,
+            page_cache=self.options.page_cache,
+            in_memory=in_memory,
+            note=self.note,
         )
-        inline = source.index.in_memory
-        exchange = Exchange(
-            source.group, source.storage.path, read, limits, verify=options.verify, in_memory=inline, reason=reason
+        exchange = None
+        if group is not None:
+            name = type(planner).__name__
+            one_by_one = f"a planner of type {name} gets one tensor after the other"
+            reason = "" if delivers_at_once(planner) else one_by_one
+            path, limits = self.storage.path, limits_of(self.storage)
+            exchange = Exchange(group, path, read, limits, verify=verify, in_memory=in_memory, reason=reason)
+        with exchange or nullcontext():
+            nbytes = self._run(plan, planner, read, exchange, progress)
+        return nbytes, 0 if exchange is None else exchange.received_bytes
+
+    def _run(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        read: Callable[..., int],
+        exchange: Exchange | None,
+        progress: Callable[[int, int], object],
+    ) -> int:
+        path, catalog = self.storage.path, self.catalog
+        if self.is_own:
+            check_own_parts(path, self.metadata, plan, getattr(planner, "state_dict", {}))
+        pieces_of = self.pieces if plan.items == self.items else catalog.locate(plan.items)
+        with collector_paused():
+            objects, tensors, coded, coder_of = [], [], [], catalog.coder
+            for item, pieces in zip(plan.items, pieces_of, strict=True):
+                if (coder := coder_of(item)) is not None:
+                    coded.append((item, pieces, coder))
+                elif is_object(pieces):
+                    objects.append((item, pieces[0].item))
+                else:
+                    tensors.append((item, pieces, None))
+        with real_tensors():
+            contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
+        contents = [(item, catalog.decoded(item, content)) for item, content in contents]
+        if not self.options.allow_pickle:
+            check_trust(path, contents)
+        casts: Casts = {}
+        nbytes += read_tensors(
+            [*tensors, *coded] if coded else tensors,
+            planner,
+            functools.partial(targets_of, path, self.metadata, world_size_of_job(), casts),
+            exchange.read if exchange is not None and exchange.exchanges_tensors else read,
+            progress,
         )
-    with exchange or nullcontext():
-        nbytes = _load(source, plan, planner, options, read, exchange, progress)
-    return nbytes, 0 if exchange is None else exchange.received_bytes
-
-
-def _load(
-    source: LoadSource,
-    plan: LoadPlan,
-    planner: LoadPlanner,
-    options: LoadOptions,
-    read: Callable[..., int],
-    exchange: Exchange | None,
-    progress: Callable[[int, int], object],
-) -> int:
-    path = source.storage.path
-    if source.is_own:
-        check_own_parts(path, source.metadata, plan, getattr(planner, "state_dict", {}))
-    with collector_paused():
-        objects, tensors = [], []
-        for item, pieces in zip(plan.items, source.located.pieces(plan.items), strict=True):
-            if is_object(pieces):
-                objects.append((item, pieces[0].item))
-            else:
-                tensors.append((item, pieces))
-    with real_tensors():
-        contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
-    if not options.allow_pickle:
-        check_trust(path, contents)
-    casts: Casts = {}
-    nbytes += read_tensors(
-        tensors,
-        planner,
-        functools.partial(targets_of, path, source.metadata, world_size_of_job(), casts),
-        exchange.read if exchange is not None and exchange.exchanges_tensors else read,
-        progress,
-    )
-    warn_of_casts(path, casts)
-    for read_item, content in contents:
-        deliver_object(path, planner, read_item, content)
-    return nbytes
+        catalog.check_unreplaced()
+        warn_of_casts(path, casts)
+        for item, content in contents:
+            deliver_object(path, planner, item, content)
+        return nbytes
 
 
 # --- objects: reading, checking and delivering them -------------------------------------------------------------------
@@ -205,24 +216,15 @@ def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
     if read_item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(read_item, io.BytesIO(content))
         return
-    copy_to_target(planner, read_item, torch.load(io.BytesIO(content), map_location="cpu", weights_only=False))
-
-
-def copy_to_target(planner: LoadPlanner, read_item: ReadItem, tensor: torch.Tensor) -> None:
-    """Copies the part of a stored tensor that an item describes to the planner's target."""
-    for dim, (start, length) in enumerate(zip(read_item.storage_offsets, read_item.lengths, strict=True)):
-        if length < tensor.size(dim):  # only if needed: not every class can be narrowed
-            tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(read_item).detach()
-    if target.shape != tensor.shape:  # `copy_` might broadcast it
-        raise ValueError(f"it is of shape {tuple(tensor.shape)}, and its target of {tuple(target.shape)}")
-    target.copy_(tensor)
+    copy_part(read_item, torch.load(io.BytesIO(content), map_location="cpu", weights_only=False), target)
     planner.commit_tensor(read_item, target)
 
 
 # --- tensors: the planner resolves them, they are read, and the planner commits them ----------------------------------
 
-_Items = Sequence[tuple[ReadItem, Sequence[Piece]]]
+_Items = Sequence[tuple[ReadItem, Sequence[Piece], Coder | None]]
+_CODED_BYTES = 64 << 20  # of stored forms that are in memory at once, unless a single one has more
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
@@ -240,22 +242,29 @@ def read_tensors(
     reader. ``targets_of`` checks that an item fits a tensor, and returns what to read; ``read`` is `executor.fetch` or
     alike.
     """
-    total = sum(_wanted_bytes(piece) for _, pieces in items for piece in pieces)  # whole blocks of them are read
+    total = sum(_wanted_bytes(piece) for _, pieces, _ in items for piece in pieces)  # whole blocks of them are read
     done = 0
     if total:
         progress(0, total)
     for batch in _batches(items, planner):
         resolved_items, targets = [], []
         with collector_paused():
-            for (read_item, pieces), tensor in zip(batch, resolved(batch, planner), strict=True):
-                place = _place_for(tensor, pieces)
-                targets += targets_of(read_item, pieces, place)
-                resolved_items.append((read_item, tensor, place))
+            for (read_item, pieces, coder), tensor in zip(batch, resolved(batch, planner), strict=True):
+                coder = None if is_fake(tensor) else coder  # it has a shape, and takes no elements
+                memory = _memory_for(tensor, pieces, coder)
+                if coder is not None and is_object(pieces):
+                    key, item = read_item.dest_index.fqn, pieces[0].item
+                    targets += [ReadTarget.of_bytes(key, item, 0, memory)] if item.length else []
+                else:
+                    targets += targets_of(read_item, pieces, memory)
+                resolved_items.append((read_item, tensor, memory, coder))
         tell = progress if len(batch) == len(items) else _within(progress, done, total)
         done += read(targets, progress=tell)
-        for read_item, tensor, place in resolved_items:
-            if place is not tensor:
-                tensor.copy_(place)
+        for read_item, tensor, memory, coder in resolved_items:
+            if coder is not None and memory is not tensor:
+                coder.decode(memory, tensor)
+            elif memory is not tensor:
+                tensor.copy_(memory)
             planner.commit_tensor(read_item, tensor)
     return done
 
@@ -266,19 +275,21 @@ def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
     torch's planner takes several times as long to find a tensor that an item fills. So it is asked only for others.
     """
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
-    for read_item, _ in items:
+    for read_item, *_ in items:
         whole = plain_tensor_at(read_item.dest_index, state)
         if whole is None or whole.shape != read_item.lengths:
             whole = planner.resolve_tensor(read_item)
         yield detached(whole)
 
 
-def _place_for(tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-    """The tensor to read elements into: the target itself, unless it wraps other tensors.
+def _memory_for(tensor: torch.Tensor, pieces: Sequence[Piece], coder: Coder | None) -> torch.Tensor:
+    """The tensor to read into: the target itself, unless it wraps other tensors or its stored form is decoded.
 
     A wrapper may hold other elements inside, such as scaled ones. Only its class can copy plain elements into it, and
     does so at once.
     """
+    if coder is not None:
+        return coder.memory_for(tensor)
     if type(tensor) is torch.Tensor or not pieces or not is_wrapper(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=named_dtype(pieces[0].item.dtype), device="cpu")
@@ -290,11 +301,19 @@ def delivers_at_once(planner: LoadPlanner) -> bool:
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
-    """Batches of items: all of a batch are resolved before any is committed."""
-    if delivers_at_once(planner):
-        yield items
-    else:
+    """Batches of items: all of a batch are resolved before any is committed. Items with a coder come last."""
+    if not delivers_at_once(planner):
         yield from ([item] for item in items)
+        return
+    first = next((number for number, item in enumerate(items) if item[2] is not None), len(items))
+    if first or not items:
+        yield items[:first]
+    while first < len(items):
+        nbytes, end = 0, first
+        while end < len(items) and (size := nbytes + sum(map(_wanted_bytes, items[end][1]))) <= _CODED_BYTES:
+            nbytes, end = size, end + 1
+        yield items[first : max(end, first + 1)]
+        first = max(end, first + 1)
 
 
 def _wanted_bytes(piece: Piece) -> int:

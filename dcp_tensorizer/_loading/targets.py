@@ -17,13 +17,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from .._formats.catalog import Piece, check_length
 from .._index.layouts import Region
-from .._index.read import Index, Piece
 from .._runtime.torch_compat import is_fake, is_plain
 from .._tensor_file.dtypes import named_dtype
 from .._tensor_file.names import StoredItem
 from ..errors import ReadError, listed
-from .validate import check_length
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -287,28 +286,3 @@ def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data:
 def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
     """Rebuilds the plan on the rank that made it, with the items that it has kept."""
     return RetainedPlan(_at_home[token].items, storage_data, planner_data)
-
-
-# --- locations of the items of a load plan ----------------------------------------------------------------------------
-#
-# They are found before anything is read, and needed again for the reads.
-
-
-class Located:
-    """The stored chunks of the items of a rank's plan.
-
-    Raises `MetadataError` if an item is not stored or the metadata is damaged, and `ReadError` if it cannot be read.
-    """
-
-    def __init__(self, index: Index, items: Sequence[ReadItem]) -> None:
-        self._index, self._items = index, list(items)
-        self._pieces = index.locate(items)
-
-    @property
-    def files(self) -> set[str]:
-        """The names of the files that the items are in."""
-        return {piece.item.file for pieces in self._pieces for piece in pieces}
-
-    def pieces(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
-        """The stored chunks that have elements of each item of the final plan, which a planner may have changed."""
-        return self._pieces if items == self._items else Located(self._index, items)._pieces

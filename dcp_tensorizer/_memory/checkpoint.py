@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
+from .._formats.own import Index
 from .._index.container import IndexFile, read_head
 from .._index.locations import RankPlaces
-from .._index.read import Index
 from .._index.schema import ItemKey, item_key
 from .._index.write import encode
 from .._runtime.forks import Descriptor
@@ -40,7 +40,7 @@ from .._tensor_file.names import (
 )
 from ..errors import WriteError
 from ..reader import TensorizerStorageReader
-from .protocol import Extent, Keep, KeptContent, KeptHead
+from .protocol import Extent, Hold, StateContent, StateHead
 from .replicas import RemotePart
 
 _READER_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
@@ -49,7 +49,7 @@ _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cac
 _STREAMS = 4  # the fewest parallel reads from other hosts, however few cores this one has
 
 
-class KeptCheckpoint(Storage):
+class StateCheckpoint(Storage):
     """The kept states of ranks, as a checkpoint's directory. Nothing is written there.
 
     Args:
@@ -60,14 +60,14 @@ class KeptCheckpoint(Storage):
     Attributes:
         save_id: The id of the save.
         is_whole: The states of all ranks are there.
-        places: The place of each rank's part, for messages.
+        holders: The holder of each rank's part, for messages.
 
     Raises:
         CheckpointError: an item cannot be described; names its key.
     """
 
-    def __init__(self, path: str, states: Sequence[tuple[KeptContent, Descriptor | RemotePart]]) -> None:
-        self.places: dict[int, str] = {}
+    def __init__(self, path: str, states: Sequence[tuple[StateContent, Descriptor | RemotePart]]) -> None:
+        self.holders: dict[int, str] = {}
         self.save_id = states[0][0].state.head.id
         self.is_whole = len(states) == states[0][0].state.head.world_size
         self.path = self.location = path
@@ -102,8 +102,8 @@ class KeptCheckpoint(Storage):
         for buffer in self._buffers.values():
             buffer.release()
 
-    def _add(self, content: KeptContent, index: Metadata) -> RankPlaces:
-        """Adds a rank's state; returns the places of its items."""
+    def _add(self, content: StateContent, index: Metadata) -> RankPlaces:
+        """Adds a rank's state; returns the locations of its items."""
         state, head = content.state, content.state.head
         names = _names(head)
         self._files[names[1]] = memoryview(state.inline)
@@ -111,11 +111,11 @@ class KeptCheckpoint(Storage):
             (names[extent.is_inline], extent.offset, extent.nbytes): digests
             for extent, digests in zip(state.extents, content.digests, strict=True)
         }
-        places = {
+        locations = {
             key: item._replace(digests=digests[item.file, item.offset, item.length]) if item.file else item
             for key, item in index.storage_data["items"].items()
         }
-        return RankPlaces.of(head.rank, places, {names[0]: state.nbytes, names[1]: len(state.inline)})
+        return RankPlaces.of(head.rank, locations, {names[0]: state.nbytes, names[1]: len(state.inline)})
 
     def open(self, name: str) -> RangeReader:
         return self._buffers.get(name) or MemoryReader(self._files[name])
@@ -161,14 +161,14 @@ class _Buffer(RangeReader):
         self._descriptor.close()
 
 
-class KeptReader(TensorizerStorageReader):
+class StateReader(TensorizerStorageReader):
     """Loads a checkpoint that is kept in memory, on each rank by itself.
 
     The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
     memory are left out.
     """
 
-    def __init__(self, checkpoint: KeptCheckpoint, options: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: StateCheckpoint, options: Mapping[str, Any]) -> None:
         kept = {name: value for name, value in options.items() if name in _READER_OPTIONS}
         super().__init__("/", **kept, page_cache=False)  # there is none: ranges are read once
         self._open = lambda path: checkpoint
@@ -186,7 +186,7 @@ class KeptReader(TensorizerStorageReader):
             self.checkpoint.close()
 
 
-def _names(head: KeptHead) -> list[str]:
+def _names(head: StateHead) -> list[str]:
     """The files of a rank's state: its buffer, and the bytes that are not in the buffer."""
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
@@ -198,15 +198,15 @@ def _names(head: KeptHead) -> list[str]:
 
 
 @collector_paused()
-def described(
-    head: KeptHead,
+def hold_request(
+    head: StateHead,
     plan: SavePlan,
     planner: SavePlanner,
     buffer: SharedBuffer,
     seconds: float,
     *,
     digests_follow: bool = False,
-) -> Keep:
+) -> Hold:
     """Describes a staged state dict for a keeper; ``plan`` has all items that this rank could write.
 
     Raises `CheckpointError`, naming the key, if an item cannot be saved.
@@ -222,35 +222,39 @@ def described(
             extents.append(extent)
             if offset is None:
                 inline += host_bytes(item.tensor)
-        items.append((planned, kept_place(head, item.name, item.kind, item.dtype, extent)))
+        items.append((planned, location_of(head, item.name, item.kind, item.dtype, extent)))
     description = description_of(head, items, plan.planner_data, buffer.nbytes, len(inline))
-    return Keep(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
+    return Hold(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
 
 
 def description_of(
-    head: KeptHead, items: Iterable[tuple[WriteItem, StoredItem]], planner_data: object, nbytes: int, inline_nbytes: int
+    head: StateHead,
+    items: Iterable[tuple[WriteItem, StoredItem]],
+    planner_data: object,
+    nbytes: int,
+    inline_nbytes: int,
 ) -> bytes:
     """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes beside it.
 
-    ``items`` are those of the plan, each with its `kept_place`. Raises `CheckpointError`, naming the key, if an item
+    ``items`` are those of the plan, each with its `location_of`. Raises `CheckpointError`, naming the key, if an item
     cannot be described.
     """
     names = _names(head)
     entries: dict[str, Any] = {}
-    places: dict[ItemKey, StoredItem] = {}
-    for planned, place in items:
+    locations: dict[ItemKey, StoredItem] = {}
+    for planned, location in items:
         data = planned.tensor_data
         entry = (
             BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [data.chunk])
         )
         _add_entries({planned.index.fqn: entry}, entries)
-        places[item_key(planned.index)] = place
+        locations[item_key(planned.index)] = location
     paths = planner_data if isinstance(planner_data, dict) else None
-    part = RankPlaces.of(head.rank, places, {names[0]: nbytes, names[1]: inline_nbytes})
+    part = RankPlaces.of(head.rank, locations, {names[0]: nbytes, names[1]: inline_nbytes})
     return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
 
 
-def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
+def location_of(head: StateHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
     """The location of an item in the files of a state; ``extent`` is None if the item has no bytes."""
     if extent is None:
         return StoredItem.empty(dtype, kind)
@@ -260,7 +264,7 @@ def kept_place(head: KeptHead, name: str, kind: str, dtype: str, extent: Extent 
     return StoredItem(data_file_name(head.rank, int(is_inline), head.id), name, offset, nbytes, dtype, kind, digests)
 
 
-def _index(state: Keep) -> Metadata:
+def _index(state: Hold) -> Metadata:
     """Decodes the description; raises `MetadataError` if it is invalid."""
     path = f"the description of rank {state.head.rank}"
     return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()

@@ -22,11 +22,11 @@ from .protocol import (
     CopyStatus,
     Forget,
     Found,
-    Keep,
-    KeptContent,
+    Hold,
     OpenToPeers,
     Plain,
     Request,
+    StateContent,
     Take,
     WrittenDigests,
 )
@@ -54,7 +54,7 @@ class KeeperProcess(ChildProcess):
         job: The name of the job in the names of sockets.
         run: The run of the job.
         seconds: How long the keeper waits for a successor if this process leaves no state. States have their own time
-            (`Keep`).
+            (`Hold`).
         timeout: Seconds after which a keeper that does not answer is ended, if that is less than a minute.
 
     Attributes:
@@ -64,7 +64,7 @@ class KeeperProcess(ChildProcess):
 
     def __init__(self, job: str, run: str, seconds: float, timeout: float = _ANSWER_SECONDS) -> None:
         self.timeout = timeout
-        self.kept: dict[str, SharedBuffer] = {}
+        self.held: dict[str, SharedBuffer] = {}
         self.loss = ""
         self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last state, with its digests
         try:
@@ -75,13 +75,13 @@ class KeeperProcess(ChildProcess):
         except OSError as error:
             raise WriteError(f"states cannot be kept in memory: {error.strerror or error}") from error
 
-    def keep(self, state: Keep, buffer: SharedBuffer) -> None:
+    def hold(self, state: Hold, buffer: SharedBuffer) -> None:
         """Lets the keeper keep a state. Nothing writes to the buffer until the state is forgotten or lost.
 
         Raises `WriteError` if the keeper refuses this state, and `KeeperDied` if all its states are lost.
         """
         state_id = state.head.id
-        self.kept[state_id], buffer.is_kept = buffer, True
+        self.held[state_id], buffer.is_kept = buffer, True
         try:
             self._ask(state, [buffer.fd])
         except BaseException as error:
@@ -97,7 +97,7 @@ class KeeperProcess(ChildProcess):
         Returns at once: a keeper that is stopped must not hold up a commit.
         """
         self._written = state_id, known
-        if state_id in self.kept:
+        if state_id in self.held:
             self._tell_digests(state_id)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
@@ -106,7 +106,7 @@ class KeeperProcess(ChildProcess):
         ``but_copied``: the state whose copy is in progress, or was made last, stays. Raises `WriteError` if the keeper
         does not answer. Then the keeper is ended, and keeps nothing.
         """
-        forgotten = [state_id for state_id in ids if state_id in self.kept]
+        forgotten = [state_id for state_id in ids if state_id in self.held]
         if not forgotten:
             return
         try:
@@ -161,7 +161,7 @@ class KeeperProcess(ChildProcess):
         Its buffers are no longer written to.
         """
         self._disown()
-        self.kept = {}
+        self.held = {}
         self._popen.returncode = 0  # so that nothing waits for it: it outlives this process
         self._channel.hang_up(deadline.within(END_SECONDS))
         self._close_files()
@@ -176,11 +176,11 @@ class KeeperProcess(ChildProcess):
         self.loss = self.loss or why
         self._kill()
         self._close_files()
-        self._release(list(self.kept))
+        self._release(list(self.held))
 
     def _release(self, numbers: Sequence[str]) -> None:
         for state_id in numbers:
-            if (buffer := self.kept.pop(state_id, None)) is not None:
+            if (buffer := self.held.pop(state_id, None)) is not None:
                 buffer.is_kept = False
 
     def _tell_digests(self, state_id: str) -> None:
@@ -249,10 +249,10 @@ class KeeperConnection:
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
-    def take(self, state_id: str, rank: int) -> tuple[KeptContent, Descriptor]:
+    def take(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
         """Returns a rank's part of a state, and its buffer; raises `ReadError` if the keeper no longer has it."""
         answer, fds = self._ask(Take(state_id, rank), _DIGEST_SECONDS)
-        if not isinstance(answer, KeptContent):
+        if not isinstance(answer, StateContent):
             why = answer.message if isinstance(answer, Failed) else "it gave no answer"
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
         return answer, Descriptor(fds[0])

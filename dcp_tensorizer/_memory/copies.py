@@ -21,6 +21,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from .._runtime.memory_limit import available_memory
 from .._runtime.torch_compat import store_host
-from .._runtime.validation import check_count
+from .._runtime.validation import check_count, check_type
 from .._storage.local import boot_id
 from .._tensor_file.encryption import require_libsodium
 from ..errors import CheckpointError, WriteError
@@ -49,41 +50,51 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _ANY_PORT = 9  # to ask for a route; nothing is sent there
 
 
-class CopyOptions(NamedTuple):
-    """The user's options for copies."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOptions:
+    """How a manager with ``copies=2`` copies states to other hosts. The hosts may differ in it.
 
-    copies: int = 1  # how many hosts have each state, its own among them
-    rate: float | None = DEFAULT_RATE  # bytes a second that each host sends; None: any number
-    failure_domain: str | None = None  # what fails together with this host; None: the host alone
-    interface: str | None = None  # name or address of the network interface; None: the one towards the coordinator
+    Attributes:
+        rate: The largest number of bytes a second that this host sends for copies, at least 1e6; None: no limit.
+        failure_domain: A name for what fails together with this host, such as a rack. Its copies go to a host with
+            another name. By default each host fails by itself.
+        interface: The network interface for copies, by its name or its address. By default the one that reaches the
+            coordinator.
+
+    Raises:
+        TypeError: one of them is of a wrong type.
+        ValueError: the rate is too low.
+    """
+
+    rate: float | None = DEFAULT_RATE
+    failure_domain: str | None = None
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        rate = self.rate
+        if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
+            raise TypeError(f"rate must be a number of bytes a second, or None, got {rate!r}")
+        if rate is not None and not LEAST_RATE <= float(rate) < math.inf:
+            raise ValueError(f"rate must be at least {LEAST_RATE:g} bytes a second, or None for no limit, got {rate!r}")
+        for name, value in (("failure_domain", self.failure_domain), ("interface", self.interface)):
+            if value is not None and (not isinstance(value, str) or not value):
+                raise TypeError(f"{name} must be a string, or None, got {value!r}")
 
 
-ONE_COPY = CopyOptions()
+def check_copies(copies: object, options: object, seconds: object) -> None:
+    """Checks ``copies`` and ``copy_options``; ``seconds`` is ``survive``.
 
-
-def check_copies(
-    copies: object, rate: object, failure_domain: object, interface: object, seconds: object
-) -> CopyOptions:
-    """Checks the options for copies of states on other hosts.
-
-    Raises `TypeError` for wrong types, `ValueError` for values that are invalid, alone or together, and `WriteError`
-    if there is no libsodium to encrypt copies.
+    Raises `TypeError` for wrong types, `ValueError` for values that are invalid, and `WriteError` if there is no
+    libsodium to encrypt copies.
     """
     check_count("copies", copies)
+    check_type("copy_options", options, CopyOptions)
     if copies not in (1, 2):
-        raise ValueError(f"copies={copies!r} must be 1 or 2: a state is on its own host, and on another one")
-    if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
-        raise TypeError(f"copy_rate must be a number of bytes a second, or None, and is {rate!r}")
-    if isinstance(rate, Real) and not LEAST_RATE <= float(rate) < math.inf:
-        raise ValueError(f"copy_rate={rate!r} must be at least {LEAST_RATE:g} bytes a second, or None for no limit")
-    for name, value in (("failure_domain", failure_domain), ("interface", interface)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise TypeError(f"{name} must be a string, or None, and is {value!r}")
+        raise ValueError(f"copies must be 1 or 2, for a state's own host and another one, got {copies!r}")
     if copies == 2:
         if not seconds:
-            raise ValueError("copies=2 needs survive=: it says how long states are kept")
+            raise ValueError("copies=2 needs survive=: it says how long states are held")
         require_libsodium()
-    return CopyOptions(copies, rate, failure_domain, interface)  # type: ignore[arg-type]
 
 
 class MemoryVote(NamedTuple):
@@ -109,8 +120,8 @@ class PeerCopies:
         ordered: The id of the state that is being copied; empty if none is. The same on all ranks.
     """
 
-    def __init__(self, agreement: Agreement, options: CopyOptions) -> None:
-        self.is_on = options.copies > 1
+    def __init__(self, agreement: Agreement, copies: int, options: CopyOptions) -> None:
+        self.is_on = copies > 1
         self.confirmed = ""
         self._agreement = agreement
         self._options = options

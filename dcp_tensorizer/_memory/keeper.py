@@ -41,12 +41,12 @@ from .protocol import (
     Extent,
     Forget,
     Found,
-    Keep,
-    KeptContent,
-    KeptHead,
+    Hold,
     OpenToPeers,
     Plain,
     Request,
+    StateContent,
+    StateHead,
     Take,
     WrittenDigests,
 )
@@ -62,13 +62,13 @@ _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
 
 
-class _KeptState:
-    """A kept state, whose buffer is read as a file.
+class _State:
+    """A state, whose buffer is read as a file.
 
     Mapping it would take as long, and unmapping takes 25 ms for each GiB, during which training waits.
     """
 
-    def __init__(self, state: Keep, fd: int, *, is_replica: bool = False) -> None:
+    def __init__(self, state: Hold, fd: int, *, is_replica: bool = False) -> None:
         if os.fstat(fd).st_size < state.nbytes:
             raise ValueError(f"it does not have the {state.nbytes:,} bytes that it should have")
         self.state = state
@@ -115,7 +115,7 @@ class _KeptState:
 
 
 class Keeper:
-    """Holds kept states, and answers the trainer, its successors, and the keepers of other hosts.
+    """Holds states, and answers the trainer, its successors, and the keepers of other hosts.
 
     It waits for a successor as long as its states say, or for ``seconds`` if it has none. ``set_priority`` sets the
     niceness of its session: higher while it copies beside its trainer.
@@ -128,17 +128,17 @@ class Keeper:
         self._trainer = trainer
         self._seconds = seconds
         self._set_priority = set_priority
-        self._kept: dict[tuple[str, int], _KeptState] = {}  # by id and rank: the trainer's own parts, and replicas
+        self._held: dict[tuple[str, int], _State] = {}  # by id and rank: the trainer's own parts, and replicas
         self._claimed_by = ""  # the last run of a job that has claimed this keeper
         self._server: ReplicaServer | None = None
         self._copy = CopyStatus()
-        self._copying: _KeptState | None = None  # the state that is being copied, or was copied last
-        self._copied: tuple[Address, KeptHead] | None = None  # the keeper that has copies, and the last copied state
+        self._copying: _State | None = None  # the state that is being copied, or was copied last
+        self._copied: tuple[Address, StateHead] | None = None  # the keeper that has copies, and the last copied state
         self._claims: dict[object, str] = {}  # the run of a job that has claimed this keeper, by its connection
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        # Peers wait for the digests of a live state, but not for those of one that is kept in case the trainer ends.
+        # Peers wait for the digests of a live state, but not for those of one that is held in case the trainer ends.
         lower = functools.partial(lower_priority, _NICENESS) if seconds else None
         self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
 
@@ -162,8 +162,8 @@ class Keeper:
                 self.is_orphaned = True
                 self._set_priority(0)
                 self._wait_anew()
-                for kept in reversed(list(self._kept.values())):  # a successor wants the newest state
-                    self._digest(kept)
+                for held in reversed(list(self._held.values())):  # a successor wants the newest state
+                    self._digest(held)
 
     def wait_for_end(self, path: Path) -> None:
         """Waits for a message that ends the keeper, or until no successor has come in time. Keeps the socket fresh."""
@@ -178,7 +178,7 @@ class Keeper:
     def _wait_anew(self) -> None:
         """Gives a successor the whole time again to come; unlimited time while one is there."""
         if self.is_orphaned:
-            seconds = max((kept.state.seconds for kept in self._kept.values()), default=self._seconds)
+            seconds = max((held.state.seconds for held in self._held.values()), default=self._seconds)
             self._deadline = None if self._claims else time.monotonic() + seconds
             self._changed.notify_all()
 
@@ -186,12 +186,12 @@ class Keeper:
         self, request: Request, fds: list[int], channel: Channel, *, is_trainer: bool
     ) -> tuple[Answer, list[int]]:
         match request:
-            case Keep():
-                return self._keep(request, fds[0]), []
+            case Hold():
+                return self._hold(request, fds[0]), []
             case WrittenDigests(number, known):
                 with self._changed:
-                    if (kept := self._own(number)) is not None:
-                        self._digest(kept, known)
+                    if (held := self._own(number)) is not None:
+                        self._digest(held, known)
                 return Done(), []
             case Forget(ids, but_copied):
                 return self._forget(ids, is_trainer=is_trainer, but_copied=but_copied), []
@@ -208,7 +208,7 @@ class Keeper:
                 return self._drop_copies(), []
             case Plain.LOOK:
                 with self._changed:
-                    heads = tuple(kept.state.head for kept in self._kept.values())
+                    heads = tuple(held.state.head for held in self._held.values())
                     address = None if self._server is None else self._server.address
                     return Found(self._job, self._trainer, self.is_orphaned, heads, address), []
             case ClaimRequest(job):
@@ -221,29 +221,29 @@ class Keeper:
                     self._changed.notify_all()
                 return Done(), []
 
-    def _keep(self, state: Keep, fd: int) -> Answer:
+    def _hold(self, state: Hold, fd: int) -> Answer:
         try:
-            kept = _KeptState(state, fd)
+            held = _State(state, fd)
         except (OSError, ValueError) as error:
             os.close(fd)
             return Failed(f"the staging buffer cannot be read: {error}")
         with self._changed:
-            self._kept[state.head.id, state.head.rank] = kept
+            self._held[state.head.id, state.head.rank] = held
             self._wait_anew()
             if self.is_orphaned or not state.digests_follow:
-                self._digest(kept)
+                self._digest(held)
         return Done()
 
-    def _digest(self, kept: _KeptState, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
+    def _digest(self, held: _State, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
         """Begins to take the digests, unless that has begun already."""
-        if not kept.is_digested:
-            kept.is_digested = True
-            self._digesting.submit(kept.take_digests, known)
+        if not held.is_digested:
+            held.is_digested = True
+            self._digesting.submit(held.take_digests, known)
 
-    def _own(self, state_id: str) -> _KeptState | None:
+    def _own(self, state_id: str) -> _State | None:
         """The trainer's own part of a state."""
-        of_state = (kept for (other, _), kept in self._kept.items() if other == state_id)
-        return next((kept for kept in of_state if not kept.is_replica), None)
+        of_state = (held for (other, _), held in self._held.items() if other == state_id)
+        return next((held for held in of_state if not held.is_replica), None)
 
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
         """Forgets states: for a trainer its own parts of them, for a successor all parts. Returns their ids.
@@ -256,12 +256,12 @@ class Keeper:
             over = [state_id for state_id in ids if not (but_copied and state_id == copied)]
             if copied in over and not self._copy.is_running:
                 self._copy = CopyStatus(copied, problem=_NEEDED, is_given_up=True)
-            keys = [key for key, kept in self._kept.items() if key[0] in over and not (is_trainer and kept.is_replica)]
-            forgotten = [self._kept.pop(key) for key in keys]
+            keys = [key for key, held in self._held.items() if key[0] in over and not (is_trainer and held.is_replica)]
+            forgotten = [self._held.pop(key) for key in keys]
             self._wait_anew()
-        for kept in forgotten:
-            kept.forget()
-            self._digesting.submit(kept.close)
+        for held in forgotten:
+            held.forget()
+            self._digesting.submit(held.close)
         return tuple(over)
 
     def _claim(self, job: str, channel: Channel) -> Answer:
@@ -278,10 +278,10 @@ class Keeper:
         except TimeoutError:
             return Failed("it has no digests: there was no time to take them"), []
         with self._changed:
-            kept = self._kept.get((state_id, rank))
-            if content is None or kept is None or kept.is_forgotten:
-                return Failed("it is not kept any more"), []
-            return content, [kept.fd]
+            held = self._held.get((state_id, rank))
+            if content is None or held is None or held.is_forgotten:
+                return Failed("it is not held any more"), []
+            return content, [held.fd]
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
@@ -296,14 +296,14 @@ class Keeper:
 
     def _begin_copy(self, request: Copy) -> Answer:
         with self._changed:
-            kept, before = self._own(request.id), self._copying
-            if kept is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
-                return Failed("it is not kept" if kept is None else "another state is being copied")
-            self._digest(kept)  # a save may take long to send them
-            fd = os.dup(kept.fd)
-            self._copied = request.to, kept.state.head
-            self._copy, self._copying = CopyStatus(request.id, is_running=True), kept
-        threading.Thread(target=self._run_copy, args=(request, kept, fd), name="copy", daemon=True).start()
+            held, before = self._own(request.id), self._copying
+            if held is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
+                return Failed("it is not held" if held is None else "another state is being copied")
+            self._digest(held)  # a save may take long to send them
+            fd = os.dup(held.fd)
+            self._copied = request.to, held.state.head
+            self._copy, self._copying = CopyStatus(request.id, is_running=True), held
+        threading.Thread(target=self._run_copy, args=(request, held, fd), name="copy", daemon=True).start()
         return Done()
 
     def _drop_copies(self) -> Answer:
@@ -315,74 +315,74 @@ class Keeper:
                 return Failed(f"the keeper at {copied[0]!r} cannot be reached: {error}")
         return Done()
 
-    def _run_copy(self, request: Copy, kept: _KeptState, fd: int) -> None:
+    def _run_copy(self, request: Copy, held: _State, fd: int) -> None:
         status = CopyStatus(request.id)
         lower_priority(NICENESS_OF_COPIES)
         try:
-            digests = kept.digests.result(_DIGEST_SECONDS)
+            digests = held.digests.result(_DIGEST_SECONDS)
             throttle = Throttle(request.rate)
-            content = KeptContent(kept.state, digests)
-            copy_part(request.to, content, fd, request.keep, throttle, lambda: not kept.is_forgotten)
+            content = StateContent(held.state, digests)
+            copy_part(request.to, content, fd, request.keep, throttle, lambda: not held.is_forgotten)
         except NotCopied as error:
             status = CopyStatus(
                 request.id,
                 problem=str(error),
                 is_claimed=error.is_claimed,
                 is_full=error.is_full,
-                is_given_up=kept.is_forgotten,
+                is_given_up=held.is_forgotten,
             )
         except BaseException as error:
-            problem = _NEEDED if kept.is_forgotten else describe(error)
-            status = CopyStatus(request.id, problem=problem, is_given_up=kept.is_forgotten)
+            problem = _NEEDED if held.is_forgotten else describe(error)
+            status = CopyStatus(request.id, problem=problem, is_given_up=held.is_forgotten)
         finally:
             os.close(fd)
             with self._changed:
-                if self._copying is kept:  # otherwise this copy was given up for the next one
+                if self._copying is held:  # otherwise this copy was given up for the next one
                     self._copy = status
 
     def refusal(self) -> str:
         """Returns why this keeper takes no more copies; empty if it does."""
         return f"a later run of this job ({self._claimed_by}) has claimed this keeper" if self._claimed_by else ""
 
-    def add_replica(self, content: KeptContent, fd: int) -> None:
+    def add_replica(self, content: StateContent, fd: int) -> None:
         """Adds a complete replica with its buffer."""
-        kept = _KeptState(content.state, fd, is_replica=True)
-        kept.is_digested = True
-        kept.digests.set_result(content.digests)
+        held = _State(content.state, fd, is_replica=True)
+        held.is_digested = True
+        held.digests.set_result(content.digests)
         with self._changed:
-            self._kept[content.state.head.id, content.state.head.rank] = kept
+            self._held[content.state.head.id, content.state.head.rank] = held
             self._wait_anew()
 
-    def drop_replicas(self, head: KeptHead, keep: str) -> list[tuple[int, int]]:
+    def drop_replicas(self, head: StateHead, keep: str) -> list[tuple[int, int]]:
         """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
         with self._changed:
             keys = [
                 (state_id, rank)
-                for (state_id, rank), kept in self._kept.items()
-                if kept.is_replica and rank == head.rank and kept.state.head.job == head.job and state_id != keep
+                for (state_id, rank), held in self._held.items()
+                if held.is_replica and rank == head.rank and held.state.head.job == head.job and state_id != keep
             ]
-            dropped = [self._kept.pop(key) for key in keys]
-        return [(kept.fd, kept.state.nbytes) for kept in dropped]
+            dropped = [self._held.pop(key) for key in keys]
+        return [(held.fd, held.state.nbytes) for held in dropped]
 
-    def content(self, state_id: str, rank: int, seconds: float) -> KeptContent | None:
-        """A part of a state; None if it is not kept. Raises `TimeoutError` if there are no digests in time."""
+    def content(self, state_id: str, rank: int, seconds: float) -> StateContent | None:
+        """A part of a state; None if it is not held. Raises `TimeoutError` if there are no digests in time."""
         with self._changed:
-            kept = self._kept.get((state_id, rank))
-            if kept is None:
+            held = self._held.get((state_id, rank))
+            if held is None:
                 return None
-            self._digest(kept)
+            self._digest(held)
         try:
-            return KeptContent(kept.state, kept.digests.result(seconds))
+            return StateContent(held.state, held.digests.result(seconds))
         except CancelledError:
             return None
         except FutureTimeout:
             raise TimeoutError from None
 
     def buffer(self, state_id: str, rank: int) -> int | None:
-        """A descriptor of a part's buffer, which the caller closes; None if the part is not kept."""
+        """A descriptor of a part's buffer, which the caller closes; None if the part is not held."""
         with self._changed:
-            kept = self._kept.get((state_id, rank))
-            return None if kept is None or kept.is_forgotten else os.dup(kept.fd)
+            held = self._held.get((state_id, rank))
+            return None if held is None or held.is_forgotten else os.dup(held.fd)
 
 
 def _accept(listener: socket.socket, keeper: Keeper) -> None:

@@ -20,7 +20,7 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class KeptHead(NamedTuple):
+class StateHead(NamedTuple):
     """The facts about a kept state that are needed before it is loaded.
 
     Attributes:
@@ -59,10 +59,10 @@ class KeptHead(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Hold:
     """Keep this state: from the trainer, with the descriptor of a staging buffer."""
 
-    head: KeptHead
+    head: StateHead
     nbytes: int  # the size of the buffer
     extents: tuple[Extent, ...]  # all tensors and objects; the digests are theirs
     description: bytes  # the layout, for a load; a keeper does not decode it
@@ -125,7 +125,7 @@ class Found:
     job: str  # the run of the job
     trainer: int  # its process id
     is_orphaned: bool  # the trainer is gone
-    heads: tuple[KeptHead, ...]  # the trainer's own parts of states, and replicas; the oldest first
+    heads: tuple[StateHead, ...]  # the trainer's own parts of states, and replicas; the oldest first
     address: Address | None = None  # the keeper's address for other hosts; None if it has none
 
 
@@ -145,10 +145,10 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptContent:
+class StateContent:
     """A part of a state, with the descriptor of its buffer. Each extent has ``digests``, as in `StoredItem`."""
 
-    state: Keep
+    state: Hold
     digests: tuple[bytes, ...]
 
 
@@ -161,5 +161,5 @@ class Plain(Enum):
     END = auto()  # end, because the states are no longer needed: from the trainer or a successor
 
 
-Request = Keep | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | Take | Plain
-Answer = Done | Failed | Found | KeptContent | CopyStatus | Address | tuple[str, ...]
+Request = Hold | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | Take | Plain
+Answer = Done | Failed | Found | StateContent | CopyStatus | Address | tuple[str, ...]

@@ -38,7 +38,7 @@ from .._runtime.threads import cores
 from .._storage.base import RangeReader
 from .._storage.local_io import read_into
 from ..errors import ReadError, describe
-from .protocol import KeptContent, KeptHead
+from .protocol import StateContent, StateHead
 from .wire import MAX_BYTES, Address, Wire, WireError, listen_on
 
 BLOCK = 1 << 20
@@ -64,7 +64,7 @@ _Id = Annotated[str, Meta(max_length=64)]
 class ReplicaOffer(Struct, tag="offer", array_like=True):
     """Take a replica of this part of a state. Forget the other replicas of that rank and run, except ``keep``."""
 
-    head: KeptHead
+    head: StateHead
     nbytes: _Count  # the size of the buffer
     record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)]
     keep: _Id  # the id of the newest state that all hosts have confirmed; empty if there is none
@@ -79,7 +79,7 @@ class Join(Struct, tag="join", array_like=True):
 class Drop(Struct, tag="drop", array_like=True):
     """Forget all replicas of the rank and run of this part."""
 
-    head: KeptHead
+    head: StateHead
 
 
 class Block(Struct, tag="block", array_like=True):
@@ -152,15 +152,15 @@ class NotCopied(Exception):
         self.is_claimed, self.is_full = is_claimed, is_full
 
 
-def encoded(content: KeptContent) -> bytes:
+def encoded(content: StateContent) -> bytes:
     """The record of a part: everything except its buffer."""
     return msgspec.msgpack.encode(content)
 
 
-def decoded(record: bytes | memoryview) -> KeptContent:
+def decoded(record: bytes | memoryview) -> StateContent:
     """The part that a record describes; raises `WireError` if it is invalid."""
     try:
-        content = msgspec.msgpack.decode(record, type=KeptContent)
+        content = msgspec.msgpack.decode(record, type=StateContent)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"the record cannot be decoded: {error}") from None
     state = content.state
@@ -183,13 +183,13 @@ class HeldParts(Protocol):
     def refusal(self) -> str:
         """Returns why this keeper takes no more copies; empty if it does."""
 
-    def add_replica(self, content: KeptContent, fd: int) -> None:
+    def add_replica(self, content: StateContent, fd: int) -> None:
         """Adds a complete replica with its buffer."""
 
-    def drop_replicas(self, head: KeptHead, keep: str) -> list[tuple[int, int]]:
+    def drop_replicas(self, head: StateHead, keep: str) -> list[tuple[int, int]]:
         """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
 
-    def content(self, state_id: str, rank: int, seconds: float) -> KeptContent | None:
+    def content(self, state_id: str, rank: int, seconds: float) -> StateContent | None:
         """A part; None if it is not kept. Raises `TimeoutError` if there are no digests in time."""
 
     def buffer(self, state_id: str, rank: int) -> int | None:
@@ -371,7 +371,7 @@ class ReplicaServer:
         self._parts.add_replica(content, fd)
         return Ok()
 
-    def _dropped(self, head: KeptHead) -> Struct:
+    def _dropped(self, head: StateHead) -> Struct:
         if why := self._parts.refusal():  # the later run may load them
             return ReplicaRefused(why, is_claimed=True)
         for fd, _ in self._parts.drop_replicas(head, keep=""):
@@ -490,7 +490,7 @@ class Throttle:
 
 def copy_part(
     address: Address,
-    content: KeptContent,
+    content: StateContent,
     fd: int,
     keep: str,
     throttle: Throttle,
@@ -554,7 +554,7 @@ def copy_part(
         raise NotCopied(f"the keeper at {address!r} cannot be reached, or has ended: {describe(error)}") from error
 
 
-def drop_copies(address: Address, head: KeptHead) -> None:
+def drop_copies(address: Address, head: StateHead) -> None:
     """Lets a keeper on another host forget its replicas of a rank and run. Raises `OSError`, also if it refuses."""
     with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
         if isinstance(answer := wire.ask(Drop(head), Ok | ReplicaRefused), ReplicaRefused):
@@ -581,7 +581,7 @@ class RemotePart(RangeReader):
         self._lock = free_in_child(threading.Lock())
         self.nbytes = 0
 
-    def record(self, seconds: float = 0.0) -> KeptContent:
+    def record(self, seconds: float = 0.0) -> StateContent:
         """Reads the record of the part; raises `ReadError` if the part is not there within some seconds."""
         deadline = time.monotonic() + seconds
         try:

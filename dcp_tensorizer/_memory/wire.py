@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from .._runtime.threads import Deadline
-from .._tensor_file.encryption import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
+from .frames import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 
 MAX_MESSAGE = 1 << 20
 """The largest size of a message, in bytes."""

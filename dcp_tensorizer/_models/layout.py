@@ -1,4 +1,4 @@
-"""The layout of a model's files: the place of each tensor, and the rank that writes each block of a file.
+"""The layout of a model's files: the location of each tensor, and the rank that writes each block of a file.
 
 Coordinator: the plans of all ranks -> `plan_model` -> `ModelPlan`, of which each rank gets a `RankLayout`.
 """
@@ -16,8 +16,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from .._formats.placement import Box, Placed, place, wrong_way_back
-from .._formats.rename import Renaming, Rules
+from .._formats.rename import Box, Placed, Renaming, Rules, place, wrong_way_back
 from .._formats.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, SafetensorsLayout, fault_of, lay_out, shards
 from .._index.layouts import ChunkLayout, Region, expand, regions_of_range, runs_of
 from .._index.schema import Layout, Run
@@ -47,19 +46,23 @@ class ModelOptions:
         check_flags(self)
         check_type("rename", rename, Mapping)
         if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
-            raise TypeError(f"files must be a list of paths, and is {files!r}")
+            raise TypeError(f"files must be a list of paths, got {files!r}")
         object.__setattr__(self, "files", tuple(os.path.abspath(os.path.expanduser(file)) for file in files))
         object.__setattr__(self, "rename", dict(rename))
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
             if self.is_adapter:
-                raise ValueError("publish= takes whole models, and files= has the configuration of an adapter")
+                raise ValueError(
+                    "publish= takes whole models, and files= has the configuration of an adapter. Omit publish=."
+                )
             zstd()
         if self.dtype is not None:
             check_type("dtype", self.dtype, torch.dtype)
             if not self.dtype.is_floating_point or self.dtype == PAIRS or self.dtype not in NAMES:
                 names = ", ".join(sorted(str(dtype) for dtype in NAMES if dtype.is_floating_point and dtype != PAIRS))
-                raise ValueError(f"dtype={self.dtype} is none of the floating-point dtypes of safetensors: {names}")
+                raise ValueError(
+                    f"dtype must be a floating-point dtype of safetensors, got {self.dtype}. Use one of {names}."
+                )
         check_count("max_shard_bytes", self.max_shard_bytes)
         Renaming(self.rename).inverse()
 
@@ -70,11 +73,11 @@ class ModelOptions:
         return any(os.path.basename(name) == _ADAPTER_CONFIG and os.path.exists(name) for name in names)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `SafetensorsStorageWriter`."""
+        """Returns the arguments of `SafetensorsStorageWriter`."""
         return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype as which tensors of a dtype are written."""
+        """Returns the dtype as which tensors of a dtype are written."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
 
 
@@ -87,8 +90,6 @@ class _Chunk(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """A tensor of the state dict."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: list[_Chunk]
@@ -141,7 +142,7 @@ def plan_model(
     if objects:
         raise WriteError(
             f"{path}: {listed(list(objects))} {'is' if len(objects) == 1 else 'are'} not of tensors, which "
-            f"safetensors cannot hold: leave {'it' if len(objects) == 1 else 'them'} out of the state dict"
+            f"safetensors cannot hold. Leave {'it' if len(objects) == 1 else 'them'} out of the state dict."
         )
     dropped = _dropped(ties, tensors)
     kept = sorted((fqn for fqn in tensors if fqn not in dropped), key=lambda fqn: order.get(fqn, len(order)))
@@ -165,9 +166,9 @@ def plan_model(
 
 
 def _carried(box: Box, saved: _Saved, layouts: dict[int, ChunkLayout]) -> list[_Chunk]:
-    """The chunks of a saved tensor in a box, by where they are in the file's tensor.
+    """Returns the chunks of a saved tensor in a box, by their position in the file's tensor.
 
-    ``layouts`` keeps the layout of each saved tensor, by its identity: it is asked for each of its parts.
+    ``layouts`` caches the layout of each saved tensor by its id, because each of its parts needs it.
     """
     if box.is_same:
         return saved.chunks
@@ -183,7 +184,7 @@ def _carried(box: Box, saved: _Saved, layouts: dict[int, ChunkLayout]) -> list[_
 
 
 def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
-    """The tensors that are tied to others. Ranks that have elements of one check again that it is tied there.
+    """Returns the tensors that are tied to others. Ranks that have elements of one check again that it is tied there.
 
     Each has a name that stays, also if ranks have the names in another order.
     """
@@ -197,8 +198,8 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
 
 
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
-    """The tensors of the files. Raises `WriteError` if two would have one name, a rule fits no tensor, or a load could
-    not reverse a rule.
+    """Returns the tensors of the files. Raises `WriteError` if two would have one name, a rule fits no tensor, or a
+    load could not reverse a rule.
     """
     renaming = Renaming(rules)
     try:
@@ -269,12 +270,12 @@ class RankLayout:
         return self.ranks > 1 and any(part.granule > 1 for part in self.files)
 
     def dropped(self, fqns: Iterable[str]) -> list[str]:
-        """Those of some names that are not written, because their tensors are tied to others."""
+        """Returns those of some names that are not written, because their tensors are tied to others."""
         hashes = set(self.hashes[self.file < 0].tolist())
         return [fqn for fqn in fqns if _hash(fqn) in hashes] if hashes else []
 
     def find(self, fqns: Sequence[str]) -> list[range]:
-        """The rows of tensors; raises `KeyError` for unknown ones."""
+        """Returns the rows of tensors; raises `KeyError` for unknown ones."""
         wanted = np.array([_hash(fqn) for fqn in fqns], dtype=np.uint64)
         first, stop = (np.searchsorted(self.hashes, wanted, side).tolist() for side in ("left", "right"))
         for fqn, a, b in zip(fqns, first, stop, strict=True):
@@ -284,7 +285,7 @@ class RankLayout:
 
 
 def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) -> RankLayout:
-    """The layout for the ranks, when the files have been begun."""
+    """Returns the layout for the ranks, when the files have been begun."""
     with_owners = plan.ranks > 1 and any(part.granule > 1 for part in files)
     owners: dict[object, int] = {}
     rows: list[ChunkOwners] = []
@@ -354,7 +355,7 @@ class GranuleOwners:
         self._known: dict[tuple[int, int], int] = {}
 
     def owner(self, file: int, granule: int) -> int:
-        """The rank that writes a block, by its number in a file."""
+        """Returns the rank that writes a block, by its number in a file."""
         if (known := self._known.get((file, granule))) is None:
             known = self._known[file, granule] = self._find(file, granule)
         return known

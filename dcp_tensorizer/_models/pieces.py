@@ -4,26 +4,33 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from .._index.layouts import Region
-from .._saving.item_bytes import ItemBytes
-from .._saving.rank_group import RankGroup
+from .._runtime.forks import free_in_child
+from .._runtime.torch_compat import group_devices
 from .._saving.write_plan import Item
 from .._storage.base import Storage
-from .._tensor_file.dtypes import dtype_name
+from .._tensor_file.dtypes import dtype_name, host_bytes
 from .._tensor_file.regions import Integers, runs_of_region
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
 from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob
+from ..errors import WriteError
 from .layout import GranuleOwners, RankLayout
 
 _WINDOW = 64 << 20  # bytes of the files per rank in one exchange
 _FIELDS = 3  # sent with each piece: file, offset, bytes
+_CONVERTED = 4  # tensors to keep: threads go through them in the order of the files
+
+_T = TypeVar("_T")
 
 
 class TensorPart(NamedTuple):
@@ -44,7 +51,8 @@ class TensorPart(NamedTuple):
 def part_of_row(
     layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int
 ) -> Iterator[TensorPart]:
-    """The part of a tensor in a file that a source has: a chunk of a tensor of the state dict, which has ``shape``.
+    """Returns the part of a tensor in a file that a source has: a chunk of a tensor of the state dict, which has
+    ``shape``.
 
     ``row`` is one of that tensor's in the layout. There is none if the chunk has no elements of it.
     """
@@ -60,7 +68,7 @@ def part_of_row(
 
 
 def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
-    """The pieces of the files that hold parts of tensors."""
+    """Returns the pieces of the files that hold parts of tensors."""
     found = []
     for part in parts:
         offsets, nbytes = runs_of_region(part.shape, *part.region, part.itemsize)
@@ -79,7 +87,7 @@ def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
 
 
 def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
-    """The offsets of runs, when each is cut into runs of ``size`` bytes."""
+    """Returns the offsets of runs, when each is cut into runs of ``size`` bytes."""
     if size == nbytes:
         return firsts
     return (firsts[:, None] + np.arange(0, nbytes, size, dtype=np.int64)).reshape(-1)
@@ -120,8 +128,35 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """The number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
+    """Returns the number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
+
+
+def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Fill:
+    """Returns a function for the bytes of tensors by their numbers, converted to ``dtypes``, that several threads may
+    call.
+
+    Converted tensors, and copies from a GPU, are only kept for a moment, so that they are never all in memory.
+    """
+    converted: OrderedDict[int, memoryview] = OrderedDict()
+    converting = free_in_child(threading.Lock())
+
+    def bytes_of(number: int) -> memoryview:
+        tensor, dtype = tensors[number], dtypes[number]
+        if tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous():
+            return host_bytes(tensor)
+        with converting:
+            if number not in converted:
+                converted[number] = host_bytes(tensor.detach().to(dtype))
+                if len(converted) > _CONVERTED:
+                    converted.popitem(last=False)
+            converted.move_to_end(number)
+            return converted[number]
+
+    def fill(number: int, start: int, memory: np.ndarray) -> None:
+        memory[:] = np.frombuffer(bytes_of(number)[start : start + memory.nbytes], dtype=np.uint8)
+
+    return fill
 
 
 class SharedFiles(NamedTuple):
@@ -139,13 +174,13 @@ class SharedFiles(NamedTuple):
     dtypes: Sequence[torch.dtype]
 
     def request(self, sources: Sequence[TensorSource], digest: object) -> SharedWriteRequest:
-        """The request to write them in the writer process."""
+        """Returns the request to write them in the writer process."""
         names = tuple(map(dtype_name, self.dtypes))
         return SharedWriteRequest(self.storage.location, self.options, self.files, self.pieces, tuple(sources), names)
 
     def job(self, items: Sequence[Item], contents: object, digest: object) -> SharedWriteJob:
-        """The job of writing them in this process."""
-        fill = ItemBytes([item.tensor for item in items], self.dtypes).fill
+        """Returns the job of writing them in this process."""
+        fill = fill_of([item.tensor for item in items], self.dtypes)
         return SharedWriteJob(self.storage, self.files, self.pieces, fill, self.options)
 
     def finish(self, done: WriteDone, digest: object) -> WriteDone:
@@ -154,6 +189,48 @@ class SharedFiles(NamedTuple):
 
     def remove(self) -> None:
         """Leaves the files: the coordinator drops them."""
+
+
+class RankGroup:
+    """The ranks of one save; ``group`` is None for a rank that saves alone. Methods raise `WriteError` if a rank is
+    gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, path: str) -> None:
+        self._group, self._path = group, path
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._device = torch.device("cpu")
+        if group is not None and "cpu" not in (devices := group_devices(group)):
+            self._device = torch.device(min(devices), torch.accelerator.current_device_index())
+
+    def gather(self, numbers: Sequence[int]) -> Integers:
+        """Gathers a row of numbers from each rank."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        if self._group is None:
+            return np.array([numbers], dtype=np.int64)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        self._call(lambda: dist.all_gather(rows, own, group=self._group))
+        return torch.stack(rows).cpu().numpy()
+
+    def swap(self, content: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> np.ndarray:
+        """Sends bytes to each rank, and returns the bytes received from all, one after the other.
+
+        ``content`` is in the order of the receiving ranks; ``sent`` and ``received`` are the sizes by rank.
+        """
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
+        outgoing = torch.from_numpy(content).to(self._device)
+        self._call(lambda: dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self._group))
+        return incoming.cpu().numpy()
+
+    def _call(self, collective: Callable[[], _T]) -> _T:
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise WriteError(
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange what it writes. Another rank has "
+                f"ended, or saves something else: {error}"
+            ) from error
 
 
 class Received(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._formats.safetensors import file_names, index_of
@@ -28,25 +28,25 @@ from .._index.schema import item_key
 from .._runtime.direct_memory import direct_memory
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
-from .._saving.commit import files_of_models, put_records, remove, remove_records
-from .._saving.item_bytes import ItemBytes
-from .._saving.rank_group import RankGroup
-from .._saving.report import SaveCallbacks
-from .._saving.save import Save, SaveDescription
-from .._saving.saver import Saver
-from .._saving.ties import live_state, ties_of
-from .._saving.uploads import (
+from .._saving.commit import (
     abort_uploads,
+    files_of_models,
     marks_of_uploads,
+    put_records,
     put_replaced,
     put_uploads,
     recorded_uploads,
+    remove,
+    remove_records,
     remove_uploads,
 )
+from .._saving.report import SaveCallbacks
+from .._saving.save import Save, SaveDescription
+from .._saving.saver import Saver
 from .._saving.write_plan import Item, plan_with
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
-from .._storage.open import NOT_SHARED, open_storage
+from .._storage.open import NOT_SHARED
 from .._tensor_file.dtypes import dtype_name
 from .._tensor_file.names import metadata_file_name
 from .._writer_process.options import SaveOptions
@@ -54,7 +54,18 @@ from .._writer_process.protocol import WriteDone
 from .._writer_process.shared_job import Pieces, SharedFilePart
 from ..errors import NotCommitted, ReadError, StagingError, WriteError, listed
 from .layout import ModelOptions, ModelPlan, RankLayout, plan_model, rank_layout
-from .pieces import PieceExchange, SharedFiles, TensorPart, part_of_row, pieces_of, round_count, split
+from .pieces import (
+    PieceExchange,
+    RankGroup,
+    SharedFiles,
+    TensorPart,
+    fill_of,
+    part_of_row,
+    pieces_of,
+    round_count,
+    split,
+)
+from .ties import live_state, ties_of
 from .versions import SavedModel, VersionsOfWriter
 
 _WEIGHTS = re.compile(
@@ -85,14 +96,8 @@ class ModelSave(Save):
 
     _saver: ModelSaver
 
-    def __init__(
-        self,
-        saver: ModelSaver,
-        save_id: str,
-        storage: Storage,
-        staged: StagedSave | None,
-    ) -> None:
-        super().__init__(saver, save_id, storage, staged)
+    def __init__(self, saver: ModelSaver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
+        super().__init__(saver, save_id, where, staged)
         self.model = saver.model
         self._ties: Mapping[str, str] = {} if staged is None else staged.ties
         self._untied: list[str] = []  # names of tensors that have elements here, and are tied to nothing
@@ -126,7 +131,8 @@ class ModelSave(Save):
             if self._staged is None and (state := live_state(state_of_save())) is not None:
                 self._ties = ties_of(state)
             tied = {*self._ties, *self._ties.values()}
-            self._untied = [item.index.fqn for item in plan.items if item.index.fqn not in tied and _has_elements(item)]
+            untied = [(item.index.fqn, item.tensor_data) for item in plan.items if item.index.fqn not in tied]
+            self._untied = [fqn for fqn, data in untied if data is not None and 0 not in data.chunk.sizes]
             return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -152,7 +158,7 @@ class ModelSave(Save):
         return self._in_time(lambda: self._commit_files(plan, parts))
 
     def _committed(self) -> None:
-        """Lets the model be published as the next version, if that is wanted.
+        """Publishes the model as the next version, in the background, if the writer does that.
 
         If it raises `WriteError`, the model is saved, and the one before could not be published.
         """
@@ -167,11 +173,19 @@ class ModelSave(Save):
             self._drop_files()
         super().end()
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Writes this rank's part of the files: see `Save.write`."""
+        self._lap("plan")
+        with self.whole_or_nothing():
+            job = self._run_job(plan, planner)
+        self._end_write(job.items, job.done)
+        return [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
+
+    def _run_job(self, plan: SavePlan, planner: SavePlanner) -> _RankJob:
         layout = plan.storage_data
         if not isinstance(layout, RankLayout):
             raise WriteError(
-                f"{self.path}: the plan has no layout: give the save a planner that keeps the plans' storage_data"
+                f"{self.path}: the plan has no layout. Give the save a planner that keeps the plans' storage_data."
             )
         self.id = layout.save_id
         ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
@@ -184,13 +198,13 @@ class ModelSave(Save):
                 self._drop_files()
             if job.error is not None:
                 raise job.error
-        return job.items, job.done, [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
+        return job
 
     def _progress(self, own: Pieces) -> AbstractContextManager[Callable[[int], object]]:
         return self._saver.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
-        """The items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
+        """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
         items = self._resolved(plan, planner)
         try:
             rows = layout.find([item.fqn for item in items])
@@ -199,20 +213,20 @@ class ModelSave(Save):
         if untied := layout.dropped(self._untied):
             raise WriteError(
                 f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, and not "
-                f"on rank {self.rank}: tie it on all ranks, or on none"
+                f"on rank {self.rank}. Tie it on all ranks, or on none."
             )
         for item in items:
             if item.kind != "tensor":
                 raise WriteError(
-                    f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold: save what "
-                    f"it is made of, or leave it out"
+                    f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold. Save what "
+                    f"it is made of, or leave it out."
                 )
         return [
             item for item, of_item in zip(items, rows, strict=True) if layout.file[of_item[0]] >= 0 and item.has_bytes
         ]
 
     def headers(self) -> list[torch.Tensor]:
-        """The headers of the files on the coordinator, which writes them; none on other ranks."""
+        """Returns the headers of the files on the coordinator, which writes them; none on other ranks."""
         files = () if self._plan is None else self._plan.files
         return [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
 
@@ -233,14 +247,16 @@ class ModelSave(Save):
 
     def _check_free(self, storage: Storage) -> None:
         if self.metadata_rank is not None:
-            raise WriteError(f"{storage.path}: a model is written by all ranks together: leave use_collectives at True")
+            raise WriteError(f"{storage.path}: all ranks write a model together. Leave use_collectives at True.")
         if not self.commits:
             return
         if storage.head(metadata_file_name()) is not None:
-            raise WriteError(f"{storage.path} holds a checkpoint: save the model to another path")
+            raise WriteError(f"{storage.path} holds a checkpoint. Save the model to another path.")
         self._index_before = None if self._is_adapter else storage.read(INDEX)
         self._has_single = storage.head(self._single) is not None
-        names = _names_in(storage)
+        names: list[str] = []
+        with suppress(NotCommitted):  # there is no such directory
+            names = [file.name for file in storage.listing()[0]]
         recorded = recorded_uploads(storage, names)  # elsewhere `begin` has removed what dead saves have left
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
@@ -250,7 +266,7 @@ class ModelSave(Save):
         others = sorted(weights - self._left)
         if (has_model or others) and not self.model.overwrite:
             what = f"{others[0]}, which no index lists" if others else "a model already"
-            raise WriteError(f"{storage.path} holds {what}: save to another path, or pass overwrite=True")
+            raise WriteError(f"{storage.path} holds {what}. Save to another path, or pass overwrite=True.")
         self._is_fresh = not has_model and not weights
         dead = list(uploads) if abort_uploads(storage, uploads) else []
         if self._left:  # they stay until there is a model, and with them the records that prove whose they are
@@ -264,19 +280,19 @@ class ModelSave(Save):
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
-                f"{storage.path}: PEFT loads an adapter of one file, and this one has {count}: raise max_shard_bytes="
+                f"{storage.path}: PEFT loads an adapter of one file, and this one has {count}. Raise max_shard_bytes."
             )
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(
                 f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
-                f"model has {count}: save to another path"
+                f"model has {count}. Save to another path."
             )
         # What is being published must stay as it is, while the next save replaces it.
         has_readers = self.model.publish is not None and self.model.overwrite
         if self._has_single and has_readers:
             raise WriteError(
-                f"{storage.path} holds {self._single}, which a save would replace while it is still being published: "
-                f"save to another path, whose models get an index then"
+                f"{storage.path} holds {self._single}, which a save would replace while it is still being published. "
+                f"Save to another path, whose models get an index then."
             )
         is_alone = self._is_fresh or self._has_single or self._is_adapter
         is_lone = count == 1 and self._index_before is None and is_alone and not has_readers
@@ -343,7 +359,6 @@ class ModelSave(Save):
         self._forget()
 
     def _forget(self, *names: str) -> None:
-        """Removes the record of the save, and the temporary names in it."""
         self._unmark(*names)
         with suppress(Exception):
             remove_uploads(self.storage, self.id)
@@ -398,7 +413,13 @@ class ModelSave(Save):
                 self._begun = self._others = self._completed = ()
                 raise
         self._begun = self._others = self._completed = ()
-        self._replace_others([other for other in others if other.replaces])
+        replacing = [other for other in others if other.replaces]
+        for other in replacing:
+            with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
+                storage.complete_shared(other.file, other.parts, replace=True)
+        if replacing and sync:
+            with storage.writing(f"write {storage.path}"):
+                storage.sync_directory()
         names |= {other.file.name for other in others}
         if replaced:
             with suppress(OSError):
@@ -408,18 +429,10 @@ class ModelSave(Save):
             self._forget(*names)
         return replaced
 
-    def _replace_others(self, others: Sequence[_OtherFile]) -> None:
-        """Replaces files of the user's beside the model that is committed; raises `WriteError`."""
-        storage = self.storage
-        for other in others:
-            with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
-                storage.complete_shared(other.file, other.parts, replace=True)
-        if others and self._saver.options.sync_files:
-            with storage.writing(f"write {storage.path}"):
-                storage.sync_directory()
-
     def _other_files(self) -> dict[str, bytes]:
-        """The user's other files, by name; raises `Refused` if one is unreadable or named like a file of the model."""
+        """Returns the user's other files, by name; raises `Refused` if one is unreadable or named like a file of the
+        model.
+        """
         found: dict[str, bytes] = {}
         for given in self.model.files:
             path = Path(given)
@@ -428,7 +441,7 @@ class ModelSave(Save):
                     if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name)):
                         continue
                     if file.name.endswith((".safetensors", ".safetensors.index.json")):
-                        raise Refused(f"files= has {file}, which would be taken for a part of the model: leave it out")
+                        raise Refused(f"files= has {file}, which would be taken for a part of the model. Leave it out.")
                     found[file.name] = file.read_bytes()
                     if file.name == _CONFIG and self.model.dtype is not None:
                         found[_CONFIG] = _with_dtype(found[_CONFIG], dtype_name(self.model.dtype))
@@ -474,10 +487,6 @@ class ModelSave(Save):
             _run_all(held)
 
 
-def _has_elements(item: WriteItem) -> bool:
-    return item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
-
-
 class ModelSaver(Saver):
     """Begins the saves of a writer of models."""
 
@@ -492,6 +501,7 @@ class ModelSaver(Saver):
         closed: bool = False,
     ) -> None:
         super().__init__(options, callbacks, closed=closed)
+        self.kind = ModelSave
         self.model = model
         if model.dtype is not None:
             self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages
@@ -500,7 +510,7 @@ class ModelSaver(Saver):
     def stage(
         self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
     ) -> StagedStateDict:
-        """Copies a state dict into the staging buffer, and notes its tied tensors; see `Saver.stage`."""
+        """Copies a state dict into the staging buffer, and records its tied tensors; see `Saver.stage`."""
         ties: Mapping[str, str] = {}
         with suppress(Exception):  # for a value that cannot be saved, staging or the planner reports more
             ties = ties_of(state_dict)
@@ -523,9 +533,6 @@ class ModelSaver(Saver):
         super().close(deadline)
         if self.versions is not None:
             self.versions.end(deadline)
-
-    def _destination(self, where: str | Path) -> tuple[Storage, Callable[..., Save]]:
-        return open_storage(where, self.options.storage_options, self.options.limits.timeout), ModelSave
 
 
 class _RankJob:
@@ -563,8 +570,8 @@ class _RankJob:
             own, shared = split(pieces, self._layout)
             self._write(own)
             if self._layout.has_granules:
-                source = ItemBytes([item.tensor for item in self._sources], self._dtypes)
-                exchange = PieceExchange(shared, self._layout, ranks, source.fill)
+                fill = fill_of([item.tensor for item in self._sources], self._dtypes)
+                exchange = PieceExchange(shared, self._layout, ranks, fill)
         except BaseException as error:
             self.error = error
         for number in range(round_count(self._layout)):
@@ -641,9 +648,9 @@ class _RankJob:
 
 
 def _with_dtype(content: bytes, dtype: str) -> bytes:
-    """A configuration of transformers that names the weights' dtype, if it named one before; it may have others in it.
+    """Replaces the dtype that a configuration of transformers names for the weights, also in nested ones.
 
-    Otherwise, and if it is something else, it stays as it is.
+    Anything else stays as it is.
     """
     try:
         config = json.loads(content)
@@ -670,16 +677,8 @@ def _run_all(operations: deque[Callable[[], None]] | None) -> None:
         operation()
 
 
-def _names_in(storage: Storage) -> list[str]:
-    """The names of the files in a directory; none if it does not exist."""
-    try:
-        return [file.name for file in storage.listing()[0]]
-    except NotCommitted:
-        return []
-
-
 def _named_files(index: bytes | None) -> set[str]:
-    """The files that an index lists; none if it cannot be read, or they are elsewhere."""
+    """Returns the files that an index lists, unless it is unreadable, or they are in another directory."""
     with suppress(ValueError):
         return files_named(index)
     return set()

@@ -16,7 +16,7 @@ from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline, Hung, in_background, in_time
 from .._saving.writer_client import WriterClient
 from .._storage.base import Storage
-from .._storage.claim import Claim
+from .._storage.lease import LeaseRecord
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import PublishRequest
 from ..errors import WriteError, describe
@@ -62,7 +62,7 @@ class VersionsOfWriter:
     def __init__(self, options: Publish, write: SaveOptions) -> None:
         self._options, self._write = options, write
         self._client = WriterClient()
-        self._own: Claim | None = None
+        self._own: LeaseRecord | None = None
         self._changed = free_in_child(threading.Condition())
         self._newest: dict[str, SavedModel] = {}  # by directory, of the models that are needed
         self._unreleased: list[SavedModel] = []
@@ -74,7 +74,7 @@ class VersionsOfWriter:
         self._error: NotPublished | None = None
 
     def add(self, model: SavedModel) -> None:
-        """Lets a model be published. Raises `WriteError` if the one before could not be."""
+        """Publishes a model in the background. Raises `WriteError` if the one before could not be published."""
         with self._changed:
             error, self._error = self._error, None
             location = model.storage.location
@@ -92,7 +92,7 @@ class VersionsOfWriter:
             raise error
 
     def files_needed(self, location: str) -> set[str]:
-        """The files in a directory that are still needed here, although another model may have replaced them."""
+        """Returns the files in a directory that are still needed here, also of models that were replaced."""
         with self._changed:
             return {name for model in self._needed() if model.storage.location == location for name in model.files}
 
@@ -182,7 +182,6 @@ class VersionsOfWriter:
         return [model for model in (self._waiting, self._running, self._published) if model is not None]
 
     def _release(self) -> None:
-        """Releases the files that are no longer needed."""
         with self._changed:
             needed = set(map(id, self._needed()))
             released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]

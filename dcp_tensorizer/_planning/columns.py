@@ -51,7 +51,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
-    """The spec of a tensor; raises `Unsupported` if the properties are of a user's class."""
+    """Returns the spec of a tensor; raises `Unsupported` if the properties are of a user's class."""
     if type(properties) is not TensorProperties:
         raise Unsupported
     return Spec(tuple(size), _properties(properties))
@@ -107,7 +107,7 @@ class Columns:
         return len(self.dims)
 
     def rows(self, hints: Integers) -> Iterator[Row]:
-        """The rows that `columns_of_rows` takes."""
+        """Returns the rows that `columns_of_rows` takes."""
         table, width = self.table, self.starts.shape[1]
         numbers = np.column_stack([table.kinds, table.spec_numbers, self.dims, self.starts, self.sizes]).tolist()
         chunks: dict[tuple[int, ...], PlannedChunk] = {}
@@ -138,7 +138,7 @@ class Columns:
 
 
 def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, Integers]:
-    """The columns of items, and their hints (``MetadataIndex.index``; -1: none). Raises `Unsupported`."""
+    """Returns the columns of items, and their hints (``MetadataIndex.index``; -1: none). Raises `Unsupported`."""
     return columns_of_rows(map(row_of, items), planner_data)
 
 
@@ -165,7 +165,7 @@ def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, I
 
 
 def row_of(item: WriteItem) -> Row:
-    """The row of an item; raises `Unsupported` if columns cannot hold it."""
+    """Returns the row of an item; raises `Unsupported` if columns cannot hold it."""
     index, data = item.index, item.tensor_data
     if (
         not _UNDERSTOOD
@@ -192,7 +192,7 @@ def row_of(item: WriteItem) -> Row:
 
 
 def item_of(row: Row) -> WriteItem:
-    """The item of a row."""
+    """Returns the item of a row."""
     (kind, spec, start, size), hint = row.chunk, row.hint
     if spec is None:
         return WriteItem(MetadataIndex(row.key), KINDS[kind])
@@ -250,7 +250,7 @@ def unpack_paths(packed: PackedPaths | Pickled) -> Any:
 
 
 def merge_paths(packed: Iterable[PackedPaths | Pickled]) -> dict[str, Any]:
-    """The paths of all ranks in torch's order. If several ranks have a key, the first rank's path is used."""
+    """Returns the paths of all ranks in torch's order. If several ranks have a key, the first rank's path is used."""
     merged: dict[str, Any] = {}
     last = None
     for paths in reversed(list(packed)):
@@ -280,7 +280,7 @@ def _are_paths(planner_data: dict[Any, Any]) -> bool:
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
-    """The rows of a state dict; each may be dropped before the next one is made. Raises `Unsupported`.
+    """Returns the rows of a state dict; each may be dropped before the next one is made. Raises `Unsupported`.
 
     torch makes a dozen objects of each tensor, and computes which part of a DTensor a rank has. Here it does so once
     for all tensors that are alike.
@@ -299,7 +299,10 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
 
 
 def _likeness(value: Any) -> Any:
-    """A value that is equal for tensors of which torch makes equal items, but for their keys; None for other values."""
+    """Returns a value that is equal for tensors of which torch makes equal items, but for their keys.
+
+    It is None for tensors that are not planned by their class, shape and placements alone.
+    """
     if type(value) in _PLAIN and PART_NAMES.isdisjoint(value.__dict__):
         return value.shape, _properties(TensorProperties.create_from_tensor(value))
     local, layout = plain_local(value), layout_of(value)
@@ -333,7 +336,7 @@ class EncodedColumns:
         return table
 
     def decode(self, tables: dict[bytes, Table]) -> Columns:
-        """The columns; ``tables`` as in `decode_table`."""
+        """Returns the columns; ``tables`` as in `decode_table`."""
         table = self.decode_table(tables)
         width, *packed = unpack(self.places)
         dims, starts, sizes = map(unpack_integers, packed)

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,15 +31,18 @@ from .columns import (
     KINDS,
     Columns,
     EncodedColumns,
+    Row,
     Spec,
     Table,
     Unsupported,
     columns_of,
+    columns_of_rows,
     encode,
     merge_paths,
     pack,
     pack_integers,
     pack_paths,
+    row_of,
     unpack,
     unpack_integers,
     unpack_paths,
@@ -62,7 +65,7 @@ class GlobalPlan:
 
 
 def encoded(plan: SavePlan) -> EncodedColumns:
-    """A rank's plan as columns, which a received plan has already; raises `Unsupported`."""
+    """Returns a rank's plan as columns, which a received plan has already; raises `Unsupported`."""
     items = plan.items
     if type(plan) not in (SavePlan, CompactPlan) or not plan.usable:
         raise Unsupported
@@ -88,7 +91,9 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
 
 
 def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
-    """The entries of the state dict. Tensors of one shape are mostly sharded in the same way, which is checked once."""
+    """Returns the entries of the state dict. Tensors of one shape are mostly sharded in the same way, which is checked
+    once.
+    """
     layouts: dict[tuple[Any, ...], int] = {}
     properties: dict[tuple[Any, ...], int] = {}
     made: list[ChunkLayout] = []
@@ -121,7 +126,7 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
 def _problem(
     shape: tuple[int, ...], dims: Integers, starts: Integers, sizes: Integers, *, is_complete: bool
 ) -> tuple[str, list[int]] | None:
-    """Describes the fault in the chunks of a tensor, and names the chunks; None if there is none."""
+    """Describes the fault in the chunks of a tensor, if there is one, and names the chunks."""
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
         return f"a part has {dims[odd[0]]} dimensions, and the tensor has {len(shape)}", [int(odd[0])]
@@ -177,7 +182,7 @@ class Merged:
     hint: Integers  # the number of its chunk in its tensor; -1: none
 
     def by_key(self) -> Iterator[tuple[int, Integers]]:
-        """The written items, key by key, in the order of each key's first item."""
+        """Returns the written items, key by key, in the order of each key's first item."""
         keys, rows = self.columns.table.key_numbers, np.flatnonzero(self.kept)
         rows = rows[np.argsort(keys[rows], kind="stable")]
         parts = np.split(rows, np.flatnonzero(np.diff(keys[rows])) + 1) if len(rows) else []
@@ -208,7 +213,9 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     rank = np.repeat(np.arange(len(plans)), [len(plan) for plan in plans])
     groups = _group([*starts.T[::-1], dims, key])
     _check_alike(list(keys), list(specs), key, spec, groups, rank)
-    kept = _writers(groups, rank, np.array([_weight(spec) for spec in specs] + [1])[spec], to_lowest_rank, len(plans))
+    # An item's weight in torch's balance of plans: the bytes of its whole tensor.
+    weights = np.array([*((math.prod(s.shape) * s.properties[0].itemsize) or 1 for s in specs), 1])
+    kept = _writers(groups, rank, weights[spec], to_lowest_rank, len(plans))
     table = Table(list(keys), key, kind, spec, list(specs), None)
     hint = _hints(table.keys, np.where(kept, key, -1), kind)
     return Merged(Columns(table, dims, starts, sizes), rank, kept, hint)
@@ -249,7 +256,7 @@ def _ranks(ranks: Integers) -> str:
 
 
 def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:
-    """The number of each value; new ones get the next numbers. Most are known already."""
+    """Returns the number of each value; new ones get the next numbers. Most are known already."""
     numbers = list(map(known.get, values))
     return [known.setdefault(v, len(known)) if n is None else n for v, n in zip(values, numbers, strict=True)]
 
@@ -258,13 +265,8 @@ def _widened(rows: Integers, width: int) -> Integers:
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
-def _weight(spec: Spec) -> int:
-    """An item's weight in torch's balance of plans: the bytes of its whole tensor."""
-    return (math.prod(spec.shape) * spec.properties[0].itemsize) or 1
-
-
 def _group(columns: list[Integers]) -> Integers:
-    """The number of each row's group, in order of first appearance. The rows of a group are equal."""
+    """Returns the number of each row's group, in order of first appearance. The rows of a group are equal."""
     count = len(columns[0])
     if not count:
         return np.zeros(0, dtype=np.int64)
@@ -293,7 +295,8 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
     owners = rank[order[bounds]] if len(order) else order
     begin = 0
     for number in np.flatnonzero(~lone).tolist():
-        _add_loads(loads, owners[begin:number], weights[begin:number])
+        for owner, added in zip(owners[begin:number].tolist(), weights[begin:number], strict=True):
+            loads[owner] += added
         rows = order[bounds[number] : ends[number]]
         holders = rank[rows]
         # A set, as in torch: of several that are equally light, the first of the set is chosen.
@@ -305,13 +308,8 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
     return kept
 
 
-def _add_loads(loads: list[int], owners: Integers, weights: list[int]) -> None:
-    for owner, weight in zip(owners.tolist(), weights, strict=True):
-        loads[owner] += weight
-
-
 def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
-    """The number of each chunk in its tensor. ``key`` is -1 for items that are not written.
+    """Returns the number of each chunk in its tensor. ``key`` is -1 for items that are not written.
 
     Raises `WriteError` if a key has several items that are not all shards.
     """
@@ -401,7 +399,6 @@ class RuleMetadata(Metadata):
         return metadata
 
     def _packed(self) -> tuple[bytes, bytes]:
-        """The rules, and the planner's data."""
         untouched = not {"state_dict_metadata", "planner_data"} & self.__dict__.keys()
         if untouched:
             content: tuple[bytes, bytes] = self.__dict__["_content"]
@@ -411,7 +408,7 @@ class RuleMetadata(Metadata):
 
 
 def _rules_of(described: Any) -> StateRules:
-    """The rules of entries; raises `Unsupported` for entries that are not torch's own."""
+    """Returns the rules of entries; raises `Unsupported` for entries that are not torch's own."""
     if not all(map(_is_torchs, described.values())):
         raise Unsupported
     try:
@@ -437,3 +434,45 @@ def _pack_rules(rules: StateRules) -> bytes:
 def _unpack_rules(keys: list[Any], rows: Any, properties: list[TensorProperties], layouts: bytes) -> StateRules:
     made = [ChunkLayout.from_row(row) for row in _decode_layouts(layouts)]
     return StateRules(keys, unpack_integers(rows).reshape(-1, 2), properties, made)
+
+
+# --- ranks that disagree on tensors that are not sharded, with planners that do not check it themselves ---------------
+#
+# torch's planner keeps the tensor of one rank, and drops those of others before a storage sees the plans. So each rank
+# sends its whole tensors to the coordinator beside its plan. `SavePlanner` has them in its columns.
+
+
+class Wholes(NamedTuple):
+    """A rank's whole tensors, sent in ``SavePlan.storage_data`` together with the storage's own message."""
+
+    columns: EncodedColumns
+    message: Any
+
+
+def wholes_of(plan: SavePlan, message: Any) -> Any:
+    """Returns a message that also has the whole tensors of a rank's plan, unless `SavePlanner` has made the plan."""
+    if isinstance(plan, CompactPlan):
+        return message
+
+    def rows() -> Iterator[Row]:
+        for item in plan.items:
+            data = item.tensor_data
+            if data is not None and data.chunk is not None and data.chunk.sizes == data.size:
+                try:
+                    yield row_of(item)
+                except Unsupported:  # of a user's planner
+                    continue
+
+    return Wholes(encode(columns_of_rows(rows(), None)[0]), message)
+
+
+def checked_messages(messages: Sequence[Any]) -> list[Any]:
+    """Returns the messages of the ranks by themselves; raises `WriteError`, as `merge` does, if ranks disagree on a
+    tensor.
+    """
+    sent = {message.columns.digest: message.columns for message in messages if isinstance(message, Wholes)}
+    if len(sent) > 1:
+        tables: dict[bytes, Table] = {}
+        nothing, _ = columns_of_rows((), None)
+        merge([m.columns.decode(tables) if isinstance(m, Wholes) else nothing for m in messages], to_lowest_rank=True)
+    return [message.message if isinstance(message, Wholes) else message for message in messages]

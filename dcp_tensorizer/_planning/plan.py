@@ -40,7 +40,7 @@ from .columns import (
 
 
 class Reference(NamedTuple):
-    """Stands for columns that a coordinator knows, by its id and their digest."""
+    """A reference to columns that a coordinator knows, by its id and their digest."""
 
     coordinator: str
     digest: bytes
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
 
 
 def choose(kept: Any, hints: Integers) -> WrittenItems:
-    """The choice of the items for which ``kept`` is true; ``hints`` are those of the chosen (-1: none)."""
+    """Returns the choice of the items for which ``kept`` is true; ``hints`` are those of the chosen (-1: none)."""
     return WrittenItems(len(hints), np.packbits(kept).tobytes(), pack(pack_integers(hints)))
 
 
@@ -119,7 +119,7 @@ class Items(MutableSequence[WriteItem]):
         return self.columns.select(np.flatnonzero(kept)), unpack_integers(unpack(self.choice.hints))
 
     def not_chosen(self) -> frozenset[str]:
-        """The keys of tensors none of whose items is chosen, if that is known."""
+        """Returns the keys of tensors none of whose items is chosen, if that is known."""
         if self.choice is None or self.is_changed:
             return frozenset()
         table = self.columns.table
@@ -129,7 +129,7 @@ class Items(MutableSequence[WriteItem]):
         return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[kept].tolist()))
 
     def rows(self) -> Iterator[Row] | None:
-        """The items as rows; None if they were changed."""
+        """Returns the items as rows, unless they were changed."""
         if self.is_changed:
             return None
         columns, hints = self.chosen
@@ -166,7 +166,7 @@ class Items(MutableSequence[WriteItem]):
         self._change().sort(**arguments)
 
     def copy(self) -> list[WriteItem]:
-        """The items as a list."""
+        """Returns the items as a list."""
         return list(self)
 
     def __eq__(self, other: object) -> bool:
@@ -206,7 +206,7 @@ class CompactPlan(SavePlan):
 
     @classmethod
     def of(cls, items: Any, storage_data: Any) -> CompactPlan:
-        """A plan whose ``planner_data`` is that of its items."""
+        """Returns a plan whose ``planner_data`` is that of its items."""
         plan = cls.__new__(cls)
         plan.__dict__.update(items=items, storage_data=storage_data, usable=True)
         return plan
@@ -240,7 +240,6 @@ class CompactPlan(SavePlan):
             return SavePlan, (list(items), self.storage_data, self.planner_data, self.usable)
 
     def _report(self, items: Items) -> tuple[Any, ...]:
-        """A rank's plan for the coordinator, with the current ``planner_data``."""
         columns = items.columns.with_data(self.planner_data)
         encoded = encode(columns, may_refer=items.history is not None)
         reference = None if items.history is None else items.history.sending(columns, encoded.digest)
@@ -249,7 +248,7 @@ class CompactPlan(SavePlan):
         return _received, (encoded, None, self.storage_data)
 
     def _answer(self, items: Items, choice: WrittenItems) -> tuple[Any, ...]:
-        """The coordinator's plan for a rank. Most ranks know everything except their choice."""
+        """Returns the coordinator's plan for a rank. Most ranks know everything except their choice."""
         source = items.source
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
         if items.coordinator is not None and isinstance(source, EncodedColumns) and source.may_refer and is_theirs:
@@ -304,12 +303,12 @@ class History:
     # --- as a rank ----------------------------------------------------------------------------------------------
 
     def sending(self, columns: Columns, digest: bytes) -> Reference | None:
-        """The reference to send instead of columns; None if the columns must be sent."""
+        """Returns the reference to send instead of columns, unless the columns must be sent."""
         self._sent, self._is_answered = (columns, digest), False
         return self._known.find(digest)
 
     def answered(self, answer: Answer) -> Columns:
-        """The columns that an answer refers to. From now on the coordinator knows them."""
+        """Returns the columns that an answer refers to. From now on the coordinator knows them."""
         assert self._sent is not None and self._sent[1] == answer.reference.digest
         self._known.keep(answer.reference.digest, answer.reference)
         return self._sent[0]
@@ -321,7 +320,7 @@ class History:
     # --- as the coordinator -------------------------------------------------------------------------------------
 
     def received(self, rank: int, reference: Reference) -> EncodedColumns:
-        """The columns that a rank refers to; raises `WriteError` if they are unknown."""
+        """Returns the columns that a rank refers to; raises `WriteError` if they are unknown."""
         plan = self._received[rank].find(reference.digest) if reference.coordinator == self.id else None
         if plan is not None:
             return plan
@@ -331,7 +330,7 @@ class History:
         )
 
     def find(self, key: object) -> Any:
-        """The plan that was made for these contents; None if there is none."""
+        """Finds the plan that was made for these contents."""
         return self._planned.find(key)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
@@ -355,7 +354,7 @@ class Histories:
         return Histories, ()
 
     def of_save(self) -> History:
-        """The history of the group of the save on this thread."""
+        """Returns the history of the group of the save on this thread."""
         group = group_of_save() or (dist.group.WORLD if dist.is_available() else None) or Histories  # which is no group
         history = self._of_groups.get(group)
         return self._of_groups.setdefault(group, History()) if history is None else history

@@ -31,7 +31,7 @@ def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Ma
 
 
 def _containers(container: Any, path: str) -> Iterator[str]:
-    """The keys that the dicts and lists in a container would have."""
+    """Returns the keys that the dicts and lists in a container would have."""
     members = container.items() if isinstance(container, Mapping) else enumerate(container)
     for name, member in members:
         if isinstance(member, (Mapping, list)):
@@ -40,7 +40,7 @@ def _containers(container: Any, path: str) -> Iterator[str]:
 
 
 def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool) -> list[ReadItem]:
-    """The items that torch's planner makes of a flattened state dict, in its order.
+    """Returns the items that torch's planner makes of a flattened state dict, in its order.
 
     It intersects chunks for each value, which takes most of the time of loading many small tensors. The result is the
     same, except for the key, for all values of one layout that are stored whole. ``strict``: a key that the checkpoint
@@ -66,7 +66,7 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
 
 
 def _layout(value: Any, stored: Any) -> _Layout | None:
-    """The properties on which the items of a value depend; None if it also depends on others."""
+    """Returns the properties on which the items of a value depend, unless it also depends on others."""
     if type(stored) is BytesStorageMetadata:
         return None if isinstance(value, torch.Tensor) else ()
     if type(stored) is not TensorStorageMetadata or len(stored.chunks) != 1:
@@ -101,7 +101,6 @@ def _renamed(item: ReadItem, key: str) -> ReadItem:
 
 
 def _copy(record: _T) -> _T:
-    """A copy of a dataclass instance."""
     made = object.__new__(type(record))
     object.__setattr__(made, "__dict__", record.__dict__.copy())
     return made

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from .._formats.safetensors_header import INDEX, SINGLE, decode_json
+from .._formats.weight_files import StoredBytes, WeightFile, read_small, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._storage.base import FileIdentity, Storage
@@ -28,16 +29,8 @@ from .._storage.open import absolute_path, open_storage
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
 from .chain import Chain, Delta, copied, read_delta
 from .delta import PIECE, DeltaDecoder, digest_of, zstd
-from .model import (
-    StoredBytes,
-    WeightFile,
-    read_blocks,
-    read_model,
-    read_small,
-    read_weight_file,
-    written_file,
-)
-from .versions import CLAIM, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
+from .model import read_blocks, read_model, written_file
+from .versions import LEASE, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
 
 _LOCK = ".publish.lock"
 _SGLANG = ".weight_sync"
@@ -147,7 +140,7 @@ class _Directory:
     ) -> None:
         path = absolute_path(target)
         if not isinstance(path, Path):
-            raise WriteError(f"{path} is no local directory: deltas are applied to local ones")
+            raise WriteError(f"{path} is not a local directory. Apply deltas to a local one.")
         _check_apart(path, published)
         self._storage = LocalStorage(path)
         self._path = path
@@ -159,8 +152,8 @@ class _Directory:
         target = self._published.manifest(self._version)
         if (self._path / _SGLANG).is_dir():
             raise WriteError(
-                f"{self._path} belongs to SGLang's receiver, which counts its versions in {_SGLANG}: name another "
-                f"directory, or let /pull_weights bring it to version {self._version}"
+                f"{self._path} belongs to SGLang's receiver, which counts its versions in {_SGLANG}. Name another "
+                f"directory, or let /pull_weights bring it to version {self._version}."
             )
         self._storage.make_directory()
         with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
@@ -220,18 +213,18 @@ class _Directory:
                     by_digest[record.sha256]: FileRecord(record.nbytes, record.sha256, origin)
                     for origin, record in candidate.files.items()
                 }
-                places = {tensor.key: file.name for file in model.weights.values() for tensor in file.tensors}
+                weight_map = {tensor.key: file.name for file in model.weights.values() for tensor in file.tensors}
                 return Manifest(
                     version=candidate.version,
                     chain=candidate.chain,
                     files=files,
-                    weight_map=places,
+                    weight_map=weight_map,
                     published_at=candidate.published_at,
                     nbytes=0,
                 )
         raise StateMismatch(
-            f"the model in {self._path} is none of the versions in {self._published.path}, so no delta fits it: "
-            f"name an empty directory, which gets version {target.version} whole"
+            f"the model in {self._path} is not a version in {self._published.path}, so no delta fits it. "
+            f"Name an empty directory, which gets version {target.version} whole."
         )
 
     def _check_base(self, current: Manifest) -> None:
@@ -244,7 +237,7 @@ class _Directory:
         if published is not None and here != {name: record.sha256 for name, record in published.files.items()}:
             raise StateMismatch(
                 f"version {current.version} in {self._path} is not the one in {self._published.path}: it comes from "
-                f"another directory of versions. Name that one, or an empty directory"
+                f"another directory of versions. Name that one, or an empty directory."
             )
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
@@ -256,7 +249,7 @@ class _Directory:
         )
         raise StateMismatch(
             f"version {self._version} has other files beside its weights than {self._path} ({listed(names)}), and both "
-            f"cannot change in one moment: name an empty directory, and let the server change to it"
+            f"cannot change in one moment. Name an empty directory, and let the server change to it."
         )
 
     def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:
@@ -372,12 +365,12 @@ def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
 def _check_apart(target: Path, published: Published) -> None:
     """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
-    is_version = version_of(real.name) is not None and os.path.exists(real.parent / CLAIM)
+    is_version = version_of(real.name) is not None and os.path.exists(real.parent / LEASE)
     if is_version or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
             f"{target} cannot be changed to a version in {published.path}: "
             + (f"it is a version in {real.parent}" if is_version else "one of them is in the other")
-            + ". Name another directory"
+            + ". Name another directory."
         )
 
 
@@ -413,7 +406,9 @@ def _locked(path: Path) -> Iterator[_Journal]:
     try:
         while not _lock(descriptor):
             if time.monotonic() > deadline:
-                raise WriteError(f"another process has changed {path.parent} for {_LOCK_SECONDS:g} s: is it stopped?")
+                raise WriteError(
+                    f"another process has changed {path.parent} for {_LOCK_SECONDS:g} s. End it, and retry."
+                )
             time.sleep(0.05)
         yield _Journal(descriptor)
     finally:
@@ -446,7 +441,9 @@ class _Tensors:
     def apply(self) -> Applied:
         chain = self._published.chain(self._version)
         base, deltas = chain[0], [read_delta(self._published, manifest) for manifest in chain[1:]]
-        tensors = self._places(base)
+        storage = self._published.folder(base.version)
+        files = [read_weight_file(storage, name) for name in sorted(base.files)]
+        tensors = {tensor.key: tensor for file in files for tensor in file.tensors}
         _check_known(deltas, tensors.keys())
         missing = sorted(set(tensors) - set(self._target))
         if missing:
@@ -505,11 +502,6 @@ class _Tensors:
                 f"tensors that share memory differ in version {self._version}: {listed(wrong)}. Give each its own "
                 f"memory. No tensor has changed"
             )
-
-    def _places(self, base: Manifest) -> dict[str, StoredBytes]:
-        storage = self._published.folder(base.version)
-        files = [read_weight_file(storage, name) for name in sorted(base.files)]
-        return {tensor.key: tensor for file in files for tensor in file.tensors}
 
     def _start(self, base: Manifest, deltas: Sequence[Any], digests: Mapping[str, str]) -> int:
         """Finds out, by digests, how many of the deltas the tensors have already.

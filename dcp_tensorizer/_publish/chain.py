@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._storage.base import Storage
 from ..errors import ChecksumMismatch, MetadataError
 from .delta import PIECE, DeltaDecoder, largest_delta, pieces_of
-from .model import READ_BYTES, StoredBytes, TensorReader, WeightFile, read_weight_file, reading_tensors
+from .model import READ_BYTES, TensorReader, reading_tensors
 from .versions import FileRecord, Manifest, Published
 
 _Read = Callable[[int, np.ndarray], object]
@@ -26,7 +27,7 @@ _DIGEST_DIGITS = 32
 
 
 class _Change(NamedTuple):
-    """The delta of a tensor: its file, its place there, and the digest of the resulting bytes."""
+    """The delta of a tensor: its location, and the digest of the resulting bytes."""
 
     file: str
     stored: StoredBytes
@@ -65,7 +66,7 @@ def read_delta(published: Published, manifest: Manifest) -> Delta:
     for name, keys in sorted(names.items()):
         file = read_weight_file(storage, name)
         if {tensor.key for tensor in file.tensors} != keys:
-            raise MetadataError(f"{storage.path}/{name} does not hold the tensors that the manifest says")
+            raise MetadataError(f"{storage.path}/{name} does not hold the tensors that the manifest lists")
         for tensor in file.tensors:
             digest = file.notes.get(tensor.key)
             if not isinstance(digest, str) or len(digest) != _DIGEST_DIGITS or not _DIGITS.issuperset(digest):

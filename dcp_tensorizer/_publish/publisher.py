@@ -16,28 +16,17 @@ import numpy as np
 import xxhash
 
 from .._formats.safetensors_header import INDEX, MAX_HEADER
+from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._runtime.validation import check_count
 from .._storage.base import Refused, Storage
-from .._storage.claim import Claim, Ownership
+from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage, path_to_write
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, listed
 from .chain import Chain, read_delta
 from .delta import PIECE, DeltaEncoder, zstd
-from .model import (
-    READ_BYTES,
-    Model,
-    StoredBytes,
-    TensorReader,
-    WeightFile,
-    header_of,
-    read_blocks,
-    read_model,
-    read_weight_file,
-    reading_tensors,
-    written_file,
-)
+from .model import READ_BYTES, Model, TensorReader, header_of, read_blocks, read_model, reading_tensors, written_file
 from .versions import (
     FileRecord,
     Manifest,
@@ -87,7 +76,7 @@ def publish(
     """Publishes a model as the next version of a directory: the whole model, or its changes since the version before.
 
     A version is whole if it is the first one, or if ``max_deltas`` follow the last whole one. It is also whole if the
-    model has other tensors, dtypes, shapes, places in the files, or other files beside the weights.
+    model has other tensors, dtypes, shapes, locations in the files, or other files beside the weights.
 
     A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused. If
     the earlier one's manifest arrives first nevertheless, its version stays, and the later one is refused.
@@ -97,7 +86,7 @@ def publish(
         published: The directory of versions. It is made if it is not there.
         previous: The same model at the version before. It is compared with the published one. By default, that version
             is put together from the published files.
-        step: The step of training, to be noted in the version.
+        step: The step of training, recorded in the version.
         max_deltas: How many deltas may follow a whole version. A new reader has to read at most as many.
         keep_latest: Keep so many of the newest versions, and those on which they build; remove the others.
         storage_options: Passed to the fsspec filesystems of URLs.
@@ -159,7 +148,7 @@ class Publication:
     keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
-    """The model's index, because another one may be in its place by now."""
+    """The model's index, because another one may have replaced it by now."""
     previous_index: bytes | None = None
     """The index of ``previous``, for the same reason."""
 
@@ -169,9 +158,9 @@ class Publication:
         check_count("keep_latest", self.keep_latest, optional=True)
 
     def publish(
-        self, own: Claim | None, on_progress: _Progress = lambda done, total: None
-    ) -> tuple[PublishedVersion, Claim]:
-        """Publishes the version. Returns also the claim on the directory, to pass as ``own`` for the next version.
+        self, own: LeaseRecord | None, on_progress: _Progress = lambda done, total: None
+    ) -> tuple[PublishedVersion, LeaseRecord]:
+        """Publishes the version. Returns also the lease of the directory, to pass as ``own`` for the next version.
 
         ``own`` is None if the publisher has not published there before.
         """
@@ -179,12 +168,12 @@ class Publication:
         folder = Published(open_storage(self.published, self.storage_options))
         model = self._model(self.directory, self.index)
         previous = None if self.previous is None else self._model(self.previous, self.previous_index)
-        publisher = _Publisher(folder, folder.ownership(own), model, self.step, on_progress)
+        publisher = _Publisher(folder, folder.lease(own), model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.max_deltas)
             removed = () if self.keep_latest is None else folder.remove_old(self.keep_latest)
-        assert publisher.ownership.own is not None
-        return replace(version, removed=removed), publisher.ownership.own
+        assert publisher.lease.own is not None
+        return replace(version, removed=removed), publisher.lease.own
 
     def _model(self, directory: str, index: bytes | None) -> Model:
         return read_model(open_storage(directory, self.storage_options), index)
@@ -196,13 +185,13 @@ class _Publisher:
     def __init__(
         self,
         folder: Published,
-        ownership: Ownership,
+        lease: Lease,
         model: Model,
         step: int | None,
         on_progress: _Progress,
     ) -> None:
-        self.ownership = ownership
-        ownership.check()
+        self.lease = lease
+        lease.check()
         self._folder, self._source, self._model, self._step = folder, model.storage, model, step
         self._newest = folder.newest()
         self._version = 1 if self._newest is None else self._newest.version + 1
@@ -210,7 +199,7 @@ class _Publisher:
         self._on_progress, self._done = on_progress, 0
         self._total = sum(file.nbytes for file in model.weights.values())
         self._files = 0
-        self._publication = uuid.uuid4().hex[:8]  # not the claim's: a publisher may try a version several times
+        self._publication = uuid.uuid4().hex[:8]  # not the lease's: a publisher may try a version several times
         self._written: list[str] = []
         self._lock = free_in_child(threading.Lock())
 
@@ -223,8 +212,11 @@ class _Publisher:
         try:
             manifest = self._write_whole(others) if base is None else self._write_delta(base, previous)
             self._target.sync_directory()
-            content = self._encoded_manifest(manifest, notes if base is None else {})
-            self.ownership.check()
+            content = encode_manifest(manifest, notes if base is None else {})
+            path = f"{self._target.path}/{INDEX}"
+            if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
+                raise MetadataError(f"the manifest of {self._source.path} cannot be read back from {path}")
+            self.lease.check()
         except BaseException:
             self._drop()
             raise
@@ -241,23 +233,16 @@ class _Publisher:
             logger.warning("%s is published, and the next publication tidies it: %s", self._target.path, str(error))
         return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why)
 
-    def _encoded_manifest(self, manifest: Manifest, notes: Mapping[str, Any]) -> bytes:
-        """Encodes a manifest; raises `MetadataError` if a reader would not get back what it says."""
-        content, path = encode_manifest(manifest, notes), f"{self._target.path}/{INDEX}"
-        if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
-            raise MetadataError(f"the manifest of {self._source.path} would not be read from {path} as it was written")
-        return content
-
     def _drop(self) -> None:
         """Removes the files of this publication, which cannot commit any more."""
         with suppress(Exception):
             self._target.discard(*self._written)
-            self.ownership.check()  # another publisher may need the directory
+            self.lease.check()  # another publisher may need the directory
             self._target.remove_directory()
 
     @contextmanager
     def _file(self, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
-        self.ownership.check()
+        self.lease.check()
         self._written.append(name)
         with written_file(self._target, name, nbytes) as write:
             yield write
@@ -280,7 +265,7 @@ class _Publisher:
         pairs = [(file, headers.pop(file.header, None)) for file in self._model.weights.values()]
         matched = [(new, old) for new, old in pairs if old is not None]
         if headers or len(matched) < len(pairs):
-            return None, f"its tensors, or their places in the files, are not those of version {first.version}"
+            return None, f"its tensors, or their locations in the files, are not those of version {first.version}"
         built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
         return _Base(storage, first, built, matched), ""
 
@@ -379,12 +364,12 @@ class _Publisher:
         written: dict[str, tuple[dict[str, str], int]] = {}
         frames: dict[str, tuple[bytes, str]] = {}
         held = 0
-        places = {tensor.key: tensor for tensor in file.tensors}
+        by_key = {tensor.key: tensor for tensor in file.tensors}
         with reading_tensors(self._source, new.name) as reader, reading_tensors(storage, file.name) as old_reader:
             for tensor in new.tensors:
                 encoder, of_old = DeltaEncoder(), xxhash.xxh3_128()
                 pieces = self._blocks(reader, tensor, PIECE)
-                for piece, piece_before in zip(pieces, changes.pieces(old_reader, places[tensor.key]), strict=True):
+                for piece, piece_before in zip(pieces, changes.pieces(old_reader, by_key[tensor.key]), strict=True):
                     hashed.update(piece.data)
                     of_old.update(piece_before.data)
                     encoder.update(piece, piece_before)
@@ -483,7 +468,7 @@ def _notes_of(model: Model) -> dict[str, Any]:
     """
     path = model.storage.path
     if odd := [name for name in model.others if name != name.encode("utf-8", "replace").decode()]:
-        raise MetadataError(f"{path} has files whose names are not UTF-8: {listed(odd)}. Rename or remove them")
+        raise MetadataError(f"{path} has files whose names are not UTF-8: {listed(odd)}. Rename or remove them.")
     try:
         notes = {} if model.index is None else decode_notes(model.index)
     except ValueError as error:

@@ -35,12 +35,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .._formats.safetensors_header import INDEX, decode_json
+from .._formats.weight_files import check_plain_name, check_weight_name, read_small
 from .._runtime.validation import check_count
 from .._storage.base import Storage
-from .._storage.claim import Claim, Ownership
+from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
-from .model import check_plain_name, check_weight_name, read_blocks, read_small, written_file
+from .model import read_blocks, written_file
 
 FORMAT = 1
 _DIRECTORY = re.compile(r"weight_v(\d{6,15})")
@@ -48,7 +49,7 @@ _OF_A_PUBLICATION = re.compile(
     r"(delta-\d+|model-\d+-of-\d+|\.other-[0-9a-f]{64})-[0-9a-f]{8}(\.safetensors)?"
     rf"|{re.escape(INDEX)}\.[0-9a-f]{{32}}\.tmp"
 )
-CLAIM = ".publish.claim"
+LEASE = ".publish.claim"
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Number = Annotated[str, Meta(pattern=r"^\d{6,15}$")]
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -302,14 +303,14 @@ class Published:
 
     # --- for publishers -----------------------------------------------------------------------------------------------
 
-    def ownership(self, own: Claim | None = None) -> Ownership:
-        """A publisher's ownership of the directory, by a new claim or by its own earlier one."""
-        return Ownership(self.storage, CLAIM, own)
+    def lease(self, own: LeaseRecord | None = None) -> Lease:
+        """The lease of the directory: a new one, or the publisher's own earlier one."""
+        return Lease(self.storage, LEASE, own)
 
     def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
         """Removes versions, except some of the newest and those on which they build; returns the removed ones.
 
-        The highest ones go first, so that there is never a delta without its base. The directory need not be claimed: a
+        The highest ones go first, so that there is never a delta without its base. The lease need not be taken: a
         version that a publisher adds meanwhile builds on the newest one, which stays. What killed publishers and
         removals have left among the versions goes, too.
         """
@@ -356,7 +357,12 @@ class Published:
             folder.discard(*sorted(filter(_OF_A_PUBLICATION.fullmatch, found.keys() - own)))
         for name, record in manifest.others.items():
             if found.get(name) != record.nbytes and stored[name] in found.keys() - {name}:
-                _copy(folder, stored[name], name, record.nbytes)
+                identity = folder.identity(stored[name])
+                folder.discard(name)
+                if identity is None or folder.adopt(folder, stored[name], identity, name, sync=True) is None:
+                    with written_file(folder, name, record.nbytes) as write:
+                        for block in read_blocks(folder, stored[name]):
+                            write(memoryview(block))
         folder.sync_directory()
 
 
@@ -365,15 +371,6 @@ def _files_in(folder: Storage) -> dict[str, int]:
     with suppress(NotCommitted):
         return {file.name: file.nbytes for file in (*folder.uploads(), *folder.listing()[0])}
     return {}
-
-
-def _copy(folder: Storage, source: str, name: str, nbytes: int) -> None:
-    identity = folder.identity(source)
-    folder.discard(name)
-    if identity is None or folder.adopt(folder, source, identity, name, sync=True) is None:
-        with written_file(folder, name, nbytes) as write:
-            for block in read_blocks(folder, source):
-                write(memoryview(block))
 
 
 def name_of(version: int) -> str:

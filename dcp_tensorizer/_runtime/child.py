@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class ChildProcess:
             children of its parent.
 
     Raises:
-        OSError: memory, processes or descriptors are short; says what to do.
+        OSError: memory, processes or descriptors are short.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class ChildProcess:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
-                ours, theirs = map(_above, socket.socketpair())
+                # above the standard streams
+                ours, theirs = (
+                    socket.socket(fileno=above_standard_streams(end.detach())) for end in socket.socketpair()
+                )
                 undo.callback(ours.close)
                 with theirs:
                     self._popen = _start(
@@ -104,7 +107,7 @@ class ChildProcess:
 
         Raises:
             TimeoutError: the process made no progress for ``timeout`` seconds.
-            EOFError: the process has ended; says how.
+            EOFError: the process has ended; the message has its exit and its last output.
         """
         try:
             answer, _ = self._channel.ask(request, fds, timeout=timeout, check=self._check_alive, progress=progress)
@@ -147,16 +150,12 @@ class ChildProcess:
         if code is None:
             return f"{process} does not end, although it was killed: it hangs in the kernel"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{process} {how}{self._said()}"
-
-    def _said(self) -> str:
-        """The end of the process's output, to append to a message; empty if there is none."""
         content = b""
         with suppress(OSError):
             nbytes = os.fstat(self._output.number).st_size
             content = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
-        said = content.decode(errors="replace").strip()
-        return f"; the end of its output:\n{said}" if said else ""
+        output = content.decode(errors="replace").strip()
+        return f"{process} {how}" + (f"; the end of its output:\n{output}" if output else "")
 
 
 def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
@@ -164,7 +163,9 @@ def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[s
 
     Returns the channel to the trainer, a pidfd of the trainer for `at_end_of`, and the remaining arguments.
     """
-    _ignore_job_signals()
+    for number in _OF_JOB:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)  # the trainer has started this process with them blocked
     with suppress(OSError):
         os.nice(niceness)
     return Channel(socket.socket(fileno=int(arguments[0]))), int(arguments[1]), list(arguments[2:])
@@ -213,20 +214,17 @@ def at_end_of(trainer: int, do: Callable[[], object]) -> None:
         threading.Thread(target=watch, name="trainer", daemon=True).start()
 
 
-def _above(end: socket.socket) -> socket.socket:
-    """Moves a socket to a number above the standard streams; see `above_standard_streams`."""
-    return socket.socket(fileno=above_standard_streams(end.detach()))
-
-
 def _start(
     module: str, theirs: socket.socket, output: int, arguments: Sequence[str], *, devices: bool, own_session: bool
 ) -> subprocess.Popen[bytes]:
     """Starts a process at the other end of a socket; raises `OSError`."""
     trainer = -1
-    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone tells of our end
+    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone shows our end
         trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
-        with _job_signals_blocked():
+        # The process inherits the mask, and unblocks these signals when it ignores them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
+        try:
             popen = subprocess.Popen(
                 [*interpreter(), module, str(theirs.fileno()), str(trainer), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -238,6 +236,8 @@ def _start(
             )
             in_child(popen, _leave_to_parent)
             return popen
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
         if trainer >= 0:
             os.close(trainer)
@@ -245,23 +245,6 @@ def _start(
 
 def _leave_to_parent(popen: subprocess.Popen[bytes]) -> None:
     popen.returncode = 0  # it can be neither waited for nor killed here
-
-
-@contextmanager
-def _job_signals_blocked() -> Iterator[None]:
-    """Blocks the job's signals in a process that is started within the block, until that process ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ignore_job_signals() -> None:
-    """Ignores the signals that go to every process of the job."""
-    for number in _OF_JOB:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)
 
 
 def kill(popen: subprocess.Popen[bytes]) -> int | None:
@@ -327,23 +310,14 @@ def interpreter() -> list[str]:
 def environment(devices: bool) -> dict[str, str]:
     """The trainer's environment, with the path of its modules. Without ``devices``, its GPUs are hidden."""
     given = {name: value for name, value in process_context.environment().items() if name != "PYTHONPATH"}
-    return given | ({} if devices else _GPUS) | _THREADS | {_PATH: os.pathsep.join(_module_path())}
-
-
-def _module_path() -> list[str]:
-    """The trainer's ``sys.path``, in its order, after the entries in which the needed modules were found.
-
-    Otherwise an entry that the trainer has put in front since could replace these modules.
-    """
+    # The entries in which the needed modules were found come first. Otherwise an entry that the trainer has put before
+    # them since could replace these modules.
     entries = [entry for entry in sys.path if isinstance(entry, str)]
     try:
         entries = [os.path.abspath(entry) for entry in entries]
     except FileNotFoundError:  # the working directory has been removed, and what is relative to it leads nowhere
         entries = [entry for entry in entries if os.path.isabs(entry)]
-    homes = {_home(name) for name in _NEEDED if getattr(sys.modules.get(name), "__file__", None)}
-    return sorted(dict.fromkeys([*entries, *sorted(homes)]), key=lambda entry: entry not in homes)
-
-
-def _home(package: str) -> str:
-    """The entry of ``sys.path`` in which a package was found."""
-    return os.path.dirname(os.path.dirname(os.path.abspath(str(sys.modules[package].__file__))))
+    files = [file for name in _NEEDED if (file := getattr(sys.modules.get(name), "__file__", None))]
+    homes = {os.path.dirname(os.path.dirname(os.path.abspath(str(file)))) for file in files}
+    path = sorted(dict.fromkeys([*entries, *sorted(homes)]), key=lambda entry: entry not in homes)
+    return given | ({} if devices else _GPUS) | _THREADS | {_PATH: os.pathsep.join(path)}

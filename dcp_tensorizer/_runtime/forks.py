@@ -192,7 +192,7 @@ def anonymous_file(name: str) -> int:
 
 
 def too_large() -> str:
-    """Says why the system called a file too large, and what to do."""
+    """Explains why the system called a file too large, with what to do."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "the file system does not allow a file of that size"
@@ -203,7 +203,7 @@ def too_large() -> str:
 
 
 def too_many(error: OSError) -> str | None:
-    """Explains a shortage of descriptors, and says what to do; None for other errors."""
+    """Explains a shortage of descriptors, with what to do; None for other errors."""
     if error.errno == errno.EMFILE:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         allowed = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import StagingError
@@ -23,18 +24,11 @@ def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
 
 def available_memory() -> int | None:
     """The bytes that can still be allocated on this machine and in this cgroup; None if unknown. Page cache is free."""
-    bounds = [bound for bound in (_machine_headroom(), cgroup_headroom()) if bound is not None]
+    bounds = [] if (in_cgroup := cgroup_headroom()) is None else [in_cgroup]
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        bounds += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return min(bounds, default=None)
-
-
-def _machine_headroom() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:

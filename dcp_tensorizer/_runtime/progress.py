@@ -14,7 +14,7 @@ _SECONDS = 1.0
 
 
 class TransferProgress:
-    """Tells a callback how far a load or a save has come, and the log every ``log_seconds``.
+    """Reports the progress of a load or a save to a callback, and every ``log_seconds`` to the log.
 
     ``doing`` is the work on ``path``, for the log. If the callback raises an error, it is logged, and the callback is
     not called again.
@@ -29,13 +29,13 @@ class TransferProgress:
         self._began = self._logged_at = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
-        """Notes the bytes done and the bytes in total. One thread at a time calls it."""
+        """Reports the bytes done and the bytes in total. One thread at a time calls it."""
         if self._callback is not None:
             try:
                 self._callback(done, total)
             except Exception:
                 self._callback = None
-                logger.exception("on_progress failed while %s, which goes on", self._doing)
+                logger.exception("on_progress failed while %s, which continues", self._doing)
         now = time.perf_counter()
         if now - self._logged_at >= self._log_seconds:
             self._logged_at = now

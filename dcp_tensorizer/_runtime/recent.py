@@ -38,7 +38,7 @@ class Recent(Generic[_T]):
         return self._results.get(key)
 
     def keep(self, key: object, result: _T) -> None:
-        """Adds a result, and drops the oldest ones if there are too many."""
+        """Adds a result, and removes the oldest ones if there are too many."""
         with self._changing:
             if key in self._results:
                 self._room += self._size(self._results.pop(key))

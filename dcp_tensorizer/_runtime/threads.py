@@ -53,7 +53,7 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """Notes progress: the time begins again."""
+        """Records progress: the time begins again."""
         self._waited, self._last = 0.0, time.monotonic()
 
     def within(self, seconds: float) -> float:
@@ -68,7 +68,7 @@ class Patience:
 
 
 class Hung(Exception):
-    """An operation has taken too long. Its thread is left behind."""
+    """An operation has timed out. Its thread is left behind."""
 
 
 class Workers(ThreadPoolExecutor):
@@ -204,7 +204,7 @@ def in_time(operation: Callable[[], _T], timeout: float) -> _T:
 def cores() -> int:
     """The number of cores that this process may use, as a limit for threads that compute.
 
-    The ranks of a node share its cores; ``torchrun`` says how many ranks there are. A rank that is bound to cores uses
+    The ranks of a node share its cores; ``torchrun`` sets their number. A rank that is bound to cores uses
     these alone.
     """
     share = max(1, (os.cpu_count() or 1) // (ranks_of_node() or 1))
@@ -241,7 +241,7 @@ def _run(future: Future[_T], operation: Callable[[], _T]) -> None:
 # meanwhile and sets it again later.
 
 _SECONDS = 0.0005
-_FIRST_TURN = 0.0001  # the time in which the other thread wakes up
+_FIRST_RELEASE = 0.0001  # the time in which the other thread wakes up
 _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
@@ -307,17 +307,17 @@ class _Interval(Borrowed[float]):
 _interval = _Interval()
 
 
-class QuickTurns:
-    """Lets the process's threads take turns more often, until `end` or until this object is freed.
+class ShortSwitchInterval:
+    """A short switch interval of the process, until `end` or until this object is freed.
 
-    Threads that are waiting wait for the old interval. So the calling thread first gives them a turn. One of them may
-    be training, which has just started this thread.
+    Threads that are waiting wait for the old interval. So the calling thread first releases the interpreter to them:
+    one may be training, and has just started this thread.
     """
 
     def __init__(self) -> None:
         _interval.use(id(self))
         self._end = Finalizer(self, _interval.leave, id(self))
-        time.sleep(_FIRST_TURN)
+        time.sleep(_FIRST_RELEASE)
 
     def end(self) -> None:
         """Restores the switch interval, unless others still need it. Idempotent."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def check_path(value: object) -> None:
     """Raises `TypeError` unless the value is a path or a URL. It may contain a password, which must not be shown."""
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"path must be a str or an os.PathLike, and is {_type(value)}")
+        raise TypeError(f"path must be a str or an os.PathLike, got {_type(value)}.")
     if not isinstance(os.fspath(value), str):
-        raise TypeError(f"path must be text, and {_type(value)} gives {_type(os.fspath(value))}")
+        raise TypeError(f"path must be text, got {_type(os.fspath(value))} from {_type(value)}.")
 
 
 def check_timeout(value: object, *, least: float | None = None, name: str = "timeout") -> None:
@@ -31,11 +31,11 @@ def check_timeout(value: object, *, least: float | None = None, name: str = "tim
     It must be at least ``least``; by default more than 0.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number of seconds, and is {_type(value)}")
+        raise TypeError(f"{name} must be a number of seconds, got {_type(value)}.")
     is_enough = float(value) > 0 if least is None else float(value) >= least
     if not (is_enough and float(value) <= threading.TIMEOUT_MAX):
         allowed = "more than 0 seconds" if least is None else f"at least {least:g} seconds"
-        raise ValueError(f"{name}={value!r} must be {allowed}, and finite: at most {threading.TIMEOUT_MAX:.0f}")
+        raise ValueError(f"{name} must be {allowed}, and at most {threading.TIMEOUT_MAX:.0f}, got {value!r}.")
 
 
 def check_count(name: str, value: object, *, optional: bool = False) -> None:
@@ -44,9 +44,9 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
         return
     allowed = "an int of at least 1" + (", or None" if optional else "")
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} must be {allowed}, and is {_type(value)}")
+        raise TypeError(f"{name} must be {allowed}, got {_type(value)}.")
     if int(value) < 1:
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
 
 
 def check_storage_options(value: object) -> None:
@@ -54,27 +54,27 @@ def check_storage_options(value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping):
-        raise TypeError(f"storage_options must be a mapping, or None, and is {_type(value)}")
+        raise TypeError(f"storage_options must be a mapping, or None, got {_type(value)}.")
     if odd := [key for key in value if not isinstance(key, str)]:
-        raise TypeError(f"storage_options must have names for keys, and one is {_type(odd[0])}")
+        raise TypeError(f"storage_options must have names for keys, got {_type(odd[0])}.")
 
 
 def check_callable(name: str, value: object) -> None:
     """Raises `TypeError` unless the value can be called, or is None."""
     if value is not None and not callable(value):
-        raise TypeError(f"{name} must be callable, or None, and is {_type(value)}")
+        raise TypeError(f"{name} must be callable, or None, got {_type(value)}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `ValueError` unless the value is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, sorted(choices)))}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, sorted(choices)))}, got {value!r}.")
 
 
 def check_type(name: str, value: object, kind: type) -> None:
     """Raises `TypeError` unless the value is of a type."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {kind.__name__}, and is {_type(value)}")
+        raise TypeError(f"{name} must be {kind.__name__}, got {_type(value)}.")
 
 
 def check_flags(options: DataclassInstance | None = None, **flags: object) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
@@ -16,7 +18,7 @@ from .._index.schema import SaveRecord
 from .._index.write import encode
 from .._runtime.recent import Recent
 from .._runtime.threads import in_threads
-from .._storage.base import DirectoryLock, Refused, Storage
+from .._storage.base import DirectoryLock, Refused, SharedFile, Storage, temporary_file_name
 from .._tensor_file.encryption import Cipher, find_other_key
 from .._tensor_file.names import (
     data_file_rank,
@@ -31,7 +33,6 @@ from .._tensor_file.names import (
     save_id_in,
 )
 from ..errors import CheckpointError, WriteError, listed_ranks
-from .uploads import marks_of_uploads, recorded_uploads
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
@@ -91,7 +92,6 @@ def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """The leftovers among those files with a save's id in their names that are wanted."""
     kept: set[str] = set()
     for name in names:
         if is_metadata_file_name(name):
@@ -106,7 +106,7 @@ def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str]
 
 
 def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[str]) -> list[str]:
-    """The files of models that saves have marked as their own, and that are not part of a model.
+    """Returns the files of models that saves have marked as their own, and that are not part of a model.
 
     A killed save has written them without an index that names them, or was about to remove them. ``names`` are all
     files of the directory, and ``temporary`` the temporary names by which saves mark files.
@@ -200,7 +200,7 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
 
 
 def replaced_files(storage: Storage, rank: int | None) -> set[str]:
-    """The data files of the checkpoint that `commit` would replace now.
+    """Returns the data files of the checkpoint that `commit` would replace now.
 
     It may be called while data is being written. If another job commits a checkpoint in between, its files stay.
     """
@@ -210,7 +210,7 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
 
 
 def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
-    """The index of a save as bytes; takes the options of `encode`, and raises `Refused`."""
+    """Returns the index of a save as bytes; takes the options of `encode`, and raises `Refused`."""
     try:
         return encode(metadata, parts, **options)
     except Exception as error:
@@ -240,9 +240,77 @@ def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """The data files that a metadata file names, read only from its head; raises `CheckpointError`."""
+    """Returns the data files that a metadata file names, read only from its head; raises `CheckpointError`."""
     file = find_index(storage, name)
     return set() if file is None else set(data_files(file.head))
+
+
+# --- uploads of a model's files, where no lock tells whether a save is in progress -----------------------------------
+#
+# A save leaves a record of its files before it begins their uploads, and then of the uploads. The next save to the same
+# place aborts them. A save that is still alive then fails. Completed files carry the id of their save. Before another
+# save replaces them, it writes a record of that save again.
+
+_decode = msgspec.json.Decoder(dict[str, str]).decode
+
+
+def put_uploads(storage: Storage, save_id: str, tokens: Mapping[str, str]) -> None:
+    """Leaves a record of the uploads of a save, by the files' names; raises `WriteError`.
+
+    A token is empty before its upload has begun.
+    """
+    if storage.uploads_are_hidden:
+        storage.put(record_file_name(save_id), msgspec.json.encode(tokens), sync=True)
+
+
+def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
+    """Leaves records of the saves that have written files, before another one removes them; returns their ids.
+
+    They prove whose the files are that it leaves if it dies. Files that carry no id are in none.
+    """
+    if not storage.uploads_are_hidden:
+        return []
+    names = sorted(names)
+    replaced: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, save_id in zip(names, in_threads(storage.owner, names), strict=True):
+        if save_id is not None:
+            replaced[save_id][name] = ""  # it is complete
+    for save_id, files in replaced.items():
+        with suppress(CheckpointError):
+            storage.put(record_file_name(save_id), msgspec.json.encode(files), sync=True)
+    return list(replaced)
+
+
+def remove_uploads(storage: Storage, *save_ids: str) -> None:
+    """Removes such records; raises `OSError`."""
+    if storage.uploads_are_hidden:
+        storage.remove(*map(record_file_name, save_ids))
+
+
+def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Returns the uploads of saves with a record among the files of a directory: by save, the token of each by its
+    name.
+    """
+    found = {}
+    for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
+        with suppress(CheckpointError, msgspec.MsgspecError):
+            found[save_id_in(name)] = _decode(storage.read(name) or b"{}")
+    return found
+
+
+def marks_of_uploads(recorded: Mapping[str, Iterable[str]]) -> list[str]:
+    """Returns the temporary names that mark files as those of `recorded_uploads`."""
+    return [temporary_file_name(name, save_id) for save_id, names in recorded.items() for name in names]
+
+
+def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -> bool:
+    """Aborts `recorded_uploads`; returns whether all of them are gone."""
+    with suppress(OSError):
+        for save_id, uploads in recorded.items():
+            for name, token in uploads.items():
+                storage.abort_shared(SharedFile(name, token, 0, save_id))
+        return True
+    return False
 
 
 # --- encryption keys: with different ones on the ranks, no reader could load the checkpoint ---------------------------
@@ -257,9 +325,9 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: St
         return
     remove_with_records(storage, [name for part in parts for name, _ in part.files])
     raise WriteError(
-        f"rank {other} has another encryption key than the coordinator, or only one of them has any: give every "
+        f"rank {other} has another encryption key than the coordinator, or only one of them has any. Give every "
         f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one passphrase "
-        f"and one salt: EncryptionParams.from_string(passphrase, salt=...)"
+        f"and one salt: EncryptionParams.from_string(passphrase, salt=...)."
     )
 
 
@@ -299,7 +367,7 @@ class WrittenFiles:
         self._storage: Storage | None = None
         self._names: tuple[str, ...] = ()
 
-    def note(self, storage: Storage, names: Iterable[str]) -> None:
+    def set(self, storage: Storage, names: Iterable[str]) -> None:
         """Records files that this rank has written, and that no other rank removes."""
         self._storage, self._names = storage, tuple(names)
 

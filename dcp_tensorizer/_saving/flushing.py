@@ -43,10 +43,10 @@ class _Followed:
 
 
 class CommittedMeta(StorageMeta):
-    """Tells other ranks that a save is committed.
+    """The storage's metadata of a committed save, which other ranks learn of by it.
 
-    No hook of DCP's does. But after the commit DCP sends them this object in the metadata: unpickling it notes the
-    commit, and gives an ordinary ``StorageMeta``.
+    No hook of DCP's tells them. But after the commit DCP sends them this object in the metadata: unpickling it
+    confirms the commit (`Flushing.confirm`), and gives an ordinary ``StorageMeta``.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,13 +84,16 @@ class Flushing:
         self.is_readable = True
 
     def resume(self) -> None:
-        """Lets the writer process flush everything in the folder, also saves of a dead job."""
+        """Requests the flush of everything in the folder, also of saves of a dead job, from the writer process."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
             self._request()
         if any(entry.state in (*OPEN, LOST) for entry in entries) or self._followed:
-            self._watch()
+            with self._lock:
+                if not self._is_watching:
+                    self._is_watching = True
+                    in_background(self._run, name="flush-watch", daemon=True)
 
     def follow(self, entry: FlushEntry, report: SaveReport, tell: Callable[[SaveReport, float], object]) -> None:
         """Reports a save of this rank when it is on the remote: ``tell`` gets the report, and when it arrived
@@ -105,25 +108,22 @@ class Flushing:
         _following[report.save_id] = self
 
     def confirm(self, save_id: str) -> None:
-        """Notes that another rank has committed a save of which this rank has a part."""
+        """Records that another rank has committed a save of which this rank has a part."""
         for stem, followed in list(self._followed.items()):
             if followed.report.save_id == save_id:
                 self.queue.confirm(next(entry for entry in self.queue.entries() if entry.stem == stem))
 
     def report_lost(self, words: str) -> None:
-        """Logs that a checkpoint is lost, and tells callers that wait for the remote."""
+        """Logs that a checkpoint is lost; `check` raises it."""
         logger.error("%s", words)
         self._given_up.append(words)
 
     def future(self, save_id: str) -> Future[float] | None:
-        """A future that is done when the remote has a save; None if it has it, or if this rank has no part in its
-        flush.
-        """
+        """Returns a future that is done when the remote has a save, unless it has it, or this rank has no part."""
         return self._futures.get(save_id)
 
     def admit(self, name: str, run: str) -> None:
-        """Notes that a run that saves to this local folder is about to claim the remote one; ``name`` is the claim's
-        file.
+        """Records a run that saves to this local folder and is about to claim the remote one, in the file ``name``.
 
         The local folder is flushed as long as the remote one belongs to one of its runs (`Queue.runs`).
         """
@@ -131,18 +131,20 @@ class Flushing:
             self.queue.admit(name, run)
 
     def entries(self) -> list[FlushEntry]:
-        """All records; none, with a warning, if the folder cannot be read.
+        """Returns all records; none, with a warning, if the folder cannot be read.
 
         If one rank alone raised an error here, the others would wait for it.
         """
         return self._read(self.queue.entries)
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records of saves that are not on the remote yet; none, with a warning, if the folder cannot be read."""
+        """Returns the records of saves that are not on the remote yet; none, with a warning, if the folder cannot be
+        read.
+        """
         return self._read(self._open)
 
     def unflushed(self) -> int:
-        """The number of checkpoints that are in the local folder and not on the remote.
+        """Returns the number of checkpoints that are in the local folder and not on the remote.
 
         For ranks that do not commit, those whose files are not sent yet: the rank that commits waits for them.
         """
@@ -152,11 +154,11 @@ class Flushing:
         return max(counts.values(), default=0)
 
     def commits_before(self, save_id: str) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records of earlier saves that are not committed on the remote yet."""
+        """Returns the records of earlier saves that are not committed on the remote yet."""
         return [(e, record) for e, record in self.open_records() if e.id != save_id and record.commit is not None]
 
     def progress(self) -> list[tuple[str, float]]:
-        """A value that changes while the flush makes progress."""
+        """Returns a value that changes while the flush makes progress."""
         return [(entry.name, entry.changed) for entry, _ in self.open_records()]
 
     def wait(
@@ -193,14 +195,14 @@ class Flushing:
             if deadline.left == 0 or patience.is_over():
                 return False
             time.sleep(deadline.within(every))
-        self._look_now()  # others are told before the caller goes on
+        self._check_now()  # so that saves that have arrived are reported before the caller continues
         return True
 
-    def _look_now(self) -> None:
+    def _check_now(self) -> None:
         if self._lock.acquire(timeout=1.0):
             try:
                 with suppress(Exception):  # the folder cannot be read
-                    self._look()
+                    self._check_folder()
             finally:
                 self._lock.release()
 
@@ -213,7 +215,7 @@ class Flushing:
     def end(self, deadline: Deadline) -> None:
         """Waits until this rank has nothing more to do for the flush, or logs what is left."""
         if not self.unflushed():
-            self._look_now()  # it may just have arrived
+            self._check_now()  # it may just have arrived
             return
         logger.info("%s: waiting until %d checkpoint(s) are there", self.target.name, self.unflushed())
         if not self.wait(deadline, until=lambda: not self.unflushed()):
@@ -224,13 +226,12 @@ class Flushing:
             )
 
     def stop(self) -> None:
-        """Notes that the writer process is ending, and must not be started again only for the flush."""
+        """Stops restarting the writer process only for the flush."""
         self._has_ended = True
         if self._lock.acquire(timeout=1.0):  # so that no other thread is just starting it
             self._lock.release()
 
     def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
-        """Reads the folder with ``read``; empty if it cannot be read."""
         try:
             found, self.is_readable = read(), True
         except ReadError as error:
@@ -250,25 +251,24 @@ class Flushing:
         except WriteError as error:
             logger.warning("%s: the flush cannot go on now: %s", self.target.name, str(error))
 
-    def _watch(self) -> None:
-        with self._lock:
-            if not self._is_watching:
-                self._is_watching = True
-                in_background(self._run, name="flush-watch", daemon=True)
-
     def _run(self) -> None:
         """Checks the state of the flush, until there is nothing to check."""
         while True:
             time.sleep(_LOOK_SECONDS)
             # The folder may be unreadable for a while, or a callback may raise, even SystemExit.
             with suppress(BaseException), self._lock:
-                if not self._look():
+                if not self._check_folder():
                     self._is_watching = False
                     return
-                if not self._has_ended and (not self._client.is_running or self._is_outdated):
-                    self._request()
+                if not self._has_ended:
+                    # A flush that fails is requested again if its environment, such as its keys, has changed since.
+                    is_outdated = environment() != self._environment and any(
+                        self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN
+                    )
+                    if not self._client.is_running or is_outdated:
+                        self._request()
 
-    def _look(self) -> bool:
+    def _check_folder(self) -> bool:
         """Reports what has changed; returns whether more may change."""
         entries = {entry.stem: entry for entry in self.queue.entries()}
         for stem, followed in list(self._followed.items()):
@@ -287,13 +287,6 @@ class Flushing:
                 self._report_trouble(entry)
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
-    @property
-    def _is_outdated(self) -> bool:
-        """Returns whether a flush fails, and its environment, such as its keys, has changed since it began."""
-        if environment() == self._environment:
-            return False
-        return any(self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN)
-
     def _report_missing(self, followed: _Followed) -> None:
         """Reports a save whose record was removed before this process saw it on the remote.
 
@@ -311,7 +304,6 @@ class Flushing:
         followed.future.set_exception(WriteError(words))
 
     def _report_given_up(self, entry: FlushEntry) -> None:
-        """Reports a save that was given up."""
         record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
         reason = "it was removed" if record is None else record.reason
         place = "" if record is None else record.place
@@ -327,7 +319,6 @@ class Flushing:
                     self._given_up.append(words)
 
     def _report_trouble(self, entry: FlushEntry) -> None:
-        """Logs a problem, once."""
         trouble = self.queue.trouble(entry)
         if trouble and self._troubles.get(entry.stem) != trouble:
             self._troubles = {entry.stem: trouble}

@@ -103,7 +103,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveCallbacks:
-    """The user's functions that are told of saves: see `TensorizerStorageWriter`. Raises `TypeError`."""
+    """The user's functions that are called with reports and progress: see `TensorizerStorageWriter`."""
 
     on_report: Callable[[SaveReport], object] | None = None
     on_progress: Callable[[int, int], object] | None = None

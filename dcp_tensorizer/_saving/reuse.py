@@ -56,7 +56,7 @@ class _History:
         return self.same >= self.patience
 
     def after(self, digest: bytes, save: int) -> _History:
-        """The history after another save."""
+        """Returns the history after another save."""
         if digest == self.digest:
             return _History(digest, self.same + 1, self.patience, save)
         patience = min(_MAX_PATIENCE, 2 * self.patience) if self.is_steady else self.patience
@@ -149,15 +149,6 @@ class FilesOfSave:
         self._digest_seconds = 0.0
 
     def request(self, sources: Sequence[TensorSource], digest: _Digest) -> WriteRequest:
-        """The request to write tensors in the writer process; ``digest`` takes the XXH3-128 of each, if needed."""
-        return WriteRequest(self.storage.location, self.options, self.plan(sources, digest))
-
-    def job(self, items: Sequence[Item], contents: Callable[[TensorSource], memoryview], digest: _Digest) -> FileJob:
-        """The job of writing items in this process; ``contents`` returns the bytes of each."""
-        sources = [item.source() for item in items]
-        return FileJob(self.storage, self.plan(sources, digest), contents, self.options)
-
-    def plan(self, sources: Sequence[TensorSource], digest: _Digest) -> tuple[FileRequest, ...]:
         """Distributes tensors over files; ``digest`` takes the XXH3-128 of each, if they are needed."""
         self._first += len(self._requests)
         self._requests = ()
@@ -166,17 +157,19 @@ class FilesOfSave:
             self._requests = plan_files(sources, self.rank, self._save_id, most, first=self._first)
         else:
             if not self._number:
-                self._begin(self._known, sources, digest)
+                # The names of sources are unique.
+                self._contents = dict(zip(map(_described, sources), self._timed(digest, sources), strict=True))
+                self._number, found, self._histories = self._known.begin(self._contents)
+                # Only files with the same kinds of hashes, because others differ from what would be written instead.
+                most, sha256 = self.options.limits.max_reuses, self.options.sha256
+                self._candidates = [file for file in found if file.uses < most and file.sha256 == sha256]
             self._requests = self._plan_reuse(sources)
-        return self._requests
+        return WriteRequest(self.storage.location, self.options, self._requests)
 
-    def _begin(self, known: KnownFiles, sources: Sequence[TensorSource], digest: _Digest) -> None:
-        """Compares the tensors with known files. The names of sources are unique."""
-        self._contents = dict(zip(map(_described, sources), self._timed(digest, sources), strict=True))
-        self._number, found, self._histories = known.begin(self._contents)
-        # Only files with the same kinds of hashes, because others differ from what would be written instead.
-        most, sha256 = self.options.limits.max_reuses, self.options.sha256
-        self._candidates = [file for file in found if file.uses < most and file.sha256 == sha256]
+    def job(self, items: Sequence[Item], contents: Callable[[TensorSource], memoryview], digest: _Digest) -> FileJob:
+        """Returns the job of writing items in this process; ``contents`` returns the bytes of each."""
+        sources = [item.source() for item in items]
+        return FileJob(self.storage, self.request(sources, digest).files, contents, self.options)
 
     def _plan_reuse(self, sources: Sequence[TensorSource]) -> tuple[FileRequest, ...]:
         """Distributes tensors over files: first adopted ones, then those of unchanging tensors, then the rest."""
@@ -222,7 +215,7 @@ class FilesOfSave:
         return replace(done, files=tuple(results), seconds=seconds[0], hash_seconds=seconds[1])
 
     def _changed(self, done: WriteDone, digest: _Digest) -> set[TensorSource]:
-        """The tensors that were written from the trainer's own memory and no longer match their digests.
+        """Returns the tensors that were written from the trainer's own memory and no longer match their digests.
 
         Training must not change them during a save. If it does, that checkpoint is bad, but later ones must not be.
         """
@@ -237,8 +230,8 @@ class FilesOfSave:
         return {t for t, found in zip(map(_described, live), digests, strict=True) if self._contents[t] != found}
 
     def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
-        """A file that was written. If known files elsewhere are equal, as in a job that saves to two storages in turn,
-        it takes over their count of uses, so that they are not adopted too often.
+        """Returns a file that was written. If known files elsewhere are equal, as in a job that saves to two storages
+        in turn, it takes over their count of uses, so that they are not adopted too often.
         """
         contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
         uses = self._adopted[request.name].uses if request.homes else 0
@@ -261,5 +254,5 @@ class FilesOfSave:
 
 
 def _described(source: TensorSource) -> TensorSource:
-    """A tensor without its place in memory."""
+    """Returns a tensor without its place in memory."""
     return TensorSource(*source[:5])

@@ -8,24 +8,25 @@ import logging
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.locations import RankPlaces
-from .._index.schema import ItemKey, SaveRecord
+from .._index.schema import SaveRecord
 from .._runtime.spans import Span
-from .._runtime.threads import Hung, QuickTurns, in_background, in_time
+from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
-from .._tensor_file.names import StoredItem, metadata_file_name, save_id_in
+from .._storage.open import open_storage
+from .._tensor_file.names import metadata_file_name, save_id_in
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
@@ -41,10 +42,10 @@ from .commit import (
     remove_with_records,
     replaced_files,
 )
-from .engine import SaveTables
 from .report import SaveReport, report_of, warn_if_stale
 from .reuse import FilesOfSave
-from .write_plan import Item, in_files, resolve, warn_of_refused, write_results
+from .tables import SaveTables
+from .write_plan import Item, in_files, resolve, warn_about_untrusted, write_results
 
 if TYPE_CHECKING:
     from .saver import Saver
@@ -79,10 +80,11 @@ class Save:
     Args:
         saver: What the saves of one writer share.
         save_id: The id of the save.
-        storage: The directory that this rank writes to.
+        where: The checkpoint's path. Raises `WriteError` if it cannot be opened.
         staged: The staged state; None if the save writes from the tensors themselves.
 
     Attributes:
+        storage: The directory that this rank writes to.
         path: The checkpoint's path for messages and reports, without credentials.
         commits: This rank commits, for all ranks or for itself.
         metadata_rank: The rank in the metadata file's name; None if one file is for all.
@@ -94,32 +96,30 @@ class Save:
     has_one_id = False
     """True if the file names of all ranks contain the coordinator's id of the save."""
 
-    def __init__(
-        self,
-        saver: Saver,
-        save_id: str,
-        storage: Storage,
-        staged: StagedSave | None,
-    ) -> None:
+    def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
         self.id = save_id
-        self.storage = storage
-        self.path = storage.path
+        self._saver = saver
+        self.storage = self._storage_of(where)
+        self.path = self.storage.path
         self.rank, self.commits = 0, True
         self.metadata_rank: int | None = None
         self.is_given_up = False
-        self._saver = saver
         self._staged = staged
         description: SaveDescription = (None if staged is None else staged.description) or SaveDescription()
         self._record, self._files = description.record, description.files
         self._spans, self._lapped = [*description.spans], time.perf_counter()
         self._written: WriteDone | None = None
         self._has_own_thread = staged is not None and staged.is_on_own_thread
-        self._turns = QuickTurns() if self._has_own_thread else None
+        self._turns = ShortSwitchInterval() if self._has_own_thread else None
         self._tables = SaveTables(saver.engine.tables, save_id)
         self._lock: DirectoryLock | None = None
         self._replaced: concurrent.futures.Future[set[str]] | None = None
         if staged is not None:
-            storage.umask = staged.context.umask
+            self.storage.umask = staged.context.umask
+
+    def _storage_of(self, where: str | Path) -> Storage:
+        options = self._saver.options
+        return open_storage(where, options.storage_options, options.limits.timeout)
 
     @property
     def is_dropped(self) -> bool:
@@ -155,18 +155,46 @@ class Save:
 
         Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
         """
-        saver = self._saver
         self._lap("plan")
         if self.has_one_id:
             self.id = self._tables.save_of(plan) or self.id
+        with self.whole_or_nothing():
+            items = self._resolved(plan, planner)
+            self._record_files(items)
+            written = self.write_items(items)
+            try:
+                self._tell_digests(items, written)
+                saver, record = self._saver, self._record
+                compare = None if record is None else functools.partial(saver.freshness.compare, record.step)
+                results = write_results(items, written, self.rank, planner, saver.options.cipher, compare)
+                if not self.commits:
+                    results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
+                self.wrote(written)
+            except BaseException:
+                self.remove([file.name for file in written.files])
+                raise
+        self._end_write(items, written)
+        return results
+
+    @contextmanager
+    def whole_or_nothing(self) -> Iterator[None]:
+        """Releases the staged state after a write, and removes the save's record if the write fails."""
+        saver = self._saver
         try:
-            items, written, results = self._write(plan, planner)
+            yield
         except BaseException as error:  # also KeyboardInterrupt: no file of this save may stay
             hung = error if isinstance(error, WriterProcessHung) else None
             if hung is not None:
                 self._give_up()
             self._fail(error)
-            self._drop_record(None if hung is None else hung.cleaning)
+            cleaning = None if hung is None else hung.cleaning
+
+            def drop() -> None:
+                if cleaning is not None:  # the record proves whose the files are until they are removed
+                    cleaning.exception()
+                drop_record(self.storage, self.id)
+
+            self._clean_up(drop)
             failed_before_commit(error)
             if not isinstance(error, CheckpointError):
                 raise
@@ -181,14 +209,15 @@ class Save:
                 saver.stager.written(self._staged)
             if not saver.options.cache_staged_state_dict:
                 saver.engine.client.free()
-        warn_of_refused(items, saver.engine.looked_at)
+
+    def _end_write(self, items: Sequence[Item], written: WriteDone) -> None:
+        warn_about_untrusted(items, self._saver.engine.checked_keys)
         self._lap("write", sum(item.tensor.nbytes for item in items))
         self._spans += written.spans
         self._written = written
         if not self.commits:
             self._end_turns()
             self._publish(self._report(written))
-        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
@@ -218,27 +247,10 @@ class Save:
 
     # --- the parts of the hooks -------------------------------------------------------------------------------------
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[Item], WriteDone, list[WriteResult]]:
-        items = self._resolved(plan, planner)
-        written = self.write_items(items)
-        try:
-            self._tell_digests(items, written)
-            cipher = self._saver.options.cipher
-            results = write_results(items, written, self.rank, planner, cipher, self._compare)
-            if not self.commits:
-                results = [replace(r, storage_data=self._tables.shortened(r.storage_data, plan)) for r in results]
-            self.wrote(written)
-        except BaseException:
-            self.remove([file.name for file in written.files])
-            raise
-        return items, written, results
-
     def _resolved(self, plan: SavePlan, planner: SavePlanner) -> list[Item]:
-        return resolve(plan, planner, self._is_staged, frozenset() if self._staged is None else self._staged.omitted)
-
-    def _is_staged(self, tensor: torch.Tensor) -> bool:
         buffer = None if self._staged is None else self._staged.buffer
-        return buffer is not None and buffer.locate(tensor) is not None
+        omitted = frozenset[str]() if self._staged is None else self._staged.omitted
+        return resolve(plan, planner, lambda tensor: buffer is not None and buffer.locate(tensor) is not None, omitted)
 
     def _tell_digests(self, items: list[Item], written: WriteDone) -> None:
         """Passes the digests to the object that keeps the staged state, which then need not take them."""
@@ -252,9 +264,6 @@ class Save:
                 if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
                     known[offset, item.tensor.nbytes] = stored[item.name][0].digests
         save.on_written(known)
-
-    def _compare(self, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
-        return None if self._record is None else self._saver.freshness.compare(self._record.step, places)
 
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
@@ -272,7 +281,9 @@ class Save:
     def _begin_commit(self, metadata: Metadata) -> None:
         """Checks that the save may be committed, and completes DCP's metadata; raises `WriteError`."""
         self._check_wanted()
-        _check_trainer_lives(self.path)
+        trainer = multiprocessing.parent_process()  # in PROCESS mode, where a dead trainer's save must not come late
+        if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
+            raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {self.path} is not committed")
         # DCP returns this object of the planner to the caller, with the same fields as torch's writer sets.
         metadata.version = DCP_VERSION
         metadata.storage_meta = self.meta(checkpoint_id=self.path, save_id=self.id)
@@ -313,40 +324,40 @@ class Save:
 
     def open(self) -> None:
         """Creates the directory. The rank that commits locks it, and removes the files of dead saves."""
-        self._in_time(self._open)
 
-    def _open(self) -> None:
-        self.storage.make_directory()
-        if self.commits:
-            self._lock = begin(self.storage, self._saver.options.limits.timeout)
-        self._check_free(self.storage)
+        def opened() -> None:
+            self.storage.make_directory()
+            if self.commits:
+                self._lock = begin(self.storage, self._saver.options.limits.timeout)
+            self._check_free(self.storage)
+
+        self._in_time(opened)
 
     def _check_free(self, storage: Storage) -> None:
-        """Raises `WriteError` if there is a checkpoint that must not be replaced."""
         refuses = self.commits and not self._saver.options.overwrite
         if refuses and storage.head(metadata_file_name(self.metadata_rank)) is not None:
             raise WriteError(
-                f"{storage.path}: Checkpoint already exists and overwrite=False: save to another path, or pass "
-                f"overwrite=True"
+                f"{storage.path}: Checkpoint already exists and overwrite=False. Save to another path, or pass "
+                f"overwrite=True."
             )
         if self.metadata_rank is not None and storage.head(metadata_file_name()) is not None:
             raise WriteError(
                 f"{storage.path} holds a checkpoint of all ranks, which every load would take for the one "
-                f"that is saved here without collectives: remove that, or save to another path"
+                f"that is saved here without collectives. Remove that, or save to another path."
             )
 
-    def write_items(self, items: Sequence[Item]) -> WriteDone:
-        """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
-        left.
-        """
+    def _record_files(self, items: Sequence[Item]) -> None:
+        """Records the save, and finds the files that its commit will replace."""
         if self.commits:
             ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
             self._replaced = in_background(ask, daemon=True)
         if any(item.has_bytes for item in items):
             self._in_time(lambda: put_records(self.storage, [self.id]))
-        return self._write_files(items)
 
-    def _write_files(self, items: Sequence[Item]) -> WriteDone:
+    def write_items(self, items: Sequence[Item]) -> WriteDone:
+        """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
+        left.
+        """
         saver = self._saver
         files = FilesOfSave(self.storage, self.rank, self.id, saver.options, saver.engine.files)
         with saver.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
@@ -354,9 +365,9 @@ class Save:
             return saver.engine.client.write(files, stored, self._staged, lambda: saver.closed, progress)
 
     def wrote(self, written: WriteDone) -> None:
-        """Records that this rank has written its files. The save may still fail on another rank."""
+        """Records that this rank has written its files."""
         if self._files is not None:
-            self._files.note(self.storage, [file.name for file in written.files])
+            self._files.set(self.storage, [file.name for file in written.files])
 
     def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
@@ -364,7 +375,7 @@ class Save:
 
         ``parts`` are the ranks' reports. Raises `WriteError`; see `commit.commit`.
         """
-        return self._in_time(lambda: self._commit(metadata, parts))
+        return self._in_time(functools.partial(self._commit, metadata, parts))
 
     def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         saver, storage = self._saver, self.storage
@@ -399,16 +410,12 @@ class Save:
         }
 
     def _check_wanted(self) -> None:
-        """Raises `Refused` if the save has been abandoned."""
         if self.is_given_up:
-            raise Refused(f"{self.path} has hung for too long")
+            raise Refused(f"gave up on {self.path}: its storage did not respond")
         if self._saver.closed and self._staged is not None:
             raise Refused(f"the writer was closed before the save to {self.path} was over")
 
     def _check_commit(self) -> None:
-        """Raises `Refused` if the save must not be committed: it was abandoned, or another run has claimed the
-        folder.
-        """
         self._check_wanted()
         if self._saver.owner is not None:
             self._saver.owner.check()
@@ -422,18 +429,7 @@ class Save:
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 
-    def _drop_record(self, after: concurrent.futures.Future[None] | None) -> None:
-        """Removes the record of this save, which has failed here, after the files that it tells of are removed."""
-
-        def drop() -> None:
-            if after is not None:
-                after.exception()
-            drop_record(self.storage, self.id)
-
-        self._clean_up(drop)
-
     def _release(self) -> None:
-        """Releases the directory. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -443,7 +439,6 @@ class Save:
             self._clean_up(lock.release)
 
     def _give_up(self) -> None:
-        """Stops waiting for the storage, which hangs."""
         self.is_given_up = True
         self.storage.give_up()
 
@@ -458,7 +453,7 @@ class Save:
             self._give_up()
             raise WriteError(
                 f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. What was "
-                f"begun there may still happen later"
+                f"begun there may still happen later."
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:
@@ -472,10 +467,3 @@ class Save:
             if not self.is_given_up:
                 raise
             logger.warning("%s", str(error))
-
-
-def _check_trainer_lives(path: str) -> None:
-    """Raises if the trainer has died: in PROCESS mode its save must not be committed late."""
-    trainer = multiprocessing.parent_process()
-    if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
-        raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {path} is not committed")

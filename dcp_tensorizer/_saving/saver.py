@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -20,15 +19,15 @@ from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.spans import Span
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_devices, group_of_save
+from .._staging.shared_mappings import SharedWay
 from .._staging.staged_save import StagedSave, StagedStateDict, name_of_group
 from .._staging.stager import Stager
-from .._storage.base import Storage
-from .._storage.claim import Ownership
-from .._storage.local import LocalStorage
-from .._storage.open import absolute_path, open_storage
+from .._staging.ways import BUFFER
+from .._storage.lease import Lease
+from .._storage.open import absolute_path
 from .._storage.redact import redact
 from .._tiers.queue import AliveMark
-from .._tiers.target import place_of
+from .._writer_process.gpu_ipc import DeviceWay
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
@@ -52,9 +51,11 @@ class Saver:
     Attributes:
         id: The writer's id.
         save_id: The id of the last save that began; before the first one, of the first.
+        next_id: The id of the next save.
         engine: The staging buffers and the writer process.
         stager: Copies state dicts to the buffers.
         flushing: The flush of the local folder, if there is one.
+        kind: The class of the writer's saves.
         reports: Passes the reports of saves to the user.
         freshness: Compares each save with the one before.
         owner: The run's claim to the folder of the saves; None without a claim.
@@ -65,35 +66,32 @@ class Saver:
         self.options = options
         self.callbacks = callbacks
         self.closed = closed
-        devices = options.staging == "device"
-        self.engine = engine_of_process(devices=devices)
+        self.engine = engine_of_process(devices=options.staging == "device")
+        way = BUFFER
+        if options.staging == "device":
+            way = DeviceWay(self.engine.client, options.limits.timeout)
+        elif options.staging == "shared":
+            way = SharedWay()
         self.stager = Stager(
             self.engine.saves,
             cache_staged_state_dict=options.cache_staged_state_dict,
             thread_count=options.thread_count,
-            in_place=options.staging == "shared",
-            copy_from_devices=functools.partial(self.engine.client.snapshot, options.limits.timeout)
-            if devices
-            else None,
+            way=way,
             overlap_staging=options.overlap_staging,
         )
         self.flushing = None if options.target is None else self.engine.flushing(options.target)
+        self.kind: type[Save] = Save if options.target is None else TieredSave
         self.reports = Reports(callbacks.on_report)
         self.freshness = Freshness()
-        self.owner: Ownership | None = None
+        self.owner: Lease | None = None
         self.id = uuid.uuid4().hex
-        self.save_id = self._next_id = uuid.uuid4().hex
+        self.save_id = self.next_id = uuid.uuid4().hex
         # Saves without staging may begin at the same time, also in a signal handler.
         self._numbering = free_in_child(threading.RLock())
         self.refusal: WriteError | None = None
         self._alive_mark: AliveMark | None = None
         self._ends_engine = False
         self._flushes = False
-
-    @property
-    def next_id(self) -> str:
-        """The id of the next save."""
-        return self._next_id
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
@@ -105,7 +103,7 @@ class Saver:
         self.stager.prewarm(state_dict)
 
     def pick_up(self) -> None:
-        """Lets the flush continue with saves that an earlier job has left in the local folder, if there is one."""
+        """Resumes the flush of saves that an earlier job has left in the local folder, if there is one."""
         if self.flushing is not None and not self.closed:
             self.engine.open(self)
             self._flushes = True
@@ -132,7 +130,7 @@ class Saver:
         ranks, and `raise_refusal` raises.
         """
         called = time.perf_counter()
-        self.stager.wait_turn()
+        self.engine.saves.wait_turn(self.stager)
         self.engine.failures.end()
         try:
             self._check_failures(path, name_of_group())
@@ -147,7 +145,7 @@ class Saver:
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
         started = time.perf_counter()
-        if (error := self._wait_for_room()) is not None:
+        if (error := self._wait_for_flush()) is not None:
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         spans = Span("wait", called, started), Span("stage", started, time.perf_counter())
@@ -188,17 +186,18 @@ class Saver:
                 raise StagingError(str(error))
             where = self._where(path, directory, staged_save)
             self._check_group(where, staged_save)
-            storage, make = self._destination(where)
+            with self._numbering:
+                save_id, self.next_id = self.next_id, uuid.uuid4().hex
+            save = self.kind(self, save_id, where, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
-        with self._numbering:
-            self.save_id, self._next_id = self._next_id, uuid.uuid4().hex
-            if self.flushing is not None:
-                self._flushes = True
-                self.engine.open(self)  # also without staging, because the flush needs the process
-            self.engine.connection = storage.connection
-            return make(self, self.save_id, storage, staged_save)
+        self.save_id = save_id
+        if self.flushing is not None:
+            self._flushes = True
+            self.engine.open(self)  # also without staging, because the flush needs the process
+        self.engine.connection = save.storage.connection
+        return save
 
     def raise_refusal(self) -> None:
         """Raises the error of a save that was refused after too many failures in a row, once, for the training thread.
@@ -214,7 +213,7 @@ class Saver:
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends an engine that no other writer uses. Call `free` afterwards."""
-        is_over = self.stager.drain(deadline)
+        is_over = self.engine.saves.drain(self.stager, deadline)
         if self.flushing is not None and self._flushes:  # so that saves of a dead job are flushed, too
             self.flushing.end(deadline)
         self.closed = True
@@ -245,7 +244,7 @@ class Saver:
         with suppress(WriterProcessDied):  # it cannot be started now; the save will report it
             self.engine.client.ensure_process()
 
-    def _wait_for_room(self) -> StagingError | None:
+    def _wait_for_flush(self) -> StagingError | None:
         """Waits while too many checkpoints are only in the local folder; returns the reason if it gives up."""
         flushing, most = self.flushing, self.options.max_unflushed
         if flushing is None or flushing.unflushed() < most:
@@ -270,7 +269,7 @@ class Saver:
                 f"would save alone, over the others. Close the writer before destroy_process_group()."
             )
         if path is None:
-            raise WriteError("there is nowhere to save: give the writer a path, or the save a checkpoint_id")
+            raise WriteError("no path: pass one to the writer, or checkpoint_id= to the save")
         return absolute_path(path, directory)
 
     def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:
@@ -296,20 +295,6 @@ class Saver:
                 'once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
                 redact(str(where)),
             )
-
-    def _destination(self, where: str | Path) -> tuple[Storage, Callable[..., Save]]:
-        """The directory that a save writes to, and the kind of the save."""
-        options, flushing = self.options, self.flushing
-        if flushing is None:
-            return open_storage(where, options.storage_options, options.limits.timeout), Save
-        place = place_of(flushing.target.remote, where)
-        if place is None:
-            raise WriteError(
-                f"{redact(str(where))} is not below {flushing.target.name}, which {flushing.target.local} "
-                f"mirrors: save below the writer's path, or use a writer without local="
-            )
-        make = functools.partial(TieredSave, flushing=flushing, place=place)
-        return LocalStorage(flushing.target.folder(place)), make
 
     def show_alive(self) -> None:
         """Marks the writer in the local folder as alive until it is closed: its saves are not those of a dead job."""

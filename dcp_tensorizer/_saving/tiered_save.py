@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -14,14 +15,17 @@ from .._index.locations import RankPlaces
 from .._runtime.forks import Finalizer
 from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
+from .._storage.local import LocalStorage
+from .._storage.redact import redact
 from .._tensor_file.names import data_file_rank, metadata_file_name
 from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
+from .._tiers.target import place_of
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe, listed_ranks
 from .commit import agree_on_key, encoded, remove
-from .flushing import CommittedMeta, Flushing
+from .flushing import CommittedMeta
 from .report import SaveReport
 from .save import Save
 from .write_plan import Item
@@ -37,50 +41,53 @@ _MAX_FILE_BYTES = 1 << 30
 
 
 class TieredSave(Save):
-    """A save to a place in the local folder, or on the remote if this rank's disk does not take it.
+    """A save to the local folder, or to the remote if this rank's disk does not take it.
 
-    No rank looks at another's local folder, which may be on another node. ``place`` is the checkpoint's path in the
-    folder.
+    No rank looks at another's local folder, which may be on another node.
     """
 
     meta = CommittedMeta
     has_one_id = True  # so that the files of a lost node are recognised
 
-    def __init__(
-        self,
-        saver: Saver,
-        save_id: str,
-        storage: Storage,
-        staged: StagedSave | None,
-        *,
-        flushing: Flushing,
-        place: str,
-    ) -> None:
-        storage.max_file_bytes = _MAX_FILE_BYTES
-        super().__init__(saver, save_id, storage, staged)
-        self.path = f"{flushing.target.name}/{place}" if place else flushing.target.name
-        self._flushing = flushing
-        self._place = place
+    def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
+        assert saver.flushing is not None
+        self._flushing = saver.flushing
+        super().__init__(saver, save_id, where, staged)
+        name = self._flushing.target.name
+        self.path = f"{name}/{self._place}" if self._place else name
         self._writing: Writing | None = None  # while this rank's files are in the local folder
         self._local_files: dict[str, int] = {}  # the files there, with their sizes
         self._is_published = False
+
+    def _storage_of(self, where: str | Path) -> Storage:
+        target = self._flushing.target
+        place = place_of(target.remote, where)
+        if place is None:
+            raise WriteError(
+                f"{redact(str(where))} is not below {target.name}, which {target.local} mirrors. Save below the "
+                f"writer's path, or use a writer without local=."
+            )
+        self._place = place  # the checkpoint's path in the folder
+        storage = LocalStorage(target.folder(place))
+        storage.max_file_bytes = _MAX_FILE_BYTES
+        return storage
 
     def open(self) -> None:
         """Opens the directory; asks the remote only if necessary."""
         if self.commits and not (self._saver.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
-            self._check_not_on_its_way()
-
-    def _check_not_on_its_way(self) -> None:
-        name = metadata_file_name(self.metadata_rank)
-        for _, record in () if self._saver.options.overwrite else self._flushing.open_records():
-            if record.place == self._place and record.commit is not None and record.commit.name == name:
-                raise WriteError(
-                    f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, and "
-                    f"not on the remote yet: save to another path, or pass overwrite=True"
-                )
+            name = metadata_file_name(self.metadata_rank)
+            for _, record in () if self._saver.options.overwrite else self._flushing.open_records():
+                if record.place == self._place and record.commit is not None and record.commit.name == name:
+                    raise WriteError(
+                        f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, "
+                        f"and not on the remote yet. Save to another path, or pass overwrite=True."
+                    )
 
     # --- this rank's files ------------------------------------------------------------------------------------------
+
+    def _record_files(self, items: Sequence[Item]) -> None:
+        """Does nothing: the folder's queue records the save, and the flush finds the files to replace."""
 
     def write_items(self, items: Sequence[Item]) -> WriteDone:
         try:
@@ -98,7 +105,7 @@ class TieredSave(Save):
         self._release()
         self._writing, self._local_files, self.is_given_up = None, {}, False
         self._leave_local_folder(reason)
-        return self._write_files(items)
+        return super().write_items(items)
 
     def _begin(self) -> tuple[Writing, DirectoryLock]:
         """Records the save, and locks the local folder against removal.
@@ -118,16 +125,16 @@ class TieredSave(Save):
             raise
 
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
-        """Writes to the local folder. If that fails, copies of older saves are removed there, and it is tried again."""
+        """Writes to the local folder, and if that fails once more, without its copies of older saves."""
         try:
-            written = self._write_files(items)
+            written = super().write_items(items)
         except WriterProcessDied:
             raise
         except CheckpointError:
             if not free(self._flushing.queue):
                 raise
             self.storage.make_directory()
-            written = self._write_files(items)
+            written = super().write_items(items)
         self._local_files = {file.name: file.nbytes for file in written.files}
         for name, nbytes in self._local_files.items():  # no other node can check
             found = self.storage.head(name)
@@ -240,7 +247,6 @@ class TieredSave(Save):
             raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not come for {own.timeout:g} s")
 
     def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
-        """Describes what a commit waits for."""
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})
             return f"data of rank {listed_ranks(ranks)} ({min(missing)})"
@@ -250,7 +256,7 @@ class TieredSave(Save):
         return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
 
     def _publish(self, report: SaveReport) -> None:
-        """Publishes a report, and once more when the remote has the save."""
+        """Publishes a report now, and again when the remote has the save."""
         super()._publish(report)
         arrived = self._saver.reports.arrived
         if self._is_published:
@@ -262,7 +268,6 @@ class TieredSave(Save):
     # --- without the local folder -----------------------------------------------------------------------------------
 
     def _leave_local_folder(self, error: Exception) -> None:
-        """Writes this rank's files to the remote from now on."""
         logger.warning(
             "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
             *(self.rank, self.storage.path, self.path, describe(error)),

@@ -81,7 +81,7 @@ class Item:
         return self.tensor.numel() > 0
 
     def source(self, memory: int | MappedFile | None = None, offset: int = 0) -> TensorSource:
-        """The description of the item's bytes and their place."""
+        """Returns the description of the item's bytes and their place."""
         tensor = self.tensor
         return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
 
@@ -93,13 +93,13 @@ def resolve(
     is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False,
     omitted: Set[str] = frozenset(),
 ) -> list[Item]:
-    """The items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
+    """Returns the items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
 
     All items are written at once. A planner that is not one of torch's own may make one item in the memory of the one
     before, so its tensors are copied, unless ``is_staged`` is true for them. ``omitted`` are keys that were not staged,
     because other ranks were to write them.
     """
-    makes_items = _makes_items(planner)
+    makes_items = not _is_as_known(planner, ("resolve_data", "lookup_object", "transform_object"))
     resolve_plan = None if makes_items else getattr(_known(planner), "resolve_plan", None)
     # Once, because some plans make their items on each access.
     wanted = list(plan.items if resolve_plan is None else resolve_plan(planner, plan))
@@ -107,18 +107,20 @@ def resolve(
     if unstaged := next((fqn for fqn in fqns if fqn in omitted), None):
         raise WriteError(
             f"{unstaged!r} is to be written by this rank, which has not staged it: in the save before, another rank "
-            f"wrote it. This save fails, and the next one stages everything"
+            f"wrote it. This save fails, and the next one stages everything."
         )
     if len(wanted) >= _MANY_ITEMS and type(planner) is DefaultSavePlanner:
         _recommend_planner()
-    lasts = is_staged if makes_items else _always
+    lasts = is_staged if makes_items else lambda tensor: True
     items = []
     for item, name in zip(wanted, stored_names(fqns), strict=True):
         if type(item) is tuple:
             key, tensor, is_whole = item
             items.append(Item(key, name, "tensor", detached(tensor), is_whole))
         else:
-            items.append(Item(item_key(item.index), name, *_resolve(item, planner, lasts), _is_whole(item)))
+            data = item.tensor_data
+            is_whole = data is None or (data.chunk is not None and data.chunk.sizes == data.size)
+            items.append(Item(item_key(item.index), name, *_resolve(item, planner, lasts), is_whole))
     return items
 
 
@@ -131,7 +133,7 @@ def _recommend_planner() -> None:
 
 
 def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
-    """The items that are in a rank's data files: those with bytes.
+    """Returns the items that are in a rank's data files: those with bytes.
 
     Tensors without elements are beside them, for other readers of tensorizer files. As in files that tensorizer writes,
     they are in no encrypted file, and of no dtype that would make a file unreadable. No file is made for them alone.
@@ -143,24 +145,10 @@ def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
 
 
 def plan_with(plan: SavePlan, storage_data: object) -> SavePlan:
-    """A plan with a message to the coordinator, or from it."""
+    """Returns a plan with a message to the coordinator, or from it."""
     plan = copy.copy(plan)  # `dataclasses.replace` would decode items that are decoded on demand
     object.__setattr__(plan, "storage_data", storage_data)
     return plan
-
-
-def _makes_items(planner: SavePlanner) -> bool:
-    """Returns whether a planner resolves items in its own way."""
-    return not _is_as_known(planner, ("resolve_data", "lookup_object", "transform_object"))
-
-
-def _always(tensor: torch.Tensor) -> bool:
-    return True
-
-
-def _is_whole(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return data is None or (data.chunk is not None and data.chunk.sizes == data.size)
 
 
 @collector_paused()
@@ -172,7 +160,7 @@ def write_results(
     cipher: Cipher | None = None,
     compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
 ) -> list[WriteResult]:
-    """The results that DCP carries to the coordinator: one, with a `RankPlaces`, for any number of items.
+    """Returns the results that DCP carries to the coordinator: one, with a `RankPlaces`, for any number of items.
 
     ``compare`` compares the items with the save before (`Freshness.compare`). Raises `WriteError`, naming the key, if a
     key cannot be stored.
@@ -182,22 +170,21 @@ def write_results(
     for item in items:
         found = written.get(item.name) if item.has_bytes else None
         places[item.key] = StoredItem.empty(item.dtype, item.kind) if found is None else found[0]
+    # The metadata of planners that plan otherwise may not describe all of the plan.
+    plans_as_torch = planner is None or _is_as_known(
+        planner, ("create_local_plan", "create_global_plan", "finish_plan")
+    )
     part = RankPlaces.of(
         rank,
         places,
         {file.name: file.nbytes for file in done.files},
-        named=() if planner is None or _plans_as_torch(planner) else places,
+        named=() if plans_as_torch else places,
         inline=_inline(items, cipher),
         check=b"" if cipher is None else cipher.check_value(),
     )
     if compare is not None:
         part = part._replace(unchanged=compare(places))
     return [WriteResult(MetadataIndex(f"rank {rank}"), sum(file.nbytes for file in done.files), part)]
-
-
-def _plans_as_torch(planner: SavePlanner) -> bool:
-    """Returns whether a planner's metadata describes all of its plan. Those of other planners may not."""
-    return _is_as_known(planner, ("create_local_plan", "create_global_plan", "finish_plan"))
 
 
 def _is_as_known(planner: SavePlanner, methods: Iterable[str]) -> bool:
@@ -207,19 +194,19 @@ def _is_as_known(planner: SavePlanner, methods: Iterable[str]) -> bool:
 
 
 def _known(planner: SavePlanner) -> type[SavePlanner]:
-    """The class whose methods do what this module knows: torch's own planner, or this package's."""
+    """Returns the class whose methods do what this module knows: torch's own planner, or this package's."""
     return getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
-    """The small items of a rank that are not sharded, as many as fit into its share of the index."""
-    room = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size_of_job())
+    """Returns the small items of a rank that are not sharded, as many as fit into its share of the index."""
+    free = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size_of_job())
     small: list[InlineItem] = []
     for item in items:
         nbytes = item.tensor.nbytes
         if item.is_whole and item.kind != "wrapper" and 0 < nbytes <= INLINE_BYTES:
-            room -= nbytes
-            if room < 0:
+            free -= nbytes
+            if free < 0:
                 break
             small.append(_small(item, cipher))
     return small
@@ -237,10 +224,10 @@ def _small(item: Item, cipher: Cipher | None) -> InlineItem:
     return InlineItem(checked_hash(key, offset), stored, content)
 
 
-def warn_of_refused(items: Sequence[Item], known: set[str]) -> None:
+def warn_about_untrusted(items: Sequence[Item], known: set[str]) -> None:
     """Warns about objects that a reader will refuse, at their first save instead of at the load.
 
-    ``known`` has the keys whose objects have been looked at; the others are added.
+    ``known`` has the keys whose objects have been checked; the others are added.
     """
     for item in items:
         key = item.fqn
@@ -287,12 +274,12 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
 
 
 def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Raises `WriteError` if a planner returns another shape than it planned: no planner could load that."""
+    """Refuses another shape than the planned one, which loads rely on."""
     planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
     if planned is not None and planned != tensor.shape:
         raise WriteError(
-            f"{item.index.fqn!r}: the planner planned a part of shape {tuple(planned)} and its resolve_data gave one "
-            f"of {tuple(tensor.shape)}"
+            f"{item.index.fqn!r}: the planner has planned a part of shape {tuple(planned)}, and its resolve_data gave "
+            f"{tuple(tensor.shape)}. Return the planned part."
         )
 
 
@@ -342,14 +329,14 @@ def plan_files(
     ``max_file_bytes``. A tensor larger than that gets a file of its own.
     """
     files: list[list[TensorSource]] = []
-    room = nbytes = 0
+    free = nbytes = 0
     for source in sources:
         entry = index_entry_size(source.name, len(source.shape))
-        if entry > room or nbytes + source.nbytes > max_file_bytes:
+        if entry > free or nbytes + source.nbytes > max_file_bytes:
             files.append([])
-            room, nbytes = index_capacity, 0
+            free, nbytes = index_capacity, 0
         files[-1].append(source)
-        room -= entry
+        free -= entry
         nbytes += source.nbytes
     return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files, first))
 

@@ -18,10 +18,8 @@ from .._staging.device import CUDA, Device
 from .._staging.shared_mappings import SharedTensors
 from .._staging.shared_memory import SharedBuffer, aligned
 from .._staging.staged_save import StagedSave
-from .._staging.tensor_copy import Copies
 from .._tensor_file.dtypes import host_bytes
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
-from .._writer_process.gpu_ipc import export, withdraw
 from .._writer_process.jobs import take_digests
 from .._writer_process.protocol import DigestRequest, PublishRequest, TensorSource, WriteDone
 from ..errors import WriteError, WriterProcessDied
@@ -31,19 +29,24 @@ from .write_plan import Item
 if TYPE_CHECKING:
     from .._models.pieces import SharedFiles
     from .._publish.publisher import PublishedVersion
-    from .._storage.claim import Claim
+    from .._storage.lease import LeaseRecord
     from .._tiers.target import FlushTarget
 
 logger = logging.getLogger("dcp_tensorizer")
-
-_MAX_DEATHS = 2  # while copying from GPUs: after each a process must be started
 
 
 class WriterClient:
     """Writes one rank's items, and owns the writer process, for all writers of a process.
 
     With ``devices`` the process sees the trainer's GPUs. ``device`` is the accelerator that unstaged tensors may be on.
+
+    Attributes:
+        copies_from_gpus: The process has refused no copy from a GPU, and has not died of one too often.
+        deaths: How often the process has died while it copied from GPUs.
     """
+
+    copies_from_gpus = True
+    deaths = 0
 
     def __init__(
         self, *, devices: bool = False, start: Callable[..., WriterProcess] = WriterProcess, device: Device = CUDA
@@ -54,8 +57,6 @@ class WriterClient:
         self._process: WriterProcess | None = None
         self._identity = identity_of_process()  # of the process when it was started
         self._extra: SharedBuffer | None = None  # for tensors that the planner has made
-        self._can_snapshot = True
-        self._deaths = 0  # of the process, while it copied from GPUs
         self._ends = 0  # how often `end_process` was called
         # Not held to end the process. Reentrant, because a signal handler that saves may interrupt its holder.
         self._starting = free_in_child(threading.RLock())
@@ -106,7 +107,7 @@ class WriterClient:
         Otherwise this process writes them: if nothing was staged, if the storage is this process's own memory, if the
         buffer's descriptor was closed, or if no process can be started. If the writer process dies, a fresh one writes
         everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. ``progress``
-        is told the bytes that are written, about once a second.
+        is called with the bytes written so far, about once a second.
 
         Raises `WriteError`, and then no file is left; shared ones are of no use.
         """
@@ -175,37 +176,8 @@ class WriterClient:
             raise WriterProcessDied(f"the save to {path} failed twice: {error}") from error
         logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
 
-    def snapshot(self, timeout: float, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Lets the writer process copy GPU tensors into a shared buffer; False if it could not.
-
-        After ``timeout`` seconds without progress the process is killed.
-        """
-        if not self._can_snapshot:
-            return False
-        pairs = copies.on_device
-        try:
-            request, _kept = export(pairs, [buffer.locate(copy) or 0 for copy, _ in pairs], buffer.id, copies.streams)
-            try:
-                self.ensure_process().ask(request, [buffer], timeout)
-            except BaseException:
-                withdraw(request.storages)
-                raise
-        except WriteError as error:
-            # A refusal would be repeated, so it is not asked again. A single death may not be repeated.
-            self._deaths += isinstance(error, WriterProcessDied)
-            self._can_snapshot = isinstance(error, WriterProcessDied) and self._deaths < _MAX_DEATHS
-            logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
-            if self._deaths == _MAX_DEATHS:
-                logger.error(
-                    "staging='device': the writer process died %d times while it copied from the GPU. From now on the "
-                    "trainer copies, as with staging='buffer': pass that.",
-                    self._deaths,
-                )
-            return False
-        return True
-
     def flush(self, target: FlushTarget, context: ProcessContext) -> None:
-        """Lets the writer process flush a local folder from now on, and starts one if there is none.
+        """Requests the flush of a local folder from the writer process, and starts one if there is none.
 
         Raises `WriterProcessDied` if it cannot be started, or has ended.
         """
@@ -219,14 +191,14 @@ class WriterClient:
         timeout: float,
         context: ProcessContext | None = None,
         is_closed: Callable[[], bool] = lambda: False,
-    ) -> tuple[PublishedVersion, Claim]:
-        """Lets the writer process publish a version, and waits for it. If it dies, a fresh one tries once more, unless
-        ``is_closed`` returns true.
+    ) -> tuple[PublishedVersion, LeaseRecord]:
+        """Publishes a version in the writer process. If it dies, a fresh one tries once more, unless ``is_closed``
+        returns true.
 
         Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has died
         as well, or one was killed because it made no progress.
         """
-        done: tuple[PublishedVersion, Claim]
+        done: tuple[PublishedVersion, LeaseRecord]
         try:
             done = self.ensure_process(context).ask(request, None, timeout, context)
         except WriterProcessHung:
@@ -260,7 +232,6 @@ class WriterClient:
     def _write_here(
         self, files: FilesOfSave | SharedFiles, items: Sequence[Item], progress: Callable[[int], object]
     ) -> WriteDone:
-        """Writes the items, in this process."""
         tensors = {item.name: item.tensor for item in items}
         # Several threads read them, with current streams of their own.
         self._device.side_streams.settle(tensors.values())
@@ -301,7 +272,7 @@ class WriterClient:
         return sources, extra
 
     def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
-        """A buffer for ``nbytes`` bytes, the kept one if it fits; None for 0 bytes."""
+        """Returns a buffer for ``nbytes`` bytes, unless that is 0: the cached one if it fits."""
         extra, self._extra = self._extra, None
         if extra is not None and (not nbytes or not extra.fits(nbytes)):
             extra.close()
@@ -312,7 +283,6 @@ class WriterClient:
         return extra
 
     def _keep(self, extra: SharedBuffer | None) -> None:
-        """Keeps a buffer for the next save, instead of the one that was kept."""
         extra, self._extra = self._extra, extra
         if extra is not None:
             extra.close()

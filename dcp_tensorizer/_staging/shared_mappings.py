@@ -10,11 +10,12 @@ import mmap
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import WriteError
+from .ways import BufferWay
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,9 @@ class SharedMappings:
         self._files: dict[_Mapping, MappedFile | None] = {}
 
     def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
-        """The file, and the offset in it, of a tensor's bytes; None if another process cannot read them in C order."""
+        """Returns the file, and the offset in it, of a tensor's bytes; None if another process cannot read them in C
+        order.
+        """
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if tensor.device.type != "cpu" or not plain or not tensor.numel():
             return None
@@ -97,6 +100,17 @@ class SharedTensors:
         return self._mappings.locate(tensor) if is_inside else None
 
 
+class SharedWay(BufferWay):
+    """``staging="shared"``: tensors in shared memory are written from where they are."""
+
+    holds_training = True
+
+    def shared(self, tensors: Sequence[torch.Tensor], omitted: set[int]) -> tuple[set[int], SharedTensors | None]:
+        mappings = SharedMappings()
+        numbers = {n for n, t in enumerate(tensors) if mappings.locate(t) is not None} - omitted
+        return numbers, SharedTensors(mappings, [tensors[n] for n in numbers]) if numbers else None
+
+
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorts ranges of addresses, and joins those that overlap or touch."""
     joined: list[tuple[int, int]] = []
@@ -137,7 +151,6 @@ def map_shared(file: MappedFile) -> mmap.mmap:
 
 
 def _shared_mappings() -> list[_Mapping]:
-    """Reads the mappings, sorted by address."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

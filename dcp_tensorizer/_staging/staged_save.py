@@ -59,12 +59,12 @@ class StagedSave:
             is copied: then the end of the copies releases the state.
         thread: The save's thread, once it has taken the staged state dict.
         begun: The save's first hook has been called.
-        abandoned: A later save has waited in vain for this one to be taken. No other save waits for it again.
+        abandoned: A later save has timed out waiting for this one to be taken. No other save waits for it again.
         distributed: It was staged by one of several ranks.
         stager: The thread that copies.
         context: The process context when staging began. Relative paths of the save are relative to its directory.
         description: Describes the save, for the layers above: a `SaveDescription`.
-        ties: The names of tied tensors, and of the tensor that each is; noted for saves of models.
+        ties: The names of tied tensors, and of the tensor that each is, for saves of models.
         omitted: The keys of tensors that are not staged, because other ranks write them.
         described: The keys of tensors that describe their parts.
         on_written: Called when the save is written, with the digests of the written items by offset and size in the
@@ -104,11 +104,8 @@ class StagedSave:
         """Returns whether the calling thread, the save's, is another one than the state was staged on."""
         return self.staged_on is not threading.current_thread()
 
-    def attach(self, staged: StagedStateDict) -> None:
-        """Ties the staged save to the life of the staged state dict."""
-        Finalizer(staged, self._drop).atexit = False
-
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Marks the end of the staged state dict: no save can take it any more."""
         with self._changed:
             self._dropped = True
             self._changed.notify_all()
@@ -116,7 +113,7 @@ class StagedSave:
     # --- copying ------------------------------------------------------------------------------------------------
 
     def reach(self, progress: StagingState) -> None:
-        """Notes the progress of copying, which never goes back."""
+        """Records the progress of copying, which never goes back."""
         with self._changed:
             self._progress = max(self._progress, progress)
             self._changed.notify_all()
@@ -138,24 +135,20 @@ class StagedSave:
     def fail(self, error: BaseException) -> None:
         """Keeps an error for the save, which raises it where DCP sends errors to all ranks."""
         # Without its traceback, whose frames hold the live tensors.
-        said = (
-            str(error)
-            if isinstance(error, StagingError)
-            else (f"the state dict could not be copied: {type(error).__name__}: {error}")
-        )
-        self.error = self.error or StagingError(said)
+        words = str(error)
+        if not isinstance(error, StagingError):
+            words = f"the state dict could not be copied: {type(error).__name__}: {error}"
+        self.error = self.error or StagingError(words)
 
     @property
     def is_interrupted(self) -> bool:
-        """Returns whether the calling thread is the one that copies. Then this is a signal handler, and copying cannot
-        go on before it returns.
+        """Returns whether this is a signal handler that has interrupted the copying, which cannot continue before it
+        returns.
         """
         return self._progress < StagingState.COPIED and self.stager is threading.current_thread()
 
     def wait_built(self, timeout: float | None = None) -> bool:
-        """Waits until the staged state dict exists, unless it never will; False if it does not exist after ``timeout``
-        seconds.
-        """
+        """Waits for the staged state dict, unless it never will exist. Returns False on timeout."""
         return self._wait_for(StagingState.BUILT, timeout)
 
     def wait_copied(self) -> None:
@@ -164,13 +157,13 @@ class StagedSave:
         if self.error is not None:
             raise StagingError(str(self.error))  # a new one, because a traceback would keep this save's frames alive
 
-    def wait_awaited(self, timeout: float) -> None:
-        """Waits until a thread waits for this, such as that of its save; at most ``timeout`` seconds."""
+    def wait_for_consumer(self, timeout: float) -> None:
+        """Waits until a thread, such as that of the save, waits for this copy."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_awaited, timeout)
 
     def wait_unused(self, deadline: Deadline) -> bool:
-        """Waits until nothing is copied to the buffer any more; False if that is not so in time."""
+        """Waits for running copies. Returns False on timeout."""
         return not self.is_interrupted and self._wait_for(StagingState.COPIED, deadline.left)
 
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
@@ -182,10 +175,7 @@ class StagedSave:
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Notes that the save no longer reads training's own memory. Idempotent.
-
-        Training may change the state from now on; where copies are still in progress, once they are made.
-        """
+        """Releases training's own memory, once running copies are made: training may change the state. Idempotent."""
         with self._changed:
             self.shared = None
             if self._progress != StagingState.COPIED:
@@ -226,7 +216,7 @@ class StagedSave:
     # --- the save -----------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Notes, on the save's thread, that a save takes the staged state dict."""
+        """Marks the calling thread as that of the save of the staged state dict."""
         with self._changed:
             if self.thread is not None:
                 return
@@ -252,16 +242,16 @@ class StagedSave:
         return self._dropped and (self.buffer is None or not self.buffer.in_use)
 
     def wait_taken(self, timeout: float) -> bool:
-        """Waits until a save has taken it, or none can any more; False after ``timeout`` seconds.
+        """Waits until a save has taken the staged state dict, or none can any more. Returns False on timeout.
 
-        The time begins when the staged state dict exists.
+        The timeout begins when the staged state dict exists.
         """
         self.wait_built()
         with self._changed:
             return self._changed.wait_for(lambda: self.thread is not None or self._dropped, timeout)
 
     def wait_over(self, deadline: Deadline = NEVER) -> bool:
-        """Waits until the save is over; False if it is not in time."""
+        """Waits until the save is over. Returns False on timeout."""
         while not self.over():
             thread = self.thread
             if thread is threading.current_thread():
@@ -279,7 +269,7 @@ class StagedSave:
 
 
 def name_of_group() -> str | None:
-    """The name of the process group of the save on this thread. It does not keep the group alive."""
+    """Returns the name of the process group of the save on this thread. It does not keep the group alive."""
     group = group_of_save()
     return None if group is None else group.group_name
 
@@ -312,7 +302,7 @@ class StagedStateDict(dict[str, Any]):
         super().__init__(content)
         self.staged_save = staged_save
         self._wait_turn = wait_turn
-        staged_save.attach(self)
+        Finalizer(self, staged_save.drop).atexit = False
 
     def items(self) -> Any:
         error = self._take()
@@ -342,22 +332,19 @@ class StagedStateDict(dict[str, Any]):
 
 
 class _Failed:
-    """Stands for the values of a state dict that could not be staged."""
+    """A placeholder that raises the error of staging when DCP plans or pickles it."""
 
     def __init__(self, error: str) -> None:
         self._error = error
 
-    def __create_write_items__(self, name: str, value: object) -> NoReturn:
-        """Raises the error: DCP's planners call this first."""
+    def __create_write_items__(self, name: str, value: object) -> NoReturn:  # DCP's planners call this first
         raise StagingError(self._error)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raises the error: other planners pickle the value."""
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # other planners pickle the value
         raise StagingError(self._error)
 
 
 def _failed(error: str) -> dict[str, Any]:
-    """A state dict that raises the error of its staging."""
     return {"staging": _Failed(error)}
 
 
@@ -374,7 +361,7 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         staged.staged_save.watch(self)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The staged state dict, until a save takes it. It is complete when `StagedSave.wait_copied` returns."""
+        """Returns the staged state dict, until a save takes it. Complete when `StagedSave.wait_copied` returns."""
         staged = self._staged
         if staged is None:
             return {}

@@ -7,8 +7,9 @@ over; see `StagedSave`.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -17,17 +18,18 @@ import torch
 
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
-from .._runtime.threads import Deadline, is_running
+from .._runtime.threads import is_running
 from .._runtime.torch_compat import is_plain
 from .._tensor_file.dtypes import is_plain_class
 from ..errors import StagingError
 from .buffer_pool import StagedSaves
 from .device import CUDA, Device, settle_other_devices
-from .shared_mappings import SharedMappings, SharedTensors
+from .shared_mappings import SharedTensors
 from .shared_memory import SharedBuffer, aligned
 from .staged_save import StagedSave, StagedStateDict, StagingState
 from .state_tree import DtypeOf, TensorList, copy_items, fill_tensors
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, Layout, allocation_order
+from .ways import BUFFER, BufferWay
 
 _RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from staging until it returns
 
@@ -50,19 +52,17 @@ class _Snapshot:
 
     @property
     def devices(self) -> list[int]:
-        """The devices of the sources."""
         return [index for index in dict.fromkeys(self.places) if index is not None]
 
     @property
     def nbytes(self) -> int:
-        """The size of a buffer for the copies."""
         if not self.devices:  # nothing is cast
             return sum(map(aligned, map(attrgetter("nbytes"), self.sources)))
         pairs = zip(self.sources, self.dtypes, strict=True)
         return sum(aligned(source.numel() * dtype.itemsize) for source, dtype in pairs)
 
     def layout(self) -> Layout:
-        """What decides where the sources are copied to, and how."""
+        """Returns what decides where the sources are copied to, and how."""
         placed = list(zip(self.sources, self.places, strict=True))
         return (
             self.places,
@@ -75,12 +75,15 @@ class _Snapshot:
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor]) -> dict[str, Any]:
-        """Builds the staged state dict from the copies of `sources`; called once."""
         staged = copied
         if self.in_place or self.omitted:
             others = iter(copied)
             staged = (
-                t if n in self.in_place else _without_memory(t) if n in self.omitted else next(others)
+                t
+                if n in self.in_place
+                else torch.empty(t.shape, dtype=t.dtype, device="meta")  # can be planned, and has no values
+                if n in self.omitted
+                else next(others)
                 for n, t in enumerate(self.tensors)
             )
         return fill_tensors(self.structure, self.listed, staged, self.dtype_of)  # type: ignore[no-any-return]
@@ -94,9 +97,7 @@ class Stager:
         cache_staged_state_dict: Keep the buffer after a save. Otherwise memory is freed between saves, and each save
             allocates.
         thread_count: How many threads copy on the host, if torch itself has only one (as ``torchrun`` sets it).
-        in_place: Tensors that are in shared memory already are not copied. The save writes them from there, and then
-            releases the state.
-        copy_from_devices: Copies from devices to a shared buffer in another way; returns False if it cannot.
+        way: Which tensors are copied, and by which process.
         overlap_staging: `stage` returns before the staged state dict is complete: see `StagedSave.wait_copied` and
             `StagedSave.wait_released`.
         device: The kind of accelerator that tensors may be on.
@@ -113,8 +114,7 @@ class Stager:
         *,
         cache_staged_state_dict: bool = True,
         thread_count: int = 1,
-        in_place: bool = False,
-        copy_from_devices: Callable[[SharedBuffer, Copies], bool] | None = None,
+        way: BufferWay = BUFFER,
         overlap_staging: bool = False,
         device: Device = CUDA,
         limits: GatherLimits = DEFAULT_LIMITS,
@@ -122,8 +122,7 @@ class Stager:
         self.saves = saves or StagedSaves()
         self._keeps_buffer = cache_staged_state_dict
         self._thread_count = thread_count
-        self._in_place = in_place
-        self._copy_from_devices = copy_from_devices
+        self.way = way
         self._overlap_staging = overlap_staging
         self._device = device
         self._limits = limits
@@ -138,14 +137,6 @@ class Stager:
         snapshot = self._snapshot(state_dict)
         pin_for = self._pin_for(snapshot.devices)
         self.saves.prewarm(snapshot.nbytes, lambda nbytes: SharedBuffer(nbytes, pin_for))
-
-    def wait_turn(self, before: StagedSave | None = None) -> None:
-        """Waits until the saves that were staged earlier, or those before ``before``, are over."""
-        self.saves.wait_turn(self, before)
-
-    def drain(self, deadline: Deadline) -> bool:
-        """Waits for the saves that have been started; False if one is not over in time, or cannot end meanwhile."""
-        return self.saves.drain(self, deadline)
 
     def stage(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
@@ -196,15 +187,8 @@ class Stager:
         self.saves.add(staged.staged_save)  # added last, and complete, so that no thread waits for it
         return staged
 
-    def begin_save(self) -> StagedSave | None:
-        """Takes the save that the calling thread has staged and not begun; None if it saves an unstaged state.
-
-        Another stager of these saves may have staged it. From now on it belongs to both.
-        """
-        return self.saves.begin(self)
-
     def written(self, staged_save: StagedSave) -> None:
-        """Notes that the save no longer needs the buffer. Without a cache its memory is freed when the save is over."""
+        """Releases the buffer of a save that has written. Without a cache its memory is freed when the save is over."""
         if not self._keeps_buffer and staged_save.buffer is not None:
             staged_save.buffer.close()
 
@@ -227,16 +211,13 @@ class Stager:
             staged_save.hold_training()
 
     def _empty(self) -> StagedStateDict:
-        """An empty staged state dict, which is not yet one of the saves that others wait for."""
         staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer)
-        return StagedStateDict({}, staged_save, self.wait_turn)
+        return StagedStateDict({}, staged_save, functools.partial(self.saves.wait_turn, self))
 
     def _copy_beside(self, snapshot: _Snapshot, staged: StagedStateDict, is_kept: bool) -> None:
-        """Copies on a thread of its own, which would take the interpreter from ``async_save`` until it returns.
-
-        So it begins when the thread of the save waits for it: that is the last thing that ``async_save`` starts.
-        """
-        staged.staged_save.wait_awaited(_RETURN_SECONDS)
+        # It would take the interpreter from ``async_save``, so it begins when the save's thread waits for it: that is
+        # the last thing that ``async_save`` starts.
+        staged.staged_save.wait_for_consumer(_RETURN_SECONDS)
         self._copy(snapshot, staged, is_kept)
 
     @torch.inference_mode(False)
@@ -255,15 +236,15 @@ class Stager:
             copies = staged_save.copies = Copies(self._device.side_streams, self._thread_count, self._limits)
             layout = self._repeat_batches(snapshot, buffer, copies)
             tensors = self._begin_copies(snapshot, buffer, copies)
-            copy_from_devices = self._copy_from_devices if copies.on_device else None
-            if copy_from_devices is None:
+            is_elsewhere = not self.way.copies_from_devices and bool(copies.on_device)
+            if not is_elsewhere:
                 copies.queue_from_devices()
                 if layout is not None:
                     buffer.batches = copies.plan(layout)
             staged.update(snapshot.fill(tensors))
             staged_save.reach(StagingState.BUILT)
-            if copy_from_devices is not None and not copy_from_devices(buffer, copies):
-                buffer.pin(self._device, snapshot.devices[0])  # the writer process cannot copy, so this process does
+            if is_elsewhere and not self.way.copy_elsewhere(buffer, copies):  # then this process copies
+                buffer.pin(self._device, snapshot.devices[0])
                 copies.queue_from_devices()
             copies.copy_from_host()
             staged_save.reach(StagingState.QUEUED)
@@ -281,7 +262,7 @@ class Stager:
         is busy before there are staged tensors. Returns the layout; None if there are no batches.
         """
         streams = self._device.side_streams
-        if self._copy_from_devices is not None or not any(streams[index].has_batches for index in snapshot.devices):
+        if not self.way.copies_from_devices or not any(streams[index].has_batches for index in snapshot.devices):
             return None
         layout = snapshot.layout()
         if buffer.batches is not None and buffer.batches.layout == layout:
@@ -291,7 +272,6 @@ class Stager:
 
     @collector_paused()
     def _begin_copies(self, snapshot: _Snapshot, buffer: SharedBuffer, copies: Copies) -> list[torch.Tensor]:
-        """Makes a staged tensor for each source, and begins to copy those in host memory."""
         sources, dtypes, places = snapshot.sources, snapshot.dtypes, snapshot.places
         shapes = list(map(attrgetter("shape"), sources))
         if snapshot.devices:
@@ -310,18 +290,14 @@ class Stager:
         tensors = TensorList(omitted)
         structure = dict(copy_items(state_dict, "", tensors))
         listed, omitted_tensors = list(tensors), tensors.omitted
-        if self._overlap_staging or self._in_place:
+        if self._overlap_staging or self.way.holds_training:
             tensors[:] = [t.data if is_plain_class(t) else t for t in listed]
-        mappings = SharedMappings() if self._in_place else None
-        in_place = set[int]()
-        if mappings is not None:
-            in_place = {n for n, t in enumerate(tensors) if mappings.locate(t) is not None} - omitted_tensors
-        shared = SharedTensors(mappings, [tensors[n] for n in in_place]) if mappings is not None and in_place else None
+        in_place, shared = self.way.shared(tensors, omitted_tensors)
         elsewhere = in_place | omitted_tensors
         sources = [t for n, t in enumerate(tensors) if n not in elsewhere] if elsewhere else list(tensors)
         places = list(map(self._device.index_of, sources))
         dtypes = list(map(attrgetter("dtype"), sources))
-        if any(place is not None for place in places) and self.dtype_of is not None and self._copy_from_devices is None:
+        if any(place is not None for place in places) and self.dtype_of is not None and self.way.copies_from_devices:
             fixed = {id(tensors[number]) for number in tensors.inner}
             for number, (source, place) in enumerate(zip(sources, places, strict=True)):
                 if place is not None and id(source) not in fixed:
@@ -330,10 +306,5 @@ class Stager:
         return _Snapshot(structure, listed, tensors, in_place, omitted_tensors, shared, *of_sources)
 
     def _pin_for(self, devices: Sequence[int]) -> tuple[Device, int] | None:
-        """The first device from which this process copies anything."""
-        return None if self._copy_from_devices is not None or not devices else (self._device, devices[0])
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that stands for one that is not staged: it can be planned, but has no values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        """Returns the first device from which this process copies anything."""
+        return (self._device, devices[0]) if self.way.copies_from_devices and devices else None

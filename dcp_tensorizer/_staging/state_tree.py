@@ -160,7 +160,7 @@ class _Described:
         self.fields = {name: copy.deepcopy(value) for name, value in fields.items() if not callable(value)}
 
     def filled(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The staged tensor, given the staged shards; called once."""
+        """Returns the staged tensor, given the staged shards; called once."""
         tensor, live = self.tensor, self.shards
         local = local_of(tensor)
         whole = next((s.detach() for s, shard in zip(shards, live, strict=True) if _is_same(shard, local)), None)
@@ -178,15 +178,15 @@ class _Described:
         return staged
 
     def write_items(self, key: str, value: object) -> list[WriteItem]:
-        """The items of the live tensor, under a key."""
+        """Returns the items of the live tensor, under a key."""
         return [replace(item, index=replace(item.index, fqn=key)) for item in self.items]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The chunks of the items."""
+        """Returns the chunks of the items."""
         return [item.tensor_data.chunk for item in self.items if item.tensor_data is not None]
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
-        """The staged shard at the offset of an index."""
+        """Returns the staged shard at the offset of an index."""
         for item, shard in zip(self.items, self.shards, strict=True):
             if item.index.offset == index.offset:
                 return shard
@@ -200,7 +200,6 @@ class _Described:
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors are the same elements of the same memory."""
     if tensor is other or not (has_memory(tensor) and has_memory(other)):
         return tensor is other
     layouts = {(t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in (tensor, other)}
@@ -208,7 +207,7 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
-    """A container of the same class with other members, and with copies of its attributes.
+    """Returns a container of the same class with other members, and with copies of its attributes.
 
     The class's constructor is not called, because it may not take members. Raises `StagingError`, naming the key, if
     the class does not let its members be set.
@@ -230,7 +229,7 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
 
 
 def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
-    """A copy of a mapping that is not a dict, with other values.
+    """Returns a copy of a mapping that is not a dict, with other values.
 
     It is deep, because a shallow one may share its contents. If the mapping cannot be copied, a view of a dict replaces
     it: DCP takes mappings apart, and the view works there. If it is pickled as a whole, the view fails as the mapping
@@ -301,7 +300,7 @@ class _Staged(NamedTuple):
     dtype_of: DtypeOf | None
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The next copy, which is a tensor's. A tensor inside of another one may be made at each access."""
+        """Returns the next copy, which is a tensor's. A tensor inside of another one may be made at each access."""
         listed, copied = next(self.pairs, (None, tensor))
         if listed is not tensor and (
             listed is None or copied.shape != tensor.shape or not self._fits(copied.dtype, tensor.dtype)
@@ -367,7 +366,8 @@ def _rebuild_sharded(tensor: ShardedTensor, staged: _Staged) -> ShardedTensor:
 
 
 def fingerprint(value: Any) -> int:
-    """A number that differs, in this process, between states with other keys, types, shapes, dtypes or shardings.
+    """Returns a number that differs, in this process, between states with other keys, types, shapes, dtypes or
+    shardings.
 
     It does not look at values, and so takes some microseconds per value. ``value`` is a state dict or a part of one.
     """

@@ -71,8 +71,8 @@ class BatchPlan(NamedTuple):
 class Copies:
     """Copies of tensors to their staged tensors: begun by one thread, and waited for by any.
 
-    Those in host memory are copied by ``threads`` threads. Those on devices are queued on ``streams``, after
-    `SideStreams.follow`.
+    ``threads`` threads copy what is in host memory, about the same number of bytes each, if torch itself has only one;
+    all but one of them begin at once. Copies from devices are queued on ``streams``, after `SideStreams.follow`.
     """
 
     def __init__(self, streams: SideStreams, threads: int, limits: GatherLimits = DEFAULT_LIMITS) -> None:
@@ -80,7 +80,8 @@ class Copies:
         self._threads = threads
         self._limits = limits
         self._on_device: dict[int, list[tuple[int, Pair]]] = defaultdict(list)  # with the number of each
-        self._on_host = HostCopies((), (), 1)
+        self._share: _Share = [], []  # in host memory: of the thread that calls `copy_from_host`
+        self._begun: list[concurrent.futures.Future[None]] = []  # by other threads
         self._batches: dict[int, tuple[Batch, Set[int]]] = {}
         self._queued: set[int] = set()
         self._marks: list[Event] = []
@@ -116,7 +117,17 @@ class Copies:
                     self._on_device[place].append((number, (target, source)))
             on_host = [number for number, place in enumerate(places) if place is None]
             staged, sources = [staged[number] for number in on_host], [sources[number] for number in on_host]
-        self._on_host = HostCopies(staged, sources, self._threads)
+        self._share = staged, sources
+        if self._threads > 1 and torch.get_num_threads() == 1:
+            sizes = list(map(attrgetter("nbytes"), sources))
+            if sum(sizes) >= _SHARED_COPY:
+                *others, self._share = _shares(staged, sources, sizes, self._threads)
+                try:
+                    for share in others:
+                        self._begun.append(in_background(functools.partial(_copy, *share)))
+                except BaseException:  # a KeyboardInterrupt
+                    concurrent.futures.wait(self._begun)
+                    raise
 
     @property
     def streams(self) -> dict[int, SideStream]:
@@ -129,7 +140,7 @@ class Copies:
         return [pair for pairs in self._on_device.values() for _, pair in pairs]
 
     def plan(self, layout: Layout) -> BatchPlan:
-        """The batches that have been queued, for states of the same layout."""
+        """Returns the batches that have been queued, for states of the same layout."""
         return BatchPlan(layout, self._batches)
 
     def start(self) -> None:
@@ -164,12 +175,19 @@ class Copies:
         return [pair for pair in pairs if pair[0] not in numbers]
 
     def copy_from_host(self) -> None:
-        """Makes the copies from host memory."""
-        self._on_host.finish()
+        """Makes this thread's copies from host memory, with gradients off, and waits for those of others."""
+        share, self._share = self._share, ([], [])
+        try:
+            if share[0]:
+                copy_all(*share)
+        finally:
+            concurrent.futures.wait(self._begun)
+        for copied in self._begun:
+            copied.result()
 
     def wait(self) -> None:
         """Waits until all copies that were begun are made."""
-        self._on_host.wait()
+        concurrent.futures.wait(self._begun)
         for mark in self._marks:
             mark.synchronize()
 
@@ -185,7 +203,7 @@ def allocation_order(
     device: Device,
     limits: GatherLimits = DEFAULT_LIMITS,
 ) -> list[int]:
-    """The order in which to allocate staged tensors of some dtypes: first those that are gathered together.
+    """Returns the order in which to allocate staged tensors of some dtypes: first those that are gathered together.
 
     These are the small ones of one device and one element size, apart from those that batches take.
     """
@@ -275,13 +293,13 @@ def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -
 
 
 def unit_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which a fused kernel copies elements of a dtype without a change to their bits."""
+    """Returns the dtype as which a fused kernel copies elements of a dtype without a change to their bits."""
     return dtype if dtype in _FUSED else _INTEGER.get(dtype.itemsize, torch.int64)
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's elements. A dimension of one element may have any stride, and `view` as another dtype would
-    fail.
+    """Returns a contiguous tensor's elements. A dimension of one element may have any stride, and `view` as another
+    dtype would fail.
     """
     return plain.as_strided((plain.numel(),), (1,))
 
@@ -313,40 +331,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 _PIECE = 32 << 20
 _SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
-
-
-class HostCopies:
-    """Copies of tensors in host memory. ``threads`` threads copy about the same number of bytes each, if torch itself
-    has only one; all but one of them begin at once.
-    """
-
-    def __init__(self, staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> None:
-        self._share = staged, sources
-        self._begun: list[concurrent.futures.Future[None]] = []
-        if threads > 1 and torch.get_num_threads() == 1:
-            sizes = list(map(attrgetter("nbytes"), sources))
-            if sum(sizes) >= _SHARED_COPY:
-                *others, self._share = _shares(staged, sources, sizes, threads)
-                try:
-                    for share in others:
-                        self._begun.append(in_background(functools.partial(_copy, *share)))
-                except BaseException:  # a KeyboardInterrupt
-                    self.wait()
-                    raise
-
-    def finish(self) -> None:
-        """Copies the last share, and waits until all tensors are copied."""
-        share, self._share = self._share, ([], [])
-        try:
-            _copy(*share)
-        finally:
-            self.wait()
-        for copied in self._begun:
-            copied.result()
-
-    def wait(self) -> None:
-        """Waits until nothing is written to staged tensors any more."""
-        concurrent.futures.wait(self._begun)
 
 
 _Share = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]

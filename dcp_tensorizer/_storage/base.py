@@ -208,7 +208,7 @@ class DirectoryLock:
         return False
 
     def share(self, timeout: float) -> None:
-        """Lets other saves use the directory; raises `WriteError` if that is not possible in ``timeout`` seconds."""
+        """Shares the lock with other saves; raises `WriteError` if that is not possible in ``timeout`` seconds."""
 
     def release(self) -> None:
         """Ends the lock when the save is over. Idempotent."""
@@ -435,8 +435,8 @@ class Storage(abc.ABC):
     def put_record(self, name: str) -> None:  # noqa: B027
         """Writes a record: a small file that `is_record` recognises in this very directory, and in no copy of it.
 
-        It proves which files a dead save has left, to processes that see the lock of a living one. Storages without
-        visible locks write no record. If a record cannot be written, the save goes on without.
+        It identifies the files of a save, so that leftovers of a dead one can be removed. Storages without visible
+        locks write no record. If a record cannot be written, the save goes on without.
         """
 
     def is_record(self, name: str) -> bool:
@@ -444,7 +444,7 @@ class Storage(abc.ABC):
         return False
 
     def give_up(self) -> None:  # noqa: B027
-        """Keeps a `put` that hangs from taking effect if it ever goes on."""
+        """Prevents a `put` that hangs from taking effect if it ever resumes."""
 
     def links(self) -> list[str]:
         """The `real_path` of each target of a link in the directory."""

@@ -318,8 +318,8 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
     """Gives a new file or directory the mode ``full`` less a umask; None: the process's own umask.
 
     The process may have changed its umask since the save began. Also, a thread that reads the umask sets another one
-    for a moment, and the file may have been made with that one. A mode with which the owner cannot open the file is
-    never meant. In a directory with default access rights, umasks do not count, and nothing is changed.
+    for a moment, and the file may have been made with that one. A mode that locks out the owner is always a mistake.
+    In a directory with default access rights, umasks do not count, and nothing is changed.
     """
     with suppress(OSError):  # the file system has modes of its own
         mode = stat.S_IMODE(os.stat(made).st_mode)
@@ -368,9 +368,9 @@ _PROBES = 8  # pages of a run to ask about: single pages may be dropped at any t
 
 
 class Residency:
-    """Tells which parts of an open file are in the page cache, by mincore.
+    """Which parts of an open file are in the page cache, by mincore.
 
-    A read with RWF_NOWAIT would tell as well. But then the kernel reads missing pages ahead, so that they come from the
+    A read with RWF_NOWAIT would show it, too. But then the kernel reads missing pages ahead, so that they come from the
     disk twice. If this process may not write to the file, the kernel says that all of it is cached.
     """
 

@@ -75,7 +75,7 @@ def open_storage(
         with _named(url, name, scrub):
             storage: object = opener(url, options, timeout)
         if not isinstance(storage, Storage):
-            raise WriteError(scrub(f"cannot open {url}: {name} gives no Storage, but {type(storage).__name__}"))
+            raise WriteError(scrub(f"cannot open {url}: {name} must return a Storage, got {type(storage).__name__}"))
         return storage
     with _translated(url, scrub):
         # Imported only for URLs: these imports take time in the writer process of every rank.
@@ -115,7 +115,6 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
 
 @contextmanager
 def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
-    """Translates errors of the libraries that open a URL."""
     try:
         yield
     except Exception as error:
@@ -155,7 +154,7 @@ def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
     """The object of an entry point. Errors become `WriteError`."""
     if len({point.value for point in points}) > 1:
         named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
-        raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}: remove all but one"))
+        raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}. Remove all but one"))
     with _named(url, points[0].value, scrub):
         opener: Opener = points[0].load()
     return opener
@@ -163,7 +162,6 @@ def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
 
 @contextmanager
 def _named(url: str, opener: str, scrub: Scrubber) -> Iterator[None]:
-    """Translates errors of a package that opens a URL."""
     try:
         yield
     except CheckpointError:

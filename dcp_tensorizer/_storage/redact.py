@@ -1,4 +1,4 @@
-"""Keeps credentials out of messages, logs and metadata."""
+"""Removes credentials from messages, logs and metadata."""
 
 from __future__ import annotations
 

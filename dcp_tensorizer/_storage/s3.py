@@ -303,7 +303,7 @@ class S3Storage(RemoteStorage):
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, version = filesystem.split_path(root.rstrip("/") + "/")
         if version is not None:
-            raise ValueError("a versionId names one object, and a checkpoint has many: leave it out")
+            raise ValueError("versionId= names one object, and a checkpoint has many. Leave it out")
         super().__init__(url, prefix, scrub, timeout)
         self._client = self.connection = shared_client(filesystem, timeout)
         self.retries = Retries(timeout, self._client.attempts or Retries.attempts, first_wait=1.0)
@@ -518,20 +518,17 @@ class S3Storage(RemoteStorage):
         return str(error)  # begins with botocore's class or the server's code
 
     def _uploads_to(self, name: str) -> list[str]:
-        """The ids of the uploads to a file."""
         return [str(upload["UploadId"]) for upload in self._uploads(name) if upload["Key"] == self._full(name)]
 
     def _uploads(self, start: str) -> Iterator[dict[str, Any]]:
-        """The server's description of each upload to a name that begins with ``start``."""
         markers = ("KeyMarker", "UploadIdMarker")
         for page in self._pages("list_multipart_uploads", start, markers, MaxUploads=self.uploads_per_page):
             yield from page.get("Uploads", [])
 
     def _pages(self, operation: str, start: str, markers: Sequence[str], **query: Any) -> Iterator[dict[str, Any]]:
-        """The pages of the server's answer about names that begin with ``start``."""
         query |= {"Bucket": self.bucket, "Prefix": self._full(start)}
         while True:
-            page = self._client.call(operation, **query)
+            page = self.retries.call(functools.partial(self._client.call, operation, **query))
             yield page
             following = {name: page[f"Next{name}"] for name in markers if page.get(f"Next{name}")}
             if not page.get("IsTruncated") or not following:  # SeaweedFS gives one of two markers

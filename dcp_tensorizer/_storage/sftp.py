@@ -164,14 +164,11 @@ def _rename_to_new(channel: Any, source: str, target: str) -> None:
 
 
 def _try_to_remove(client: SftpClient, path: str) -> None:
-    """Tries once to remove a file that is not needed."""
     with suppress(Exception):
         client.attempt(lambda channel: channel.remove(path))
 
 
 class _SftpSink(Sink):
-    """A file whose parts are written at any offset."""
-
     part_bytes = 8 << 20
     concurrency = 2
 
@@ -365,7 +362,6 @@ class SftpClient:
         return connection
 
     def _open(self, connection: Any) -> Any:
-        """A new channel."""
         silent = threading.Event()
 
         def give_up() -> None:
@@ -458,7 +454,7 @@ def _of_address(address: str) -> dict[str, Any]:
     try:
         port = parts.port
     except ValueError:
-        raise ValueError("the port is not a number: user and password must be percent-encoded in a URL") from None
+        raise ValueError("the port is not a number. Percent-encode user and password in the URL") from None
     options = {
         "hostname": parts.hostname,
         "port": port,
@@ -469,7 +465,6 @@ def _of_address(address: str) -> dict[str, Any]:
 
 
 def _policy(wanted: Any) -> Any:
-    """A host key policy: by name, class or instance."""
     named = {"auto_add": paramiko.AutoAddPolicy, "warning": paramiko.WarningPolicy, "reject": paramiko.RejectPolicy}
     if isinstance(wanted, str):
         if wanted not in named:
@@ -488,7 +483,6 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _translated(error: Exception, connection: Any) -> Exception:
-    """Translates an error on a channel to one of Python's."""
     said = (
         (isinstance(error, EOFError) and error.args)  # without a text, the connection ended and not a file
         or isinstance(error, TimeoutError | ConnectionError)

@@ -92,11 +92,11 @@ def encode_ahead(
     hashes precede its bytes in the file. Encrypted tensors are then encrypted twice, because their MACs precede them
     too.
     """
-    room = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
-    threads = max(1, min(threads, (room - 3) // 3))
+    part_count = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
+    threads = max(1, min(threads, (part_count - 3) // 3))
     filling = 3 * threads + 2
     try:
-        writing = min(sink.concurrency, room - filling)
+        writing = min(sink.concurrency, part_count - filling)
         parts = FileParts(layout.nbytes, sink, filling=filling, writing=writing, memory=memory)
         try:
             encoding = _Encoding(layout, contents, parts, threads, file, piece_bytes)
@@ -215,7 +215,6 @@ class _Encoding(Generic[T]):
         return np.frombuffer(header, dtype=np.uint8)
 
     def _fill_data(self, number: int) -> None:
-        """Fills a tensor's parts from first to last, after it was hashed or encrypted ahead."""
         entry, item = self._layout.entries[number], self._items[number]
         data = self._contents(entry.tensor)
         if self._layout.cipher is None:
@@ -248,7 +247,6 @@ class _Encoding(Generic[T]):
         return entry.with_hashes(*hashes.values())
 
     def _encrypt(self, number: int, job: _Encryption) -> bytes:
-        """Encrypts one tensor and keeps its item; returns its header."""
         others = []
         if self._helpers is not None:
             others = [self._helpers.submit(self._encrypt_blocks, job) for _ in job.macs[1 : self._threads]]
@@ -277,8 +275,8 @@ class _Encoding(Generic[T]):
 
     def _item(self, entry: Entry[T], digests: bytes, nonce_and_macs: bytes = b"") -> StoredItem:
         tensor = entry.tensor
-        place = self._file, tensor.name, entry.offset, entry.length
-        return StoredItem(*place, tensor.dtype, tensor.kind, digests, nonce_and_macs)
+        location = self._file, tensor.name, entry.offset, entry.length
+        return StoredItem(*location, tensor.dtype, tensor.kind, digests, nonce_and_macs)
 
 
 class _Encryption(NamedTuple):
@@ -377,7 +375,7 @@ class FileParts:
         self._changed = self._memory.changed
 
     def fill(self, offset: int, data: np.ndarray) -> None:
-        """Copies bytes to their place in the file. Each part that they complete is sent to the sink."""
+        """Copies bytes to their offset in the file. Each part that they complete is sent to the sink."""
         size = self._sink.part_bytes
         while data.nbytes:
             number, begin = divmod(offset, size)
@@ -390,7 +388,7 @@ class FileParts:
     def fill_pairs(self, pairs: Iterable[_Pair]) -> None:
         """Fills pairs of small runs, in order. The second run of a pair follows the first in the file.
 
-        What has been filled is noted once for each part, before anything waits.
+        What has been filled is recorded once for each part, before anything waits.
         """
         size = self._sink.part_bytes
         part, number, filled = memoryview(b""), -1, 0

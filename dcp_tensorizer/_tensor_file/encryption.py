@@ -10,7 +10,6 @@ tensor, or a staging buffer, encrypted.
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import hashlib
 import hmac
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._runtime.gc_pause import collector_paused
 from ..errors import CheckpointError, DecryptionError, WriteError
 from .names import MAC_BYTES, NONCE_BYTES, Derivation, Seal
 
@@ -100,7 +98,7 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
     from tensorizer import EncryptionParams
 
     if not isinstance(params, EncryptionParams):
-        raise TypeError(f"encryption must be tensorizer.EncryptionParams, and is {type(params).__name__}")
+        raise TypeError(f"encryption must be tensorizer.EncryptionParams, got {type(params).__name__}")
     require_libsodium()
     made = params._crypt_info_chunk()  # tensorizer shows no more than the salt in public
     if made is not None and made.opslimit > _MOST_OPERATIONS:
@@ -121,7 +119,7 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
     require_libsodium(DecryptionError)
     if (key is None) == (passphrase is None):
-        raise ValueError("a checkpoint has one key, or one passphrase")
+        raise ValueError("give a key or a passphrase, and not both")
     return DecryptionParams.from_key(key) if key is not None else DecryptionParams.from_string(passphrase)
 
 
@@ -130,7 +128,7 @@ def check_decryption(params: DecryptionParams) -> None:
     from tensorizer import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
-        raise TypeError(f"encryption must be tensorizer.DecryptionParams, and is {type(params).__name__}")
+        raise TypeError(f"encryption must be tensorizer.DecryptionParams, got {type(params).__name__}")
     require_libsodium(DecryptionError)
     if params.key is None and params.source is None:
         raise TypeError("encryption must be made by DecryptionParams.from_key or DecryptionParams.from_string")
@@ -146,11 +144,9 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
     if params.key is not None:
         return Cipher(bytes(params.key))
     if derivation is None:
-        raise DecryptionError(
-            "was encrypted with a key and not with a passphrase: use tensorizer.DecryptionParams.from_key"
-        )
+        raise DecryptionError("was encrypted with a key, not a passphrase. Use tensorizer.DecryptionParams.from_key")
     if derivation.opslimit > _MOST_OPERATIONS:  # the metadata cannot be trusted before there is a key
-        raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to make a key: it is damaged")
+        raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to derive a key: it is damaged")
     try:
         made = EncryptionParams.from_string(
             params.source, opslimit=derivation.opslimit, memlimit=derivation.memlimit, salt=derivation.salt
@@ -179,11 +175,11 @@ def unlock(
         return None
     if params is None:
         raise DecryptionError(
-            f"{path} is encrypted: give its key (encryption=tensorizer.DecryptionParams..., or --key-file)"
+            f"{path} is encrypted. Give its key (encryption=tensorizer.DecryptionParams..., or --key-file)"
         )
     if record is None:
         raise DecryptionError(
-            f"{path} is not encrypted, and a key was given: leave the key out, or name another checkpoint"
+            f"{path} is not encrypted, but a key was given. Leave the key out, or load another checkpoint"
         )
     derivation = None if record["derivation"] is None else Derivation(*record["derivation"])
     try:
@@ -191,13 +187,12 @@ def unlock(
     except DecryptionError as error:
         raise DecryptionError(f"{path} {error}") from None
     if not cipher.opens(record["check"]):
-        raise DecryptionError(f"{path} was encrypted with another key, or passphrase, than was given")
+        raise DecryptionError(f"{path} was encrypted with another key or passphrase")
     _check_seal(cipher, record["seal"], path)
     return cipher
 
 
 def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
-    """Raises `DecryptionError` for an index that was not made with its checkpoint's key."""
     if not hmac.compare_digest(cipher.sign(seal.fingerprint), seal.mac):
         raise DecryptionError(
             f"{path}: its metadata was changed without its key after the save. Nothing in it can be "
@@ -237,107 +232,7 @@ def _secretbox() -> tuple[Callable[..., int], Callable[..., int]]:
     return prototype(("crypto_secretbox_detached", nacl)), prototype(("crypto_secretbox_open_detached", nacl))
 
 
-# --- connections ------------------------------------------------------------------------------------------------------
-
-FRAME_MAC_BYTES = 16
-"""The bytes that encryption adds to a frame of a connection."""
-
-
-class FrameCipherKind(enum.IntFlag):
-    """Ciphers of frames. A better one has a larger number."""
-
-    CHACHA = 1
-    """ChaCha20 and Poly1305 of libsodium: 1.7 GB/s on a core that does 20 of the other."""
-    AES = 2
-    """AES-256-GCM of OpenSSL, where the package `cryptography` is installed, and can encrypt into memory."""
-
-
-@functools.cache
-def frame_ciphers() -> FrameCipherKind:
-    """The ciphers that this process has. Raises `WriteError` if there is no libsodium."""
-    require_libsodium()
-    return FrameCipherKind.CHACHA if _aes() is None else FrameCipherKind.CHACHA | FrameCipherKind.AES
-
-
-class FrameCipher:
-    """Encrypts and authenticates the frames of one direction of a connection.
-
-    The nonce counts the frames, so one that is left out, repeated or moved cannot be opened. ``key`` has 32 bytes, and
-    is for this connection and direction alone. ``kind`` is one of `frame_ciphers`.
-    """
-
-    def __init__(self, key: bytes, kind: FrameCipherKind = FrameCipherKind.CHACHA) -> None:
-        aes = _aes() if kind is FrameCipherKind.AES else None
-        self._aes = None if aes is None else aes(key)
-        self._key = key
-        self._count = 0
-
-    def seal(self, source: memoryview | bytes, target: memoryview, header: bytes) -> None:
-        """Encrypts a frame into ``target``, with the MAC behind it; ``header`` is authenticated too."""
-        assert target.nbytes == len(source) + FRAME_MAC_BYTES
-        if self._aes is not None:
-            self._aes.encrypt_into(self._next_nonce(), source, header, target)
-            return
-        seal, _ = _aead()
-        places = _address_of(target), None, _address_of(source), len(source), header, len(header)
-        if seal(*places, None, self._next_nonce(), self._key):
-            raise WriteError("libsodium could not encrypt a frame")
-
-    def open(self, sealed: memoryview, target: memoryview, header: bytes) -> bool:
-        """Decrypts a frame, with the MAC behind it, into ``target``.
-
-        Returns False if the frame or its header is not what was sealed; then the target is undefined.
-        """
-        assert sealed.nbytes == target.nbytes + FRAME_MAC_BYTES
-        if self._aes is not None:
-            from cryptography.exceptions import InvalidTag
-
-            try:
-                self._aes.decrypt_into(self._next_nonce(), sealed, header, target)
-            except InvalidTag:
-                return False
-            return True
-        _, open_ = _aead()
-        places = _address_of(target), None, None, _address_of(sealed), sealed.nbytes, header, len(header)
-        return open_(*places, self._next_nonce(), self._key) == 0
-
-    def _next_nonce(self) -> bytes:
-        self._count += 1
-        return self._count.to_bytes(12, "little")
-
-
-@functools.cache
-@collector_paused()  # a quarter of a second of a restart goes to the collector otherwise
-def _aes() -> Any:
-    """OpenSSL's AES-GCM; None if it is not there, or too old to encrypt into memory that is there already."""
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except Exception:  # it is not there, or broken
-        return None
-    return AESGCM if hasattr(AESGCM, "encrypt_into") and hasattr(AESGCM, "decrypt_into") else None
-
-
-@functools.cache
-def _aead() -> tuple[Callable[..., int], Callable[..., int]]:
-    """libsodium's AEAD, to encrypt and to decrypt; they run without the interpreter lock."""
-    from libnacl import nacl
-
-    pointer, length = ctypes.c_void_p, ctypes.c_ulonglong
-    seal = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, length, pointer, length, pointer, pointer, pointer)
-    open_ = ctypes.CFUNCTYPE(
-        ctypes.c_int, pointer, pointer, pointer, pointer, length, pointer, length, pointer, pointer
-    )
-    name = "crypto_aead_chacha20poly1305_ietf"
-    return seal((f"{name}_encrypt", nacl)), open_((f"{name}_decrypt", nacl))
-
-
-def _address_of(data: memoryview | bytes) -> Any:
-    """The address of bytes; None if there are none."""
-    return _address(data) if len(data) else None
-
-
 def _counted(nonce: bytes, number: int) -> bytes:
-    """The nonce of an item's ``number``-th block."""
     return ((int.from_bytes(nonce, "little") + number) % (1 << 8 * NONCE_BYTES)).to_bytes(NONCE_BYTES, "little")
 
 

@@ -198,7 +198,6 @@ def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple
 
 
 def _head(listing: Sequence[tuple[int, bytes]], total: int, version: int, is_encrypted: bool, capacity: int) -> bytes:
-    """The bytes before the first entry, of a file of ``total`` bytes of data."""
     is_versioned = version == LONG
     index = b"".join(struct.pack("<I", least) + entry if is_versioned else entry for least, entry in listing)
     if len(index) > capacity:

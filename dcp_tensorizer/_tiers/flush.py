@@ -19,7 +19,7 @@ from .._runtime.forks import free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import Patience, in_threads
 from .._storage.base import Refused, Sink, Storage, temporary_file_name
-from .._storage.claim import read_claim
+from .._storage.lease import read_lease
 from .._storage.local import LocalStorage
 from .._tensor_file.names import data_file_rank, metadata_file_name
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, listed_ranks
@@ -107,7 +107,7 @@ class Flusher:
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _try(self, operation: Callable[..., object], entry: FlushEntry, *details: object) -> None:
-        """Runs an operation on a record, unless another process has claimed it. Notes failures, and retries later."""
+        """Runs an operation on a record, unless another process has claimed it. Records failures, and retries later."""
         with self._queue.claimed(entry) as is_free:
             if not is_free:
                 return
@@ -121,7 +121,6 @@ class Flusher:
     # --- files -------------------------------------------------------------------------------------------------
 
     def _send(self, entry: FlushEntry, record: FlushRecord) -> None:
-        """Sends a rank's files to the remote."""
         self._gate()
         is_first = self._queue.trouble(entry) is None
         if not is_first and self._ends_with_its_save(entry, record):
@@ -161,7 +160,7 @@ class Flusher:
         return is_over or not self._queue.is_writable
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
-        """Returns the gate, which also notes progress."""
+        """Returns the gate, which also records progress."""
         last = time.monotonic()
 
         def gate() -> None:
@@ -188,7 +187,6 @@ class Flusher:
                 self._try(self._look, entry, record)
 
     def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
-        """Commits a checkpoint on the remote, if all of its files are there."""
         remote = self._remote(record.place)
         # If the check fails, the time begins anew with the next one.
         patience = self._waits.pop(entry.stem, None) or self.target.patience()
@@ -233,17 +231,17 @@ class Flusher:
         arrive(self._queue, entry, record, set(commit.files))
 
     def _check_owner(self) -> None:
-        """Checks that no other run has claimed the remote folder.
+        """Checks that no other run has taken the lease of the remote folder.
 
-        Raises `Superseded` if the claim is of a run that does not save to this local folder, and `ReadError` if the
-        claim cannot be read.
+        Raises `Superseded` if a run has it that does not save to this local folder, and `ReadError` if it cannot be
+        read.
         """
         for name, runs in self._queue.runs().items():
-            claim = read_claim(self._remote(""), name)
-            if claim is not None and claim.id not in runs:
+            lease = read_lease(self._remote(""), name)
+            if lease is not None and lease.id not in runs:
                 raise Superseded(
                     f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: "
-                    f"process {claim.process} on host {claim.host} has claimed it at {claim.claimed_at}"
+                    f"process {lease.process} on host {lease.host} took its lease at {lease.claimed_at}"
                 )
 
     def _index(self, entry: FlushEntry) -> bytes | None:
@@ -290,7 +288,6 @@ class Flusher:
         return True
 
     def _committed_here(self, record: FlushRecord) -> tuple[FlushEntry, FlushRecord] | None:
-        """The record of the rank that commits, if it is on this node."""
         for entry, other in self._queue.records():
             if other.commit is not None and set(other.commit.files) & set(record.files):
                 return entry, other
@@ -377,7 +374,6 @@ def _begun_name(name: str) -> str:
 
 
 def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
-    """Copies the parts of a file with several threads, each with one buffer."""
     starts = list(range(0, nbytes, sink.part_bytes))
     threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
     numbers = iter(enumerate(starts))
@@ -412,7 +408,7 @@ _FORGET_SECONDS = 60.0  # how long a record stays for processes that wait for it
 
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
-    """Notes that a checkpoint is on the remote. First removes the local copies of all such checkpoints but the newest.
+    """Records that a checkpoint is on the remote. First removes the local copies of all such but the newest.
 
     A process that waits for the record to change then finds no copy half removed. ``named`` are the data files of the
     checkpoint on the remote.

@@ -38,7 +38,7 @@ OPEN = frozenset({UNFLUSHED, SENT})
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
-_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its claim's file
+_RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its lease's file
 _TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a record takes milliseconds
 _ALIVE = ".writer"
 _TRIES = 100  # attempts to list records while others rename them
@@ -162,7 +162,7 @@ class Queue:
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
-        """Says why the disk cannot read a record; empty if it can, or the record no longer exists."""
+        """Returns why the disk cannot read a record; empty if it can, or the record no longer exists."""
         try:
             (self.folder / entry.name).read_bytes()
         except FileNotFoundError:
@@ -197,9 +197,9 @@ class Queue:
                 os.close(descriptor)
 
     def admit(self, name: str, run: str) -> None:
-        """Notes that a run saves to this local folder. Idempotent.
+        """Records that a run saves to this local folder. Idempotent.
 
-        ``name`` is the name of the file with the run's claim in the remote folder.
+        ``name`` is the name of the lease's file in the remote folder.
         """
         if run not in self.runs().get(name, ()):
             with suppress(CheckpointError):  # then a save reports the error
@@ -207,7 +207,7 @@ class Queue:
             self._note(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
-        """The ids of the runs that have saved to this local folder, by the names of their claims' files.
+        """The ids of the runs that have saved to this local folder, by the names of their leases' files.
 
         Raises `ReadError`.
         """
@@ -239,7 +239,7 @@ class Queue:
         return moved
 
     def progress(self, entry: FlushEntry) -> None:
-        """Notes that the flush of a record makes progress."""
+        """Records that the flush of a record makes progress."""
         with suppress(OSError):
             try:
                 os.utime((self._aside if self._is_aside(entry.name) else self.folder) / entry.name)
@@ -249,7 +249,7 @@ class Queue:
                 self._put_aside(entry.name, self._content(entry), error)
 
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
-        """Notes that a save will not be on the remote. Then its files can be removed.
+        """Records that a save will not be on the remote. Then its files can be removed.
 
         ``state`` is `TOLD` if the loss has been reported already.
         """
@@ -277,7 +277,7 @@ class Queue:
                 self._aside.rmdir()
 
     def confirm(self, entry: FlushEntry) -> None:
-        """Notes, on a rank that does not commit, that the save is committed. Then its loss is an error."""
+        """Records, on a rank that does not commit, that the save is committed. Then its loss is an error."""
         self._note(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
@@ -292,7 +292,7 @@ class Queue:
         return None
 
     def set_trouble(self, entry: FlushEntry, text: str | None) -> None:
-        """Notes the problem in flushing a record."""
+        """Records the problem in flushing a record."""
         name = f"{entry.stem}.trouble"
         if text is None:
             self._unlink(name)
@@ -390,7 +390,6 @@ class Queue:
         return Path(base, f"dcp_tensorizer-flush-{os.getuid()}-{name}")
 
     def _has_aside(self) -> bool:
-        """Returns whether this user has written something aside."""
         with suppress(OSError):
             status = os.lstat(self._aside)
             return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

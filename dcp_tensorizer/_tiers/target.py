@@ -90,7 +90,7 @@ def target_of(
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
         raise TypeError(f"local must be a str or an os.PathLike, got {type(local).__name__}")
     if path is None:
-        raise ValueError("local=... mirrors a path: give the writer the path as well")
+        raise ValueError("local= needs a path to mirror. Pass path= as well")
     here, remote = absolute_path(local), os.fspath(absolute_path(path))
     if not isinstance(here, Path):
         raise ValueError("local must be a folder on a disk of this machine, got a URL")

@@ -25,8 +25,6 @@ _WHOLE = OPEN | {REMOTE}
 
 
 class _Copies(NamedTuple):
-    """The complete copies in a local folder."""
-
     sizes: Mapping[str, int]  # the complete files
     indexes: Mapping[str, bytes]  # the metadata files of checkpoints that are complete here, and not on the remote yet
 

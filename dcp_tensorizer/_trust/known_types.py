@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .inert import Made, Named, Unexpected, Value, hash_cost
+from .inert import Made, Named, Unexpected, Value
 
 Arguments = tuple[Any, ...]
 Maker = Callable[[str, Arguments], Any]
@@ -81,8 +81,6 @@ def takes(*kinds: type, cost: int | None = 1) -> Maker:
 
 
 def _nothing(make: Callable[[str], Any]) -> Maker:
-    """Makes a maker without arguments."""
-
     def make_of_none(name: str, args: Arguments) -> Any:
         need(not args)
         return make(name)
@@ -200,11 +198,6 @@ def _strings(name: str, args: Arguments) -> Value:
     return Value(name, cost=1 + len(args))
 
 
-def _struct_time(name: str, args: Arguments) -> Value:
-    need(len(args) == 2 and _is(args[0], tuple) and _is(args[1], dict))
-    return Value(name, cost=hash_cost(args[0], _MAX_DIGITS))
-
-
 # --- types that take a state ------------------------------------------------------------------------------------------
 
 
@@ -261,7 +254,6 @@ CALLED: Mapping[str, Maker] = {
     "datetime.timezone": _timezone,
     "decimal.Decimal": _decimal,
     "fractions.Fraction": _fraction,
-    "time.struct_time": _struct_time,
     "types.SimpleNamespace": _with_state(by_name),
     "zoneinfo.ZoneInfo._unpickle": _zone_info,
 } | {f"{module}.{name}": _strings for module in ("pathlib", "pathlib._local") for name in _PATHS}

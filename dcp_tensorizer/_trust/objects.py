@@ -69,7 +69,6 @@ def advice(names: Sequence[str]) -> str:
 
 
 def _allowed() -> Mapping[str, Any]:
-    """The types that the user trusts, by name."""
     named = [item if isinstance(item, tuple) else (item, "") for item in torch.serialization.get_safe_globals()]
     return {name or f"{value.__module__}.{value.__qualname__}": value for value, name in named}
 
@@ -191,7 +190,6 @@ class _Judge(Inert):
             return Made(what.name, args)
 
     def _rebuilds(self, name: str) -> bool:
-        """Returns whether a name is one of torch's own functions that make tensors."""
         return name.startswith(REBUILD_PREFIX) and name in self._torch
 
     def _rebuild_subclass(self, args: Arguments) -> Any:

@@ -40,7 +40,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     infos = archive.infolist()
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise ValueError("it is compressed: load and save it once more")
+        raise ValueError("it is compressed. Load it with torch, and save it again")
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
@@ -95,7 +95,7 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     is_zip = is_archive(file.read(4))
     file.seek(0)
     if not is_zip:
-        raise ValueError("it is no archive (files of torch before 1.6 must be loaded and saved once more)")
+        raise ValueError("it is not a zip archive. Load files of torch < 1.6 with torch, and save them again")
     archive = check_archive(file, nbytes)
     infos = archive.infolist()
     for info in infos:
@@ -103,11 +103,11 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
         if name.endswith("/data.pkl"):
             check_pickle(record(archive, info))
         if name.endswith("/byteorder") and record(archive, info) == b"big":
-            raise ValueError("it is of a big-endian machine: load and save it once more on this one")
+            raise ValueError("it is from a big-endian machine. Load it with torch on this machine, and save it again")
     # With this record, torch does not look up positions: it computes them as if a descriptor followed each record.
     is_counted = any(info.filename.endswith("/.format_version") for info in infos)
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it was repacked, and not as torch.save packs: load and save it once more")
+        raise ValueError("it was repacked, but not as torch.save packs. Load it with torch, and save it again")
     return sorted((info.header_offset, info.file_size) for info in infos)
 
 

@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 def filling(
     sources: Sequence[TensorSource], dtypes: Sequence[str], contents: Callable[[TensorSource], memoryview]
 ) -> Fill:
-    """A function that returns the bytes of tensors, converted to ``dtypes``; ``contents`` returns a tensor's own
-    bytes.
+    """Returns a function that returns the bytes of tensors, converted to ``dtypes``; ``contents`` returns a tensor's
+    own bytes.
     """
 
     def fill(number: int, start: int, memory: np.ndarray) -> None:

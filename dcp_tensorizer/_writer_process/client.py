@@ -122,7 +122,7 @@ class WriterProcess(ChildProcess):
 
     @contextmanager
     def _conversation(self) -> Iterator[None]:
-        """A request of the lock's holder. Closes the files in the end, if `close` was called and did not wait."""
+        """Frees the lock after a request. Closes the files if `close` was called meanwhile, and did not wait."""
         try:
             yield
         finally:
@@ -160,7 +160,7 @@ class WriterProcess(ChildProcess):
 
 
 class _RemoteTraceback(Exception):
-    """Carries a traceback from the writer process as text, as the cause of an error here."""
+    """A traceback of the writer process as text, as the cause of an error here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

@@ -6,10 +6,11 @@ gets an alias of the storage, which lives until the copies are made.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
@@ -17,10 +18,58 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from .._runtime.torch_compat import negated_view, release_ipc_counter
 from .._staging.device import CUDA, Device, SideStream
+from .._staging.shared_memory import SharedBuffer
 from .._staging.tensor_copy import Copies, Pair
+from .._staging.ways import BufferWay
 from .._tensor_file.dtypes import dtype_name, named_dtype
-from ..errors import StagingError, WriteError
+from ..errors import StagingError, WriteError, WriterProcessDied
 from .protocol import DeviceTensor, SnapshotRequest
+
+if TYPE_CHECKING:
+    from .._saving.writer_client import WriterClient
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_MAX_DEATHS = 2  # while copying from GPUs: after each a process must be started
+
+
+class DeviceWay(BufferWay):
+    """``staging="device"``: the writer process copies from GPUs. If it cannot, this process does.
+
+    If it makes no progress for ``timeout`` seconds, it is killed.
+    """
+
+    copies_from_devices = False
+
+    def __init__(self, client: WriterClient, timeout: float) -> None:
+        self._client = client
+        self._timeout = timeout
+
+    def copy_elsewhere(self, buffer: SharedBuffer, copies: Copies) -> bool:
+        client = self._client
+        if not client.copies_from_gpus:
+            return False
+        pairs = copies.on_device
+        try:
+            request, _kept = export(pairs, [buffer.locate(copy) or 0 for copy, _ in pairs], buffer.id, copies.streams)
+            try:
+                client.ensure_process().ask(request, [buffer], self._timeout)
+            except BaseException:
+                withdraw(request.storages)
+                raise
+        except WriteError as error:
+            # A refusal would be repeated, so it is not asked again. A single death may not be repeated.
+            client.deaths += isinstance(error, WriterProcessDied)
+            client.copies_from_gpus = isinstance(error, WriterProcessDied) and client.deaths < _MAX_DEATHS
+            logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
+            if client.deaths == _MAX_DEATHS:
+                logger.error(
+                    "staging='device': the writer process died %d times while it copied from the GPU. From now on the "
+                    "trainer copies, as with staging='buffer': pass that.",
+                    client.deaths,
+                )
+            return False
+        return True
 
 
 def export(

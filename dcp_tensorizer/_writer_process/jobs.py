@@ -115,13 +115,13 @@ class FileJob:
             self._memory.clear()  # the job may live on for a while, in its error or in what reports on it
 
     def remove(self) -> None:
-        """Removes the files of this job, as far as there are any."""
+        """Removes this job's files, if any."""
         for file in self._files:
             with suppress(Exception):
                 self._storage.discard(file.name)
 
     def _adopt(self, file: FileRequest) -> FileResult | None:
-        """Adopts a file from where the same bytes are; None if there is no such place, or it is not possible in time.
+        """Adopts a file from a location of the same bytes, if there is one and it can be done in time.
 
         A server may take longer for its own copy than the job may take without progress: trying each place would take
         several times as long.
@@ -184,7 +184,6 @@ class FileJob:
 
 
 def _protocol(location: str) -> str:
-    """The protocol of a URL; empty for a path."""
     return location.partition("://")[0] if "://" in location else ""
 
 

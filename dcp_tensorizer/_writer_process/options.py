@@ -114,7 +114,7 @@ class SaveOptions:
         object.__setattr__(self, "storage_options", dict(self.storage_options or {}))
 
     def arguments(self) -> dict[str, Any]:
-        """The writer's arguments without secrets: of ``encryption`` only whether there is one."""
+        """Returns the writer's arguments without secrets: of ``encryption`` only whether there is one."""
         hidden = {"storage_options", "target", "max_unflushed"}
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in hidden}
         values["cipher"] = self.cipher is not None

@@ -21,7 +21,7 @@ from .options import SaveOptions
 
 if TYPE_CHECKING:
     from .._publish.publisher import Publication
-    from .._storage.claim import Claim
+    from .._storage.lease import LeaseRecord
     from .shared_job import Pieces, SharedFilePart
 
 
@@ -125,7 +125,7 @@ class PublishRequest:
     """
 
     publication: Publication
-    own: Claim | None  # the claim on that directory; None before the first version
+    own: LeaseRecord | None  # the lease of that directory; None before the first version
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class DigestRequest:
 
 
 Request = WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | PublishRequest | FlushTarget
-"""A `FlushTarget` is to be flushed from now on, while nothing else is asked for."""
+"""A `FlushTarget` is to be flushed from now on, between requests."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
@@ -152,7 +152,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """A file that is complete, and durable where that was asked for, with the places of its tensors."""
+    """A finished file (fsynced if requested), and the locations of its tensors."""
 
     name: str
     nbytes: int
@@ -198,5 +198,5 @@ class WriteDone:
         )
 
     def places(self) -> dict[str, tuple[StoredItem, int]]:
-        """The location of each tensor by its name, and the size of its file."""
+        """Returns the location of each tensor by its name, and the size of its file."""
         return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}

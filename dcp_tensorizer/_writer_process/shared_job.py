@@ -48,7 +48,7 @@ class Pieces:
         return Pieces(*(column[rows] for column in columns))
 
     def sorted(self) -> Pieces:
-        """The pieces in the order of files and offsets."""
+        """Returns the pieces in the order of files and offsets."""
         return self.select(np.lexsort((self.offset, self.file)))
 
     @classmethod
@@ -200,7 +200,7 @@ class SharedWriteJob:
 
 
 def _blocks_of(pieces: Pieces, sizes: Integers) -> Iterator[range]:
-    """The pieces of each block. No piece is in two blocks."""
+    """Returns the pieces of each block. No piece is in two blocks."""
     if not len(pieces):
         return
     block = pieces.offset // sizes[pieces.file]

@@ -32,7 +32,6 @@ from .protocol import (
     Call,
     DigestRequest,
     PublishRequest,
-    Request,
     SharedWriteRequest,
     SnapshotRequest,
     TensorSource,
@@ -60,7 +59,7 @@ _MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some
 _PROGRESS_SECONDS = 1.0
 # The memory for parts that is kept between saves: all that two threads and a local disk need. Saves get 3-15% faster.
 _KEPT_BYTES = 64 << 20
-_ABANDON_SECONDS = 20.0  # for removing the files, while a whole staged state is kept in memory for no use
+_ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory meanwhile
 
 
 class SpareCores:
@@ -93,7 +92,6 @@ def _first_line_of_stat() -> str:
 
 
 def _thread_ids() -> set[int]:
-    """The threads of this process."""
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
@@ -128,26 +126,24 @@ class Worker:
         self._attach(call, fds)
         if call.context is not None:
             call.context.take_on(OWN_VARIABLES)
-        return self._fulfil(call.request), ()
-
-    def _fulfil(self, request: Request | None) -> object:
-        match request:
-            case WriteRequest():
-                return self.write(request)
-            case SharedWriteRequest():
-                return self._write_shared(request)
-            case DigestRequest():
-                return self._digest(request)
-            case PublishRequest():
-                return self._publish(request)
-            case SnapshotRequest():
-                self._snapshot(request)
-            case FlushTarget():
-                self._flush(request)
-        return Done()
+        result: object = Done()
+        match call.request:
+            case WriteRequest() as request:
+                result = self.write(request)
+            case SharedWriteRequest() as request:
+                result = self._write_shared(request)
+            case DigestRequest() as request:
+                result = self._digest(request)
+            case PublishRequest() as request:
+                result = self._publish(request)
+            case SnapshotRequest() as request:
+                assert self._snapshots is not None, "it was started without GPUs"
+                self._snapshots.take(request, self._buffers[request.buffer])
+            case FlushTarget() as target:
+                self._flush(target)
+        return result, ()
 
     def _attach(self, call: Call, fds: list[int]) -> None:
-        """Maps new buffers, and unmaps those that no longer exist."""
         if self._snapshots is not None:
             self._snapshots.keep(set(call.kept))
         writable = self._snapshots is not None
@@ -166,11 +162,6 @@ class Worker:
 
             self._flushes = FlushThread(lambda: self._progress is not None)
         self._flushes.add(target)
-
-    def _snapshot(self, request: SnapshotRequest) -> None:
-        """Copies GPU memory of the trainer to a shared buffer."""
-        assert self._snapshots is not None, "it was started without GPUs"
-        self._snapshots.take(request, self._buffers[request.buffer])
 
     def _digest(self, request: DigestRequest) -> tuple[bytes, ...]:
         done: list[int] = []
@@ -215,7 +206,6 @@ class Worker:
         return self._run(job.run, lambda: job.bytes_written)
 
     def _fill(self, sources: Sequence[TensorSource], number: int, start: int, memory: np.ndarray) -> None:
-        """Fills memory with bytes of a tensor."""
         memory[:] = np.frombuffer(self._bytes(sources[number])[start : start + memory.nbytes], dtype=np.uint8)
 
     def _run(self, work: Callable[[], _T], progress: Callable[[], int]) -> _T:
@@ -275,7 +265,6 @@ class Worker:
 
 
 def _exit(abandon: Callable[[], None]) -> None:
-    """Ends this process, whatever it is doing."""
     abandoning = threading.Thread(target=abandon, name="abandon", daemon=True)
     abandoning.start()
     abandoning.join(_ABANDON_SECONDS)

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
 from .._storage.open import absolute_path, is_location
-from ..any_format import AnyFormatReader
 from ..planner import LoadPlanner, SavePlanner
+from ..reader import AnyFormatReader
 from ..writer import DescribedStager, TensorizerStorageWriter
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -222,7 +222,7 @@ _CLASSES: dict[type, type] = {
 
 
 def _make_instead(cls: type, ours: type) -> None:
-    """Lets one of torch's classes make an object of ours while this package is installed.
+    """Makes one of torch's classes create objects of ours while this package is installed.
 
     It stays after `uninstall`, and then makes torch's own: a class whose ``__new__`` was removed takes no arguments.
     """
@@ -249,7 +249,7 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
         said = f"{cls.__name__}({name}=...)"
         if name not in silent and value != bound.signature.parameters[name].default and said not in _said:
             _said.add(said)
-            logger.warning("%s means nothing to dcp_tensorizer, and is ignored", said)
+            logger.warning("%s has no effect in dcp_tensorizer, and is ignored", said)
     return dict(given)
 
 

@@ -41,9 +41,9 @@ from torch.optim import Optimizer
 
 from .._job.ranks import Heartbeats, OwnGroup
 from .._runtime.forks import free_in_child
-from ..any_format import open_reader
 from ..errors import WriteError
 from ..planner import LoadPlanner
+from ..reader import open_reader
 from ..writer import TensorizerStorageWriter
 from ._needed import needed
 
@@ -177,7 +177,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         if any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks):
             raise ValueError(
                 'ModelCheckpoint(save_last="link") links to a checkpoint that is not committed yet, and a job that is '
-                "killed then could not resume: pass save_last=True"
+                "killed then could not resume. Pass save_last=True."
             )
         super().setup(trainer)
 
@@ -291,27 +291,27 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             elif key in meta:
                 state[key] = meta.pop(key)
             elif strict:
-                raise KeyError(f"{path} has no {key!r}, which the state asks for: leave it out, or pass strict=False")
+                raise KeyError(f"{path} has no {key!r}, which the state has. Leave it out, or pass strict=False.")
         return meta
 
 
 def _local(path: Any) -> Path:
     """A path; raises `ValueError` for a URL, which would become a local directory."""
     if "://" in str(path):
-        raise ValueError(f"{path} is a URL: Lightning's strategies save to paths. Pass a path that all nodes see")
+        raise ValueError(f"{path} is a URL, and Lightning's strategies save to paths. Pass a path that all nodes see.")
     return Path(path)
 
 
 def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise TypeError(f"{name} has no meaning for a checkpoint of shards: leave it out")
+            raise TypeError(f"{name} is not supported for a checkpoint of shards. Leave it out.")
 
 
 def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
     models = [(key, value) for key, value in state.items() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"a checkpoint has one model, and the state has {len(models)}: save each by itself")
+        raise ValueError(f"the state must have one model, got {len(models)}. Save each by itself.")
     return models[0]
 
 

@@ -30,10 +30,9 @@ from .._runtime.torch_compat import load_state_dict_from_keys
 from .._storage.base import TIMEOUT
 from .._tensor_file.names import metadata_file_name
 from .._tiers.tiered_storage import nearest
-from ..any_format import open_reader
 from ..errors import CheckpointError, NotCommitted, unwrap
 from ..planner import LoadPlanner, SavePlanner
-from ..reader import ReaderOptions
+from ..reader import ReaderOptions, open_reader
 from ..writer import TensorizerStorageWriter, WriterOptions
 from ._needed import needed
 
@@ -107,7 +106,13 @@ class TensorizerCheckpointManager(CheckpointManager):
             config.save = wanted
         unused: CheckpointSaver = self._saver
         unused.close()
-        self._saver: _Saver = _Saver(self._finalizer(config), config)
+        callback, storage = config.finalize_callback, self._storage_config
+
+        def finalize(path: str) -> None:  # calls the user's callback for a committed checkpoint
+            if callback is not None:
+                callback(CallbackArgs(path, storage.create_storage(), EventLogger()))
+
+        self._saver: _Saver = _Saver(finalize, config)
         own: CheckpointLoader = self._loader
         self._loader: CheckpointLoader = _Loader(own, config, self._rank)
 
@@ -120,13 +125,6 @@ class TensorizerCheckpointManager(CheckpointManager):
         if self._closed:
             raise RuntimeError("Cannot prewarm staging with a closed CheckpointManager")
         self._saver.writer.prewarm(_state_of(self._schema.build_items(checkpoint, rank=self._rank), self._rank))
-
-    def _finalizer(self, config: Config) -> Callable[[str], object]:
-        """Calls the user's callback for a committed checkpoint."""
-        callback, storage = config.finalize_callback, self._storage_config
-        if callback is None:
-            return lambda path: None
-        return lambda path: callback(CallbackArgs(path, storage.create_storage(), EventLogger()))
 
 
 _NO_PROCESS = SyncCheckpointSaverConfig(
@@ -227,12 +225,13 @@ class _Loader(CheckpointLoader):
                 raise FileNotFoundError(_missing(str(path), missing))
         if location is not None:
             if not isinstance(location, str | torch.device):
-                raise ValueError(f"map_location must be a device here, and is {type(location).__name__}")
-            state |= {name: _moved(state[name], location) for name in whole}
+                raise ValueError(f"map_location must be a device, got {type(location).__name__}.")
+            moved = {name: state[name] for name in whole}
+            state |= pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(location), moved)
         checkpoint.load_state_dict({key: state[name] for key, name in names.items()})
 
     def _names_at(self, path: str | os.PathLike[str]) -> set[str]:
-        """The names of all items; none if they cannot be read, which the load then says on all ranks."""
+        """The names of all items; none if they cannot be read: then the load raises on all ranks."""
         reader = self._reader(path)
         reader.reset(path)
         with suppress(CheckpointError):
@@ -304,17 +303,13 @@ def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
 def _check(key: str, item: CheckpointItem) -> None:
     """Raises `ValueError` if an item asks for something that does not exist here."""
     if item.layout is not None:
-        raise ValueError(f"item {key!r} has a layout, and files of this package have their own: leave it out")
+        raise ValueError(f"item {key!r} has a layout, and files of this package have their own. Leave it out.")
     if item.resharder is None:
         return
     if type(item.resharder) is not DefaultResharder:
         raise ValueError(f"item {key!r} has a resharder of a class of its own, {type(item.resharder).__name__}")
     if any(isinstance(value, CheckpointableTensor) for value in pytree.tree_leaves(item.value)):
-        raise ValueError(f"item {key!r} has shards that are no DTensors: make them DTensors")
-
-
-def _moved(value: Any, device: str | torch.device) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+        raise ValueError(f"item {key!r} has shards that are not DTensors. Make them DTensors.")
 
 
 def _then(future: Future[Any], function: Callable[[], object]) -> Future[None]:

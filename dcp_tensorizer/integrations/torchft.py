@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from .._memory.checkpoint import KeptCheckpoint, KeptReader, described
+from .._memory.checkpoint import StateCheckpoint, StateReader, hold_request
 from .._memory.client import KeeperProcess
 from .._memory.copies import address_of, address_towards, is_local
-from .._memory.protocol import KeptHead
+from .._memory.protocol import StateHead
 from .._memory.replicas import RemotePart
 from .._memory.runtime_directory import job_name
 from .._memory.wire import SECRET_BYTES, Address
@@ -73,7 +73,7 @@ class TensorizerTransport:
     Args:
         state_dict: Returns the state to load into, nested as the one that is sent: what torchft's manager sends is
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
-            place. Others are new, in host memory. Without it all are. A state with DTensors needs it.
+            place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
         interface: The name or address of the network interface to listen on. None: the one towards torchft's
             lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
@@ -104,8 +104,9 @@ class TensorizerTransport:
         self._keeper, self._address = self._start()
 
     def metadata(self) -> str:
-        """The place where the other replicas reach the keeper, with the secret: another one once the state that was
-        offered is withdrawn.
+        """The address of the keeper for the other replicas, with the secret.
+
+        The secret changes once the state that was offered is withdrawn.
 
         Starts another keeper if this one has died.
         """
@@ -141,13 +142,13 @@ class TensorizerTransport:
         staged = stager.stage(_taken_apart(state_dict), is_kept=True)
         staged.staged_save.abandoned = True  # no save waits for it
         buffer, error = staged.staged_save.buffer, staged.staged_save.error
-        head = KeptHead(_state_id(step), number=step, job=self._run, rank=0, world_size=1, record=None)
+        head = StateHead(_state_id(step), number=step, job=self._run, rank=0, world_size=1, record=None)
         try:
             if buffer is None or error is not None:
                 raise StagingError(f"step {step} cannot be sent: {error}")
             planner = SavePlanner(flatten_state_dict=False, enable_plan_caching=False)
             planner.set_up_planner(dict(staged), is_coordinator=True)
-            self._keeper.keep(described(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
+            self._keeper.hold(hold_request(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
         except BaseException:
             if buffer is not None:
                 buffer.is_kept = False
@@ -185,12 +186,18 @@ class TensorizerTransport:
             StateMismatch: there is a DTensor, and no ``state_dict`` with its mesh; or a tensor of ``state_dict`` is
                 sharded otherwise. Names the key; tensors of ``state_dict`` may have changed.
         """
-        part = RemotePart(_address_in(metadata), _state_id(step), 0)
+        try:
+            address = msgspec.json.decode(metadata, type=Address)
+        except (msgspec.MsgspecError, ValueError):
+            raise ReadError(
+                "the other replica has another transport. Use TensorizerTransport in all replicas."
+            ) from None
+        part = RemotePart(address, _state_id(step), 0)
         try:
             content = part.record(timeout.total_seconds())
-            checkpoint = KeptCheckpoint(f"the state of replica {src_rank} at step {step}", [(content, part)])
+            checkpoint = StateCheckpoint(f"the state of replica {src_rank} at step {step}", [(content, part)])
             own = {} if self._state_dict is None else dict(_leaves(self._state_dict()))
-            return _read(KeptReader(checkpoint, self._reader_options), own)
+            return _read(StateReader(checkpoint, self._reader_options), own)
         finally:
             part.release()
 
@@ -264,7 +271,7 @@ def _taken_apart(state: Any) -> dict[str, Any]:
     return {_STRUCTURE: (tree, keys, values, shardings), **items}
 
 
-def _read(reader: KeptReader, own: Mapping[str, Any]) -> Any:
+def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
     """Reads a state that was taken apart; into tensors of ``own`` where they fit."""
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
@@ -273,7 +280,9 @@ def _read(reader: KeptReader, own: Mapping[str, Any]) -> Any:
         if not isinstance(entry, TensorStorageMetadata):
             target[key] = None
             continue
-        local = _local(own.get(key))
+        value = own.get(key)
+        value = value.to_local() if isinstance(value, DTensor) else value
+        local = value.detach() if isinstance(value, torch.Tensor) else None
         alike = local is not None and (local.shape, local.dtype) == (entry.size, entry.properties.dtype)
         if local is not None and alike and not local.is_meta:
             in_place.add(key)
@@ -303,18 +312,11 @@ def _read(reader: KeptReader, own: Mapping[str, Any]) -> Any:
         if mesh is None:
             raise StateMismatch(
                 f"{key} is a DTensor on a mesh {sharding.mesh_names} of shape {sharding.mesh_shape}, and no tensor "
-                f"here is on such a mesh: pass TensorizerTransport the state_dict to load into"
+                f"here is on such a mesh. Pass TensorizerTransport the state_dict to load into."
             )
         return sharding.around(target[key], mesh)
 
     return pytree.tree_map(value_of, tree)
-
-
-def _local(value: object) -> torch.Tensor | None:
-    """The part of a tensor that this rank has; None for other values."""
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    return value.detach() if isinstance(value, torch.Tensor) else None
 
 
 def _new_secret() -> bytes:
@@ -323,13 +325,6 @@ def _new_secret() -> bytes:
 
 def _state_id(step: int) -> str:
     return f"{step:032x}"
-
-
-def _address_in(metadata: str) -> Address:
-    try:
-        return msgspec.json.decode(metadata, type=Address)
-    except (msgspec.MsgspecError, ValueError):
-        raise ReadError("the other replica has another transport: all replicas need TensorizerTransport") from None
 
 
 def _own_address() -> str:

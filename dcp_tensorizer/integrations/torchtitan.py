@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
-from ..any_format import open_reader
+from ..reader import open_reader
 from ..writer import TensorizerStorageWriter
 from ._needed import needed
 
@@ -56,7 +56,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
         if self.enable:
-            # As the stager it keeps torchtitan from making one, and is closed with the manager.
+            # With a stager torchtitan makes none, and closes this one with the manager.
             self.stager = TensorizerStorageWriter(overlap_staging=self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM)
 
     def dcp_save(

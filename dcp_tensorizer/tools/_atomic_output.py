@@ -1,4 +1,4 @@
-"""Writes results that appear complete or not at all: under another name beside their own, and then renames them."""
+"""Writes results under temporary names, and renames them when they are complete."""
 
 from __future__ import annotations
 
@@ -40,31 +40,41 @@ def shown_path(path: str) -> str:
 
 
 @contextmanager
-def new_directory(path: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
+def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
     """Makes a directory that gets its name when it is complete.
 
     A storage without renaming removes its files after a failure instead: those that match the pattern ``files``. Others
     are foreign. The pattern leaves out the file that completes the result. Raises `ConversionError` if there is
-    something at the path, or a file system is mounted there, and `WriteError` if it cannot be written.
+    something at ``target``, or a file system is mounted there, and `WriteError` if it cannot be written.
     """
-    storage = open_storage(path, options)
+    storage = open_storage(target, options)
     with suppress(NotCommitted):
         if any(storage.listing()):
-            raise ConversionError(f"{storage.path} exists, and is not empty: choose another destination")
+            raise ConversionError(f"{storage.path} exists and is not empty. Choose another destination.")
     if isinstance(storage, LocalStorage):
-        real = Path(os.path.realpath(storage.location))
+        real, is_here = Path(os.path.realpath(storage.location)), False
         if real.exists() and not real.is_dir():
-            raise ConversionError(f"{storage.path} exists, and is not a directory: choose another destination")
-        if _is_working_directory(real):
-            raise ConversionError(f"{storage.path} is the working directory, and would be replaced: name another one")
+            raise ConversionError(f"{storage.path} exists and is not a directory. Choose another destination.")
+        with suppress(OSError):  # one of them does not exist
+            is_here = real.samefile(os.curdir)
+        if is_here:
+            raise ConversionError(f"{storage.path} is the working directory and would be replaced. Name another one.")
         if real.is_mount():
-            raise ConversionError(f"{storage.path} is a mount point, and so cannot be replaced: name a directory in it")
+            raise ConversionError(f"{storage.path} is a mount point and cannot be replaced. Name a directory in it.")
         with _renamed(real) as temporary:
             temporary.mkdir()
-            if real.exists():  # its permissions may be there to protect it
-                _take_over(real, temporary)
+            if real.exists():  # its owner, mode and extended attributes may be there to protect it
+                state = real.stat()
+                with suppress(OSError):
+                    os.chown(temporary, state.st_uid, state.st_gid)
+                shutil.copystat(real, temporary)
             yield LocalStorage(temporary)
-            _sync(temporary)
+            for path in (*temporary.iterdir(), temporary):  # torch's own writer does not make them durable
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
         return
     storage.make_directory()
     try:
@@ -84,37 +94,13 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
     """
     storage, name = beside(path, options)
     if storage.head(name) is not None:
-        raise ConversionError(f"{storage.path}/{name} exists: choose another destination")
+        raise ConversionError(f"{storage.path}/{name} exists. Choose another destination.")
     if isinstance(storage, LocalStorage):
         real = Path(os.path.realpath(Path(storage.location) / name))
         with _renamed(real) as temporary:
             yield LocalStorage(real.parent), temporary.name
     else:
         yield storage, name
-
-
-def _is_working_directory(path: Path) -> bool:
-    with suppress(OSError):  # one of them does not exist
-        return path.samefile(os.curdir)
-    return False
-
-
-def _take_over(old: Path, new: Path) -> None:
-    """Gives a directory the owner, mode and extended attributes of the one that it replaces."""
-    state = old.stat()
-    with suppress(OSError):
-        os.chown(new, state.st_uid, state.st_gid)
-    shutil.copystat(old, new)
-
-
-def _sync(folder: Path) -> None:
-    """Makes a directory's files and names durable. torch's own writer does not do that."""
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import fnmatch
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,11 @@ def convert(
 
 def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
     """Selects the values to convert, with their new names and dtypes."""
-    selected = [key for key in view.paths if _matches(key, options)]
+
+    def is_in(key: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+    selected = [key for key in view.paths if is_in(key, options.include or "*") and not is_in(key, options.exclude)]
     if not selected:
         excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""
         raise ConversionError(f"{view.path} has no key that matches {', '.join(options.include) or '*'}{excluded}")
@@ -117,15 +121,10 @@ def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
         if isinstance(value, StoredTensor):
             value = _cast(value, options.dtype)
         elif value.fault:
-            raise ConversionError(f"{view.path}: {key!r} {value.fault}, and cannot be converted: leave it out")
+            raise ConversionError(f"{view.path}: {key!r} {value.fault}, and cannot be converted. Leave it out.")
         named = value if path == value.path else replace(value, key=key_of(path), path=path)
         values[named.key] = named
     return replace(view, values=values)
-
-
-def _matches(key: str, options: ConvertOptions) -> bool:
-    selected = not options.include or any(fnmatch.fnmatchcase(key, pattern) for pattern in options.include)
-    return selected and not any(fnmatch.fnmatchcase(key, pattern) for pattern in options.exclude)
 
 
 def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
@@ -139,7 +138,7 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
         torch.empty(1, dtype=tensor.dtype, device="cpu").to(dtype)
     except NotImplementedError:
         raise ConversionError(
-            f"{tensor.key!r} is of {tensor.dtype}, which torch cannot convert to {dtype}: leave it out"
+            f"{tensor.key!r} is of {tensor.dtype}, which torch cannot convert to {dtype}. Leave it out."
         ) from None
     return replace(tensor, dtype=dtype, read=read, chunks=())
 

@@ -134,8 +134,12 @@ def diff_views(
         a, b = before.tensors.get(key), after.tensors.get(key)
         change = None
         if a is not None and b is not None:
-            change = _described_change(a, b)
-            if change is None and not proved_same(a, b):
+            if a.shape != b.shape:
+                shapes = [" x ".join(map(str, tensor.shape)) or "scalar" for tensor in (a, b)]
+                change = Change(key, "shape", shapes[0], shapes[1])
+            elif a.dtype != b.dtype:
+                change = Change(key, "dtype", dtype_name(a.dtype), dtype_name(b.dtype))
+            elif not proved_same(a, b):
                 to_read.append((a, b))
         elif a is None and b is None:
             change = _object_change(before.objects[key], after.objects[key])
@@ -155,15 +159,6 @@ def diff_views(
         len(old.keys() & new.keys()) - len(changes),
         2 * sum(a.nbytes for a, _ in to_read),
     )
-
-
-def _described_change(a: StoredTensor, b: StoredTensor) -> Change | None:
-    if a.shape != b.shape:
-        old, new = (" x ".join(map(str, tensor.shape)) or "scalar" for tensor in (a, b))
-        return Change(a.key, "shape", old, new)
-    if a.dtype != b.dtype:
-        return Change(a.key, "dtype", dtype_name(a.dtype), dtype_name(b.dtype))
-    return None
 
 
 def proved_same(a: StoredTensor, b: StoredTensor) -> bool:

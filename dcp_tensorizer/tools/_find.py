@@ -20,8 +20,7 @@ from .._index.container import is_index, looks_like_pickle
 from .._index.schema import SaveRecord
 from .._job.retention import Retention
 from .._job.steps import Step, current_branch, last_saved, members
-from .._saving.commit import dead_files, leftovers
-from .._saving.uploads import recorded_uploads
+from .._saving.commit import dead_files, leftovers, recorded_uploads
 from .._storage.base import FileInfo, Storage
 from .._storage.local import LocalStorage
 from .._storage.open import open_storage

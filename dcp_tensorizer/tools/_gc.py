@@ -23,9 +23,9 @@ from ..errors import describe
 from ._find import Folder, arrange, of_manager, steps_of, walk
 
 _MAY_BE_UNDER_WAY = (
-    "a save or a copy may be in progress there: pass an age with --older-than that no save or copy exceeds"
+    "a save or a copy may be in progress there. Pass an age with --older-than that no save or copy exceeds."
 )
-_RETAINED = "its manager retains it by keep_every or keep_best: to remove it, delete its directory"
+_RETAINED = "its manager retains it by keep_every or keep_best. To remove it, delete its directory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,9 @@ def collect(
         ReadError: it cannot be listed.
     """
     if keep_latest is not None and keep_latest < 1:
-        raise ValueError(f"keep_latest={keep_latest} must be at least 1: the newest checkpoint always stays")
+        raise ValueError(
+            f"keep_latest must be at least 1, because the newest checkpoint always stays, got {keep_latest}."
+        )
     removals = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
     return tuple(removal.planned if dry_run else remove(removal) for removal in removals)
 

@@ -1,4 +1,4 @@
-"""Lists the contents of a checkpoint: the places of its tensors, and its objects."""
+"""Lists the contents of a checkpoint: the locations of its tensors, and its objects."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._index.schema import SaveRecord
-from .._job.lineage import sound
-from .._job.steps import StepNames, read_steps
+from .._job.steps import StepNames, read_steps, sound
 from .._storage.base import Storage
 from .._storage.open import open_storage
 from .._tensor_file.dtypes import dtype_name
@@ -59,7 +58,7 @@ class ChunkInfo:
         offset, shape: The part of the tensor.
         nbytes: Stored bytes.
         rank: The rank that wrote it; None if it has no bytes, or its format has no ranks.
-        file, file_offset: The place of its first byte; None if it has no bytes.
+        file, file_offset: The location of its first byte; None if it has no bytes.
     """
 
     offset: tuple[int, ...]
@@ -214,7 +213,19 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
         view.path,
         len({_rank(name) for name in files}) if view.format == "dcp_tensorizer" else None,
         tuple(DataFileInfo(name, _rank(name), size) for name, size in sorted(files.items())),
-        tuple(_tensor(tensor) for tensor in tensors),
+        tuple(
+            TensorInfo(
+                tensor.key,
+                tensor.shape,
+                dtype_name(tensor.dtype),
+                tensor.nbytes,
+                tuple(
+                    ChunkInfo(chunk.region.start, chunk.region.size, chunk.item.length, *_location(chunk.item))
+                    for chunk in tensor.chunks
+                ),
+            )
+            for tensor in tensors
+        ),
         described,
         _totals((dtype_name(t.dtype), t) for t in tensors),
         _totals(zip(_groups([t.path for t in tensors]), tensors, strict=True)),
@@ -240,14 +251,6 @@ def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | No
     return type(value).__qualname__, short, value if type(value) in (bool, int, float, str) else None
 
 
-def _tensor(tensor: StoredTensor) -> TensorInfo:
-    chunks = tuple(
-        ChunkInfo(chunk.region.start, chunk.region.size, chunk.item.length, *_place(chunk.item))
-        for chunk in tensor.chunks
-    )
-    return TensorInfo(tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.nbytes, chunks)
-
-
 def _object(stored: StoredObject) -> ObjectInfo:
     try:
         too_large = stored.nbytes > _MAX_READ
@@ -256,10 +259,10 @@ def _object(stored: StoredObject) -> ObjectInfo:
         shown = "?", "encrypted", None
     except ConversionError as error:  # values of other formats that are not read here
         shown = "?", str(error), None
-    return ObjectInfo(stored.key, *shown, stored.nbytes, *_place(stored.item))
+    return ObjectInfo(stored.key, *shown, stored.nbytes, *_location(stored.item))
 
 
-def _place(item: StoredItem | None) -> tuple[int | None, str | None, int | None]:
+def _location(item: StoredItem | None) -> tuple[int | None, str | None, int | None]:
     """The rank, the file, and the offset of the first byte in the file."""
     return (_rank(item.file), item.file, item.offset) if item is not None and item.file else (None, None, None)
 

@@ -73,7 +73,7 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
         WriteError: the trace cannot be written.
     """
     if not sources:
-        raise ValueError("sources is empty: name at least one folder")
+        raise ValueError("sources is empty. Name at least one folder.")
     records = [
         record for source in sources for file in _files(Path(os.path.expanduser(source))) for record in _records(file)
     ]
@@ -115,9 +115,7 @@ class _Record(NamedTuple):
 def _files(source: Path) -> list[Path]:
     files = sorted(source.glob("*.spans.jsonl")) if source.is_dir() else [source]
     if not files or not files[0].exists():
-        raise NotCommitted(
-            f"{source}: there is no trace file; pass TraceFile({str(source)!r}) as on_report on each rank"
-        )
+        raise NotCommitted(f"{source} has no trace file. Pass TraceFile({str(source)!r}) as on_report on each rank.")
     return files
 
 
@@ -160,14 +158,17 @@ def _began(records: Iterable[_Record]) -> float:
 
 def _events(records: Sequence[_Record]) -> Iterator[dict[str, Any]]:
     """The events of the trace: one process for each rank, and rows in it, in which spans only nest."""
-    zero, free = _began(records), dict[tuple[int, str], list[float]]()
+    zero = _began(records)
+    free: dict[tuple[int, str], list[float]] = {}  # the times from which the rows of a track are free
     for rank, host in sorted({(record.rank, record.host) for record in records}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {host}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     for record in sorted(records, key=lambda record: record.spans[0].began):
         for track, spans in _bundles(record.spans):
             rows = free.setdefault((record.rank, track), [])
-            known, row = len(rows), _row(rows, spans)
+            known, starts = len(rows), min(span.began for span in spans)
+            row = next((row for row, moment in enumerate(rows) if moment <= starts), known)
+            rows[row : row + 1] = [max(span.ended for span in spans)]
             thread = 1 + _TRACKS.index(track) * _ROWS + row
             if row == known:
                 name = track if not row else f"{track} {row + 1}"
@@ -206,11 +207,3 @@ def _bundles(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
         bundles.setdefault((_TRACK_OF.get(span.name, "save"), span.file), []).append(span)
     for (track, _), bundle in bundles.items():
         yield track, bundle
-
-
-def _row(free: list[float], spans: Sequence[Span]) -> int:
-    """The first row that is free when the spans begin. ``free`` has the time from which each row is free."""
-    began = min(span.began for span in spans)
-    row = next((row for row, moment in enumerate(free) if moment <= began), len(free))
-    free[row : row + 1] = [max(span.ended for span in spans)]
-    return row

@@ -109,7 +109,7 @@ def verify(
         UnsupportedFormat: it is of a newer version.
         MetadataError: its metadata is damaged, so that there is nothing to compare with.
         ConversionError: it is of another format, and damaged, or has values that cannot be read.
-        ReadError: it cannot be read, which says nothing of damage; or it was replaced or removed while it was verified.
+        ReadError: it cannot be read, which proves no damage; or it was replaced or removed while it was verified.
     """
     storage = open_storage(checkpoint, storage_options)
     try:
@@ -181,8 +181,8 @@ def _verify_foreign(
                 on_progress(done, total)
         except ChecksumMismatch as error:
             chunk = value.chunks[0].item if isinstance(value, StoredTensor) else None
-            place = ("", 0) if chunk is None else (chunk.file, chunk.offset)
-            damages.append(Damage(place[0], key, place[1], str(error)))
+            file, offset = ("", 0) if chunk is None else (chunk.file, chunk.offset)
+            damages.append(Damage(file, key, offset, str(error)))
     items = sum(len(value.chunks) or 1 if isinstance(value, StoredTensor) else 1 for value in view.values.values())
     seconds = time.monotonic() - started
     return Verified(len(files), items, done, seconds, tuple(damages), digests=view.format == "tensorizer")
@@ -221,20 +221,15 @@ def verify_files(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if damages:
-        _check_unreplaced(storage, parts)
+        try:
+            now = data_files(read_parts(storage))
+        except NotCommitted:
+            now = {}
+        if now != data_files(parts):  # each save has its own file names, and removes those of the one that it replaces
+            raise ReadError(f"{storage.path} was replaced or removed while it was verified. Verify it again.")
         damages = _with_other_names(storage, _folded(damages, cut))
     damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
     return Verified(len(files), sum(map(len, items.values())), check.done, time.monotonic() - started, tuple(damages))
-
-
-def _check_unreplaced(storage: Storage, parts: Mapping[int | None, Metadata]) -> None:
-    """Raises `ReadError` if another save was committed meanwhile. It removes these files, which is no damage."""
-    try:
-        files = data_files(read_parts(storage))
-    except NotCommitted:
-        files = {}
-    if files != data_files(parts):  # each save has its own file names
-        raise ReadError(f"{storage.path} was replaced or removed while it was verified: verify it again")
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
@@ -258,17 +253,14 @@ def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damag
     names: dict[str, int] = {}
     with suppress(CheckpointError):
         names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
-    shown = "; the file has {} in other checkpoints, which are damaged too"
-    return [
-        replace(damage, what=damage.what + shown.format(_count(names[damage.file] - 1, "other name")))
-        if damage.file in names
-        else damage
-        for damage in damages
-    ]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    named = []
+    for damage in damages:
+        if others := names.get(damage.file, 1) - 1:
+            other_names = f"{others} other name{'' if others == 1 else 's'}"
+            what = f"{damage.what}; the file has {other_names} in other checkpoints, which are damaged too"
+            damage = replace(damage, what=what)
+        named.append(damage)
+    return named
 
 
 def _is_damage(storage: Storage, error: Exception) -> bool:
@@ -353,7 +345,9 @@ class _Check:
         stop = min(run.stop, run.file_nbytes)
         for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # aligned for reads past the page cache
             end = min(begin + _READ, stop)
-            buffer = self._buffer()[: end - begin]
+            if not hasattr(self._buffers, "memory"):
+                self._buffers.memory = direct_memory(_READ)
+            buffer: memoryview = self._buffers.memory[: end - begin]
             try:
                 reader.read_into([buffer], begin)
             except Exception as error:
@@ -370,18 +364,13 @@ class _Check:
     def _check_damage(self, file: str, error: Exception) -> None:
         """Raises `ReadError` if the error does not show whether the file is damaged."""
         if not _is_damage(self._storage, error):
-            said = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
-            raise ReadError(self._storage.scrub(said)) from self._storage.cause(error)
+            message = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
+            raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
 
     def _count(self, nbytes: int) -> None:
         with self._counting:
             self.done += nbytes
             self._progress(self.done, self._total)
-
-    def _buffer(self) -> memoryview:
-        if not hasattr(self._buffers, "memory"):
-            self._buffers.memory = direct_memory(_READ)
-        return self._buffers.memory  # type: ignore[no-any-return]
 
 
 # --- sections of a data file, and their expected contents -------------------------------------------------------------

@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from .._formats.catalog import Catalog, check_chunks, check_length
+from .._formats.own import read_metadata
+from .._formats.recognise import nothing_committed
 from .._index.layouts import Region, regions_of_range
+from .._index.schema import item_key
 from .._loading.run import copy_elements, fetch
 from .._loading.targets import ReadTarget, part_of
-from .._loading.validate import check_chunks, check_length, nothing_committed, read_metadata, stored_item
 from .._runtime.forks import free_in_child
 from .._storage.base import Storage
 from .._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
@@ -220,6 +224,21 @@ def plain_tensor(
     chunk = Chunk(whole(shape), item, strides)
     read = functools.partial(read_region, storage, key, dtype, [chunk], verify=False)
     return StoredTensor(key, path, dtype, shape, read, (chunk,))
+
+
+def view_of(storage: Storage, path: str, format_name: str, catalog: Catalog) -> CheckpointView:
+    """A view of a checkpoint of tensors, by the catalog that loads use."""
+    values: dict[str, StoredValue] = {}
+    for key, entry in catalog.metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        origin = torch.Size([0] * len(entry.size))
+        index = MetadataIndex(key, origin)
+        (pieces,) = catalog.locate([ReadItem(LoadItemType.TENSOR, index, origin, index, origin, entry.size)])
+        chunks = tuple(Chunk(piece.part, piece.item) for piece in pieces)
+        dtype = entry.properties.dtype
+        read = functools.partial(read_region, storage, key, dtype, chunks, verify=False)
+        values[key] = StoredTensor(key, (key,), dtype, tuple(entry.size), read, chunks)
+    return CheckpointView(path, format_name, values)
 
 
 def refused(source: str, path: Path, fault: str) -> StoredObject:
@@ -528,7 +547,9 @@ def _chunks(
         sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
     chunks: dict[torch.Size | None, Chunk] = {}
     for offset, size in sizes.items():
-        item = stored_item(storage.path, metadata, MetadataIndex(key, offset))
+        item = metadata.storage_data["items"].get(item_key(MetadataIndex(key, offset)))
+        if item is None:
+            raise MetadataError(f"{storage.path} has no data for {key!r} at offset {offset}")
         if item.kind == "tensor":
             check_length(storage.path, key, item, size)
         chunks[offset] = Chunk(Region(tuple(offset or ()), size), item, cipher=cipher)

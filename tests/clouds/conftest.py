@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..lab.leak_check import nothing_left_behind, temporary_directory
+from ..lab.leak_check import nothing_left_behind
 from .servers import AzureServer, GoogleServer, azure_server, google_server
 
-__all__ = ["nothing_left_behind", "temporary_directory"]
+__all__ = ["nothing_left_behind"]
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,11 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.open import open_storage
 
-from ..e2e.training import assert_same, random_tensor
+from ..e2e.training import random_tensor
 from ..lab.faults import Fault, s3_proxy
 from ..lab.processes import workers
 from ..lab.ranks import attempt
+from ..lab.states import assert_same
 from .servers import ACCOUNT_KEY
 
 

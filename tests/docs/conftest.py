@@ -1,5 +1,5 @@
-"""The pages' processes have a directory of their own for temporary files: suites that run at once look at theirs."""
+"""Pages leave nothing behind: each module is checked for that."""
 
-from ..lab.leak_check import nothing_left_behind, temporary_directory
+from ..lab.leak_check import nothing_left_behind
 
-__all__ = ["nothing_left_behind", "temporary_directory"]
+__all__ = ["nothing_left_behind"]

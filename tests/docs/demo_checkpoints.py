@@ -17,6 +17,8 @@ from dcp_tensorizer._saving.commit import put_records
 from dcp_tensorizer._storage.open import open_storage
 from examples.model import ByteTransformer
 
+from ..lab.faults import flip
+
 STEPS = (6, 12, 18, 24, 30)
 UNFINISHED = 36
 
@@ -43,11 +45,7 @@ def make(folder: Path) -> None:
 def damage(checkpoint: Path) -> None:
     """Changes one byte in the middle of a checkpoint's first file."""
     (path, *_) = sorted(checkpoint.glob("*.tensors"))
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip(path, path.stat().st_size // 2)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from .pages import ROOT, Block, blocks_of, name_of, pages
 RUN = {"python", "bash", "console", "toml"}
 SHOWN = {"diff", "json", "text", "yaml"}
 # Pages whose blocks are about the checkpoints that `make demo` leaves.
-OF_THE_DEMO = {"docs/guides/command-line.md", "docs/guides/serving.md"}
+OF_THE_DEMO = {"docs/guides/command-line.md", "docs/guides/export.md"}
 # Commands for whoever has a checkout, or has yet to install the package; the tests are themselves run by such a one.
 OF_A_CHECKOUT = re.compile(r"^(make|pip install) ")
 NOT_RUN = {

@@ -26,7 +26,7 @@ NOT_MEASURED = {
     "docs/guides/manager.md": ["2%", "12%"],  # of a simulation, asserted by tests/unit/job/test_interval.py
     "docs/guides/many-ranks.md": ["0.8 s"],
     "docs/guides/object-stores.md": ["5%", "5%"],
-    "docs/guides/sizing.md": ["1.7 s", "4.4 s"],
+    "docs/guides/clusters.md": ["1.7 s", "4.4 s"],
 }
 
 

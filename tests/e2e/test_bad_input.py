@@ -30,7 +30,8 @@ from dcp_tensorizer import (
 
 from ..lab.processes import workers
 from ..lab.ranks import attempt, eventually, run_ranks
-from .training import assert_same, random_tensor
+from ..lab.states import assert_same
+from .training import random_tensor
 
 WORLD = 2
 SECONDS = 30

@@ -17,7 +17,8 @@ from dcp_tensorizer.tools._formats.registry import open_checkpoint
 from dcp_tensorizer.tools._view import whole
 
 from ..lab.ranks import run_ranks
-from .training import assert_same, random_tensor
+from ..lab.states import assert_same
+from .training import random_tensor
 
 WORLD = 3
 ODD = torch.bfloat16  # of the zero-element tensors that tensorizer cannot read

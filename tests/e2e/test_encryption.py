@@ -21,7 +21,8 @@ from dcp_tensorizer._tensor_file import encryption as encryption_module
 
 from ..lab.processes import workers
 from ..lab.ranks import attempt, eventually, in_turn, run_ranks
-from .training import assert_same, full, random_tensor
+from ..lab.states import assert_same
+from .training import full, random_tensor
 
 WORLD = 4
 PASSPHRASE = "the walrus and the carpenter"
@@ -306,9 +307,9 @@ def test_stock_tensorizer_opens_every_file(saved):
 def test_keys_that_do_not_fit(saved, plain, by_two):
     """A missing, wrong or superfluous key is named on every rank, and no target has changed."""
     messages = {
-        "no key": "is encrypted: give its key (encryption=tensorizer.DecryptionParams",
-        "another key": "another key, or passphrase",
-        "another passphrase": "another key, or passphrase",
+        "no key": "is encrypted. Give its key (encryption=tensorizer.DecryptionParams",
+        "another key": "another key or passphrase",
+        "another passphrase": "another key or passphrase",
         "a key for a plain one": "is not encrypted, and a key was given",
     }
     for failures in by_two[1]:

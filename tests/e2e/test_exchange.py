@@ -16,10 +16,10 @@ from dcp_tensorizer import ChecksumMismatch, ReadError, TensorizerStorageReader,
 from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.exchange import Exchange
 
-from ..lab.faults import s3_proxy
+from ..lab.faults import flip, s3_proxy
 from ..lab.ranks import attempt, kill_self, run_ranks
-from ..unit.loading.stored import flip
-from .training import assert_same, random_tensor
+from ..lab.states import assert_same
+from .training import random_tensor
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from dcp_tensorizer._tensor_file.names import data_file_rank
 
 from ..lab.processes import workers
 from ..lab.ranks import attempt, eventually, kill_self, run_ranks
-from .training import assert_same
+from ..lab.states import assert_same
 
 WORLD = 2
 VICTIM = 1  # the rank whose processes are killed; the other one coordinates

@@ -234,7 +234,7 @@ with CheckpointManager(os.path.join(folder, "kept"), save_every=2, survive=60, s
     manager.wait()
     assert manager.steps() == [2, 4]
     manager.save(5, state(5))
-    manager._job.survival.wait_kept()
+    manager._survival.wait_held()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -215,7 +215,7 @@ def test_damaged_memory_is_not_received(make):
     source.send_checkpoint([1], 1, {"weight": torch.ones(10_000)}, SECONDS)
     address = source.metadata()
     target.recv_checkpoint(0, address, 1, SECONDS)
-    (buffer,) = source._keeper.kept.values()
+    (buffer,) = source._keeper.held.values()
     os.pwrite(buffer.fd, b"damage", 5_000)
     with pytest.raises(ChecksumMismatch, match=r"\['weight'\]"):
         target.recv_checkpoint(0, address, 1, SECONDS)

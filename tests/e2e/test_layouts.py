@@ -17,7 +17,8 @@ from dcp_tensorizer._loading import deliver
 from dcp_tensorizer._loading.run import fetch
 
 from ..lab.ranks import in_turn, run_ranks
-from .training import AppState, assert_same, full, random_tensor
+from ..lab.states import assert_same
+from .training import AppState, full, random_tensor
 
 WORLD = 4
 FULL = StateDictOptions(full_state_dict=True)

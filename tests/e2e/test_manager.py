@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_tensorizer import CheckpointManager, SaveLimits, StagingError, WriteError
+from dcp_tensorizer import CheckpointManager, CopyOptions, SaveLimits, StagingError, WriteError
 from dcp_tensorizer._saving import save as saving
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._storage import local
@@ -20,7 +20,6 @@ from .. import warm
 from ..lab.preempted_job import Preempted, losses
 from ..lab.processes import quietly
 from ..lab.ranks import run_ranks
-from ..lab.seams import job_of
 from ..lab.states import directories_in
 
 ROWS = 24
@@ -126,7 +125,10 @@ _COPIES = {"survive": 60.0, "copies": 2}
             "keep_best is 'loss' on rank 0, ('loss', 'max') on rank 1, None on rank 2",
         ),
         (
-            (_COPIES | {"interface": "lo"}, _COPIES | {"interface": "127.0.0.1"}, _COPIES | {"failure_domain": "a"}),
+            tuple(
+                _COPIES | {"copy_options": CopyOptions(**option)}
+                for option in ({"interface": "lo"}, {"interface": "127.0.0.1"}, {"failure_domain": "a"})
+            ),
             None,
         ),
     ],
@@ -265,7 +267,7 @@ def _save_replicas(rank, folder):
         save(5)
         manager.wait()
         # One of the ranks has to write it.
-        job_of(manager).saves.planner.written_elsewhere = frozenset({"model.layer1"})
+        manager._saves.planner.written_elsewhere = frozenset({"model.layer1"})
         with pytest.raises(WriteError) as caught:
             manager.save(6, state, wait=True)
         save(7)
@@ -299,7 +301,7 @@ def _goes_back(rank, folder):
             manager.save(step, {"w": torch.full((4,), step)}, wait=True)
         with pytest.raises(ValueError, match="the ranks save different steps, from 1 to 3"):
             manager.save(1 if rank.index else 3, {"w": torch.zeros(4)})
-        return manager.steps(), job_of(manager).place.branch
+        return manager.steps(), manager._position.branch
 
 
 def test_ranks_that_go_back_by_themselves(tmp_path):

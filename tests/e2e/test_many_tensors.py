@@ -10,7 +10,8 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ..lab.ranks import run_ranks
-from .training import assert_same, random_tensor
+from ..lab.states import assert_same
+from .training import random_tensor
 
 COUNT = 6000
 DTYPES = (

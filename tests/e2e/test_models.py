@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcp_tensorizer import (
     CheckpointManager,
     Export,
-    Parts,
     Publish,
     SafetensorsStorageWriter,
     SavePlanner,
@@ -27,9 +26,9 @@ from dcp_tensorizer import (
     open_reader,
 )
 from dcp_tensorizer._models import pieces as model_pieces
-from dcp_tensorizer._saving.item_bytes import ItemBytes
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.s3 import S3Storage
+from dcp_tensorizer.models import Parts
 from dcp_tensorizer.tools import list_versions
 
 from ..lab.ranks import attempt, kill_self, run_ranks
@@ -214,7 +213,7 @@ def fail_on_one(rank, folder):
         def fail(*arguments, **options):
             raise WriteError("out of order")
 
-        for owner, name in (LocalStorage, "open_shared"), (ItemBytes, "fill"):
+        for owner, name in (LocalStorage, "open_shared"), (model_pieces, "host_bytes"):
             original = getattr(owner, name)
             if rank.index == 1:
                 setattr(owner, name, fail)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from .. import warm
-from .training import assert_same
+from ..lab.states import assert_same
 
 ROOT = Path(__file__).parents[2]
 _SECONDS = 120

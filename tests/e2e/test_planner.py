@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_tensorizer import SavePlanner, TensorizerStorageReader, TensorizerStorageWriter
 
 from ..lab.ranks import attempt, in_turn, run_ranks
+from ..lab.states import assert_same
 from .test_layouts import LAYOUTS, Uneven
-from .training import AppState, assert_same, full, random_tensor
+from .training import AppState, full, random_tensor
 
 WORLD = 4
 

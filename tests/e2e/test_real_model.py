@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from ..lab.ranks import run_ranks
-from .training import assert_same, full
+from ..lab.states import assert_same
+from .training import full
 
 WORLD = 4
 

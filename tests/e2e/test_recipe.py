@@ -18,8 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from ..lab.ranks import eventually, run_ranks
+from ..lab.states import assert_same
 from ..lab.waiting import Gate, HeldPlanner, in_thread
-from .training import AppState, ToyModel, assert_same, full, train
+from .training import AppState, ToyModel, full, train
 
 STEPS = 6
 WORLD = 4

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import uuid
 from pathlib import Path
 
 import psutil
@@ -20,29 +19,16 @@ from dcp_tensorizer import (
     WriteError,
 )
 
-from ..lab.faults import Fault, s3_proxy
+from ..lab.faults import Fault
 from ..lab.processes import workers
 from ..lab.ranks import attempt, eventually, kill_self, run_ranks
 from ..lab.servers import KEY, OTHER_KEY, SECRET
-from .training import assert_same, random_tensor
+from ..lab.states import assert_same
+from .training import random_tensor
 
 MIB = 1 << 20
 LARGE = 30 * MIB  # four parts
 SMALL = 100_000
-
-
-@pytest.fixture
-def proxy(s3):
-    with s3_proxy(s3.endpoint) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def prefix(s3):
-    """A fresh one, below which no upload is left open in the end."""
-    name = uuid.uuid4().hex
-    yield name
-    assert s3.uploads(name) == []
 
 
 def _state(seed, size=LARGE):

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dcp_tensorizer import MetadataError, TensorizerStorageReader, TensorizerStorageWriter
 
 from ..lab.ranks import attempt, run_ranks
-from .training import assert_same, full, random_tensor
+from ..lab.states import assert_same
+from .training import full, random_tensor
 
 WORLD = 2
 ROADS = (

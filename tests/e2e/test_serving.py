@@ -35,7 +35,7 @@ def test_the_page_takes_a_checkpoint_to_a_server(tmp_path):
     dcp.load({"app": {"model": weights}}, storage_reader=TensorizerStorageReader(tmp_path / CHECKPOINT), no_dist=True)
     model.load_state_dict(weights)
     commands = re.findall(
-        r"^```bash\n(.*?)^```", (ROOT / "docs" / "guides" / "serving.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^```bash\n(.*?)^```", (ROOT / "docs" / "guides" / "export.md").read_text(), re.MULTILINE | re.DOTALL
     )
     assert len(commands) == 2
     done = subprocess.run(

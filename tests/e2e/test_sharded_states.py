@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from ..lab.ranks import run_ranks
-from .training import assert_same, full, random_tensor
+from ..lab.states import assert_same
+from .training import full, random_tensor
 
 
 def _sharded(seed, mesh, zero=False):

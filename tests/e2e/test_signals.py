@@ -62,7 +62,7 @@ def waiting_for_memory(writer):
 
 def giving_memory_back(writer):
     save(writer).result()
-    writer.saver.stager.wait_turn()
+    writer.saver.engine.saves.wait_turn(writer.saver.stager)
     suspend(writer)
     signal_in(Channel, "answer")  # it has the lock of the requests
     save(writer, 100_000)

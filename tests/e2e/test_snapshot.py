@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from ..lab.ranks import run_ranks
-from .training import assert_same, full, random_tensor
+from ..lab.states import assert_same
+from .training import full, random_tensor
 
 MODES = ("THREAD", "PROCESS")
 WORLD = 2

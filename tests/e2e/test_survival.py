@@ -11,7 +11,7 @@ from dcp_tensorizer import CheckpointManager, WriteError
 
 from ..lab.processes import keepers_below, quietly
 from ..lab.ranks import eventually, kill_self, run_ranks
-from ..lab.seams import wait_kept, wait_until_digested
+from ..lab.seams import wait_held, wait_until_digested
 from .kept_state import SECONDS, sharded_state, values_at, values_of
 
 
@@ -21,7 +21,7 @@ def _saves_and_dies(rank, folder, last, **options):
     manager.save(1, sharded_state(rank, 1), wait=True)
     for step in range(2, last + 1):
         manager.save(step, sharded_state(rank, step))
-    wait_kept(manager)
+    wait_held(manager)
     torch.distributed.barrier()
     kill_self()
 
@@ -96,7 +96,7 @@ def _saves_and_waits(rank, folder):
     for step in (1, 2, 3):
         manager.save(step, sharded_state(rank, step), wait=True)
     manager.save(4, sharded_state(rank, 4))
-    wait_kept(manager)
+    wait_held(manager)
     torch.distributed.barrier()
     kill_self()
 

@@ -1,8 +1,8 @@
 """As in tests/e2e: after every test nothing may be left, neither processes nor shared memory nor temporary files."""
 
-from ..e2e.conftest import _leftovers_before, _mark, _nothing_left
+from ..lab.leak_check import nothing_left
 
-__all__ = ["_leftovers_before", "_mark", "_nothing_left"]
+__all__ = ["nothing_left"]
 
 
 def pytest_configure(config):

@@ -15,7 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
-from ..e2e.training import assert_same, full
+from ..e2e.training import full
+from ..lab.states import assert_same
 from .jobs import die, run_job
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ..lab.leak_check import nothing_left_behind, temporary_directory
+from ..lab.leak_check import nothing_left_behind
 from .disks import Disk
 from .lab import Lab
 from .requirements import missing
 
-__all__ = ["nothing_left_behind", "temporary_directory"]
+__all__ = ["nothing_left_behind"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

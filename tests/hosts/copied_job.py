@@ -57,7 +57,7 @@ def main(words: str) -> None:
         local = distribute_tensor(full + step, mesh, [Shard(0)]).to_local()
         tell("restored", step, right=torch.equal(state["w"].to_local(), local) and state["step"] == step)
         last = last or (step + more if more else 0)
-        survival = manager._job.survival
+        survival = manager._survival
         copies = survival.copies
         steps: dict[str, int] = {}  # by the ids of states
         while not last or step < last:
@@ -72,7 +72,7 @@ def main(words: str) -> None:
             if not waits and (found := steps.pop(copies.confirmed, 0)):
                 tell("copied", found)
             while waits and copies.is_ready:
-                survival.wait_kept()
+                survival.wait_held()
                 if not (status := survival._keeper.copy_status()).is_running:
                     if not status.problem:
                         tell("copied", step)

@@ -55,7 +55,7 @@ def test_a_partition_of_15_s(lab):
     """In a copy, a save, a flush, and between: jobs go on when it is over, and their states are copied again."""
     saves = {"save_every": 1, "keep_latest": 2}
     jobs = {
-        "copy": {"copy_rate": 1e6},
+        "copy": {"copy_options": {"rate": 1e6}},
         "save": saves,
         "flush": saves | {"local": f"{DISK}/local"},
         "steps": {"waits": False},

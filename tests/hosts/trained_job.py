@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dcp_tensorizer import CheckpointManager, SaveLimits, unwrap
+from dcp_tensorizer import CheckpointManager, CopyOptions, SaveLimits, unwrap
 from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.stager import _Snapshot
@@ -39,7 +39,14 @@ PHASES = ("training", "staging", "copy", "write", "flush", "commit", "after the 
 """Where the job can stand still. There is a copy with ``copies=2`` and no flush without ``local``."""
 
 _WIDTH, _LAYERS = 256, 3
-_OPTIONS = {"save_every": 8, "keep_latest": 2, "survive": 600, "survive_every": 1, "copies": 2, "copy_rate": 2e6}
+_OPTIONS = {
+    "save_every": 8,
+    "keep_latest": 2,
+    "survive": 600,
+    "survive_every": 1,
+    "copies": 2,
+    "copy_options": {"rate": 2e6},
+}
 _STEP_SECONDS = 0.01
 _LONGEST_WRITE = 0.02  # seconds after the request in which a writer process is stopped
 _STANDS = 600.0
@@ -62,6 +69,7 @@ def main(words: str) -> None:
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
     options = _OPTIONS | json.loads(words)
+    options["copy_options"] = CopyOptions(**options.get("copy_options", {}))
     folder, name, more = options.pop("folder"), options.pop("name"), options.pop("more", 0)
     phase, after, patience = options.pop("phase", ""), options.pop("after", 0), options.pop("patience", 60.0)
     seconds = options.pop("timeout", 30.0)
@@ -87,7 +95,7 @@ def main(words: str) -> None:
             first = manager.restore(training.state) or 0
             tell("restored", first, right=training.is_at(first))
             training.step = first
-            copies = manager._job.survival.copies
+            copies = manager._survival.copies
             ordered: dict[str, int] = {}
             while not more or training.step < first + more:
                 step = training.next()
@@ -100,7 +108,7 @@ def main(words: str) -> None:
                     ordered.setdefault(copies.ordered, step)
                 if found := ordered.pop(copies.confirmed, 0):
                     tell("copied", found)
-                if halt.is_due("copy") and copies.is_ready and manager._job.survival._keeper.copy_status().is_running:
+                if halt.is_due("copy") and copies.is_ready and manager._survival._keeper.copy_status().is_running:
                     halt.at("copy", stands=False)
                 tell("made", step)
                 time.sleep(_STEP_SECONDS)

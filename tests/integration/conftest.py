@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ..lab.leak_check import nothing_left_behind, temporary_directory
+from ..lab.leak_check import nothing_left_behind
 from ..lab.processes import end_keepers
 
-__all__ = ["nothing_left_behind", "sockets", "temporary_directory"]
+__all__ = ["nothing_left_behind", "sockets"]
 
 
 @pytest.fixture

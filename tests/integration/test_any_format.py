@@ -6,15 +6,17 @@ import io
 import json
 import pickle
 import re
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorizer import DecryptionParams
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,7 +35,6 @@ from dcp_tensorizer import (
     DecryptionError,
     MetadataError,
     NotCommitted,
-    Parts,
     ReadError,
     SavePlanner,
     TensorizerStorageWriter,
@@ -42,6 +43,7 @@ from dcp_tensorizer import (
     open_reader,
     unwrap,
 )
+from dcp_tensorizer.models import Parts
 from dcp_tensorizer.tools import convert
 
 from ..lab.servers import S3Server
@@ -180,14 +182,76 @@ def test_a_lone_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
     assert torch.equal(target["w"], SAVED["w"] + 1)
 
 
-def test_parts_of_tensors_are_read_by_torch(tmp_path: Path) -> None:
-    """As its own writer leaves them without consolidation."""
-    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+def read_by(by: str, path: Path | str, into: Path, keys: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Reads a model by a load, or by a conversion."""
+    if by == "convert":
+        convert(path, into, "safetensors")
+        return load_file(into)
+    dcp.load(keys, storage_reader=open_reader(path))
+    return keys
+
+
+READ_BY = pytest.mark.parametrize("by", ["open_reader", "convert"])
+
+
+@READ_BY
+@pytest.mark.parametrize("location", ["disk", "remote"])
+def test_parts_of_tensors_are_put_together(tmp_path: Path, by: str, location: str) -> None:
+    """As torch's writer leaves them without consolidation, also sharded, on any storage."""
+    model, url = tmp_path / "model", f"memory://parts-{uuid.uuid4().hex}"
+    writer = HuggingFaceStorageWriter(str(model), save_distributed=True)
     dcp.save({"w": SAVED["w"]}, storage_writer=writer)
-    state = {"w": torch.zeros(2, 3)}
-    dcp.load(state, storage_reader=open_reader(tmp_path))
-    assert torch.equal(state["w"], SAVED["w"])
-    assert "has parts of tensors" in str(error_of(tmp_path, rename={"w": "v"}))
+    halves = {"shard-00001-model-00001-of-00001.safetensors": 0, "shard-00002-model-00001-of-00001.safetensors": 1}
+    for name, row in halves.items():
+        note = json.dumps({"w": {"saved_offsets": [row, 0]}})
+        save_file({"w": SAVED["w"][row : row + 1]}, model / name, {"DCP_SHARDING_INFO": note})  # type: ignore[index]
+    for file in set(model.iterdir()) - {model / name for name in halves}:
+        file.unlink()
+    if location == "remote":
+        fsspec.filesystem("memory").put(f"{model}/", f"{url}/", recursive=True)
+    path = model if location == "disk" else url
+    state = read_by(by, path, tmp_path / "out.safetensors", {"w": torch.zeros(2, 3)})
+    assert torch.equal(state["w"], SAVED["w"])  # type: ignore[arg-type]
+    if by == "open_reader":
+        column = {"w": torch.zeros(2, 3, dtype=torch.float64)}
+        assert torch.equal(read_by(by, path, tmp_path, column)["w"], SAVED["w"].double())  # type: ignore[attr-defined]
+        assert "has parts of tensors" in str(error_of(path, rename={"w": "v"}))
+
+
+@READ_BY
+def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path, by: str) -> None:
+    """One is missing, or two are the same one."""
+    for row in (0, 2):
+        note = json.dumps({"w": {"saved_offsets": [row, 0]}})
+        save_file({"w": torch.ones(1, 3)}, tmp_path / f"shard-{row}.safetensors", {"DCP_SHARDING_INFO": note})
+    with pytest.raises((CheckpointException, MetadataError), match="chunks of 'w' do not make up its 9 elements"):
+        read_by(by, tmp_path, tmp_path / "out.safetensors", {"w": torch.zeros(3, 3)})
+
+
+@READ_BY
+def test_a_tensor_in_two_files_comes_from_the_one_that_the_index_names(tmp_path: Path, by: str) -> None:
+    """Both files are named, for other tensors."""
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file({"a": torch.ones(1), "w": torch.ones(2)}, tmp_path / first)
+    save_file({"b": torch.ones(1), "w": torch.full((2,), 2.0)}, tmp_path / second)
+    index = {"weight_map": {"a": first, "b": second, "w": second}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    state = read_by(by, tmp_path, tmp_path / "out.safetensors", {"w": torch.zeros(2)})
+    assert state["w"].tolist() == [2.0, 2.0]
+
+
+@READ_BY
+def test_a_tensor_that_only_the_index_names_is_missed(tmp_path: Path, by: str) -> None:
+    """The error names it and the file where it should be; nothing is loaded."""
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file({"w": torch.ones(2)}, tmp_path / first)
+    save_file({"b": torch.ones(2)}, tmp_path / second)
+    index = {"weight_map": {"w": first, "b": second, "lost": second}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    state = {"w": torch.zeros(2)}
+    with pytest.raises((CheckpointException, MetadataError), match=f"{second} lacks 'lost'"):
+        read_by(by, tmp_path, tmp_path / "out.safetensors", state)
+    assert not state["w"].any()
 
 
 def test_new_names_are_for_safetensors(tmp_path: Path) -> None:

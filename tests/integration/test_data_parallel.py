@@ -73,5 +73,5 @@ def test_only_other_numbers_are_found() -> None:
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2)])
 def test_a_rank_is_below_the_size(rank: int, size: int) -> None:
     """Anything else is a mistake."""
-    with pytest.raises(ValueError, match=rf"^rank={rank} must be at least 0, and less than size={size}$"):
+    with pytest.raises(ValueError, match=rf"^rank must be at least 0 and less than size={size}, got {rank}.$"):
         DataParallelState(Loader(), rank, size)

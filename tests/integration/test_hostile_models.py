@@ -168,7 +168,8 @@ def test_headers(tmp_path: Path, published: Path, name: str) -> None:
         model.mkdir(parents=True)
         (model / file).write_bytes((READ | REFUSED)[name])
         if file == FILE:
-            (model / INDEX).write_bytes(b"{" + MAP + b"}")
+            key = {"a key with NUL": "a\0", "an empty key": ""}.get(name, "w")
+            (model / INDEX).write_text(json.dumps({"weight_map": {key: FILE}}))
         is_published = (
             name in READ or name.startswith(("an unknown dtype", "too few bytes", "a huge shape")) or "parts" in name
         )

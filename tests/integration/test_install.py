@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_tensorizer import (
     LoadPlanner,
-    LoadReport,
     SavePlanner,
     TensorizerStorageReader,
     TensorizerStorageWriter,
@@ -37,6 +36,7 @@ from dcp_tensorizer import (
 from dcp_tensorizer._index.container import is_index
 from dcp_tensorizer._runtime.torch_compat import FsspecWriter
 from dcp_tensorizer.integrations.install import run
+from dcp_tensorizer.reader import LoadReport
 
 from ..lab.processes import run_python
 from ..lab.waiting import WAIT, Gate, HeldPlanner, in_thread, wait_until_inside
@@ -297,7 +297,7 @@ def test_arguments_without_a_meaning_are_named_once(tmp_path: Path, caplog: pyte
     for _ in range(2):
         FileSystemWriter(tmp_path, per_thread_copy_ahead=1, _extensions=[])
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "FileSystemWriter(_extensions=...) means nothing to dcp_tensorizer, and is ignored"
+        "FileSystemWriter(_extensions=...) has no effect in dcp_tensorizer, and is ignored"
     ]
 
 

@@ -36,9 +36,9 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
+from dcp_tensorizer._formats.own import read_head
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.metrics import ASSUMED
-from dcp_tensorizer._loading.validate import read_head
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ..lab.processes import forget, quietly

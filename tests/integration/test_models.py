@@ -304,7 +304,7 @@ def test_a_model_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> None:
     """The new files have names of their own, and the old ones go when the new index is in place."""
     save(tmp_path / "model", state(), max_shard_bytes=10_000)
     before = names(tmp_path / "model")
-    assert "holds a model already: save to another path, or pass overwrite=True" in refused(tmp_path / "model", state())
+    assert "holds a model already. Save to another path, or pass overwrite=True" in refused(tmp_path / "model", state())
     assert names(tmp_path / "model") == before
     new = {key: tensor + 1 for key, tensor in expected().items()}
     save(tmp_path / "model", new, max_shard_bytes=10_000, overwrite=True)
@@ -350,7 +350,7 @@ def test_a_checkpoint_is_not_joined_by_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "options", "words"),
     [
-        ({"w": torch.ones(2), "step": 7}, {}, "'step' is not of tensors, which safetensors cannot hold: leave it out"),
+        ({"w": torch.ones(2), "step": 7}, {}, "'step' is not of tensors, which safetensors cannot hold. Leave it out"),
         ({"w": torch.ones(2, dtype=torch.complex128)}, {}, "'w' is of torch.complex128, which safetensors does not"),
         ({"a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"*": "c*", "x": "y"}}, "no tensor matches 'x'"),
         ({"m.a": torch.ones(2), "a": torch.ones(2)}, {"rename": {"m.*": "*"}}, "'m.a' and 'a' would both be 'a'"),
@@ -371,7 +371,7 @@ def test_files_that_would_be_parts_of_the_model_are_refused(tmp_path: Path) -> N
     """And one that cannot be read."""
     (tmp_path / "x.safetensors").write_bytes(b"")
     words = refused(tmp_path / "model", state(), files=[tmp_path / "x.safetensors"])
-    assert "which would be taken for a part of the model: leave it out" in words
+    assert "which would be taken for a part of the model. Leave it out" in words
     assert f"{tmp_path / 'missing'}, which files= has, cannot be read" in refused(
         tmp_path / "model", state(), files=[tmp_path / "missing"]
     )
@@ -391,11 +391,11 @@ def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dtype": "bfloat16"}, TypeError, "dtype must be dtype, and is str"),
-        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8 is none of the floating-point dtypes of safetensors"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be dtype, got str"),
+        ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),
         ({"rename": {"a*": "b"}}, ValueError, "'b' cannot become 'a*'"),
-        ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0 must be an int of at least 1"),
-        ({"files": "config.json"}, TypeError, "files must be a list of paths, and is 'config.json'"),
+        ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be an int of at least 1, got 0."),
+        ({"files": "config.json"}, TypeError, "files must be a list of paths, got 'config.json'"),
         ({"on_progress": 5}, TypeError, "on_progress"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -450,9 +450,9 @@ def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, mo
     ("options", "error", "message"),
     [
         ({"every": 2}, ValueError, "every= exports several models to one path: put {} for the step into it"),
-        ({"every": 0}, ValueError, "every=0 must be an int of at least 1, or None"),
-        ({"include": "model.*"}, TypeError, "include must be a list of patterns, and is 'model.*'"),
-        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8 is none of the floating-point dtypes"),
+        ({"every": 0}, ValueError, "every must be an int of at least 1, or None, got 0."),
+        ({"include": "model.*"}, TypeError, "include must be a list of patterns, got 'model.*'"),
+        ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -19,7 +19,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_tensorizer import (
     CheckpointError,
     ChecksumMismatch,
-    LoadReport,
     MetadataError,
     NotCommitted,
     ReadError,
@@ -28,9 +27,10 @@ from dcp_tensorizer import (
     UntrustedObject,
     open_reader,
 )
+from dcp_tensorizer._formats.own import decode
 from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._index.read import decode
 from dcp_tensorizer._saving import write_plan
+from dcp_tensorizer.reader import LoadReport
 from dcp_tensorizer.tools import verify
 
 from ..lab.checkpoints import make_checkpoint

@@ -18,7 +18,7 @@ from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorag
 
 from ..lab.saved_objects import STANDARD
 from ..lab.saved_objects import same as same_object
-from ..lab.states import ALL_DTYPES, dtype_name, filled, same
+from ..lab.states import ALL_DTYPES, assert_same, dtype_name, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 Pair = namedtuple("Pair", "first second")
@@ -92,24 +92,6 @@ def blank(value):
         members = [blank(item) for item in value]
         return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
     return None if value is None else type(value)()
-
-
-def assert_same(actual, expected, key="state"):
-    """Equal in structure, dtype, shape and every bit."""
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), key
-        for name, item in expected.items():
-            assert_same(actual[name], item, f"{key}.{name}")
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), key
-        for number, item in enumerate(expected):
-            assert_same(actual[number], item, f"{key}.{number}")
-    elif isinstance(expected, torch.Tensor):
-        assert same(actual, expected), key
-    elif isinstance(expected, io.BytesIO):
-        assert actual.getvalue() == expected.getvalue(), key
-    else:
-        assert actual == expected, key
 
 
 @pytest.mark.parametrize("kind", ZOO)

@@ -24,11 +24,10 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._job import restart
-from dcp_tensorizer._loading.validate import read_head
-from dcp_tensorizer._memory import client, runtime_directory
+from dcp_tensorizer._formats.own import read_head
+from dcp_tensorizer._memory import client, runtime_directory, survival
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
-from dcp_tensorizer._memory.protocol import Extent, Keep, KeptContent, KeptHead
+from dcp_tensorizer._memory.protocol import Extent, Hold, StateContent, StateHead
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.save import Save
@@ -40,7 +39,7 @@ from dcp_tensorizer._tensor_file.names import block_size
 from dcp_tensorizer._writer_process.protocol import WriteDone
 
 from ..lab.processes import keepers_below
-from ..lab.seams import wait_kept
+from ..lab.seams import wait_held
 from ..lab.waiting import WAIT, Gate
 
 
@@ -105,7 +104,7 @@ def test_a_run_that_is_suspended_counts_as_alive(
     fail(tmp_path / "run", 8, 9)
     (keeper,) = keepers_below(sockets)
     keeper.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(restart, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(survival, "_LOOK_SECONDS", 0.1)
     state = state_of(0)
     with manager_of(tmp_path / "run", save_every=1000) as manager:
         with pytest.raises(WriteError, match=f"its keeper on .* does not answer at {sockets}/"):
@@ -210,7 +209,7 @@ def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
         tmp_path / "run", survive_every=None, encryption=EncryptionParams.random() if encrypts else None
     ) as manager:
         manager.save(1, mixed_state(), wait=True)
-        wait_kept(manager)  # the keeper may be told of it when it has been written
+        wait_held(manager)  # the keeper may be told of it when it has been written
         ((number, known),) = told
         content, digests = taken_from(sockets, number)
         expected = {(extent.offset, extent.nbytes): own for extent, own in digests.items() if not extent.is_inline}
@@ -218,7 +217,7 @@ def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
         assert dict(zip(content.state.extents, content.digests, strict=True)) == digests
 
 
-def taken_from(sockets: Path, number: str) -> tuple[KeptContent, dict[Extent, bytes]]:
+def taken_from(sockets: Path, number: str) -> tuple[StateContent, dict[Extent, bytes]]:
     """What a keeper gives of a state, and the digests of what is there."""
     (path,) = sockets.iterdir()
     connection = runtime_directory.connect(path)
@@ -277,10 +276,10 @@ def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: P
 @pytest.mark.parametrize("goes_on", ["before it is left", "afterwards"])
 def test_a_keeper_is_left_while_it_is_told_digests(sockets: Path, goes_on: str) -> None:
     """It lives on with what it has: that its trainer cannot reach it any more is no reason to end it."""
-    head = KeptHead("a", 1, "run", 0, 1, None)
+    head = StateHead("a", 1, "run", 0, 1, None)
     with closing(SharedBuffer(4096)) as buffer:
         process = KeeperProcess("job", "run", WAIT)
-        process.keep(Keep(head, buffer.nbytes, (Extent(False, 0, 100),), b"", b"", WAIT, digests_follow=True), buffer)
+        process.hold(Hold(head, buffer.nbytes, (Extent(False, 0, 100),), b"", b"", WAIT, digests_follow=True), buffer)
         (keeper,) = keepers_below(sockets)
         if goes_on == "afterwards":
             keeper.send_signal(signal.SIGSTOP)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import CheckpointManager, WriteError
-from dcp_tensorizer._storage.claim import Ownership
+from dcp_tensorizer._storage.lease import Lease
 from dcp_tensorizer.tools import collect, list_checkpoints, verify
 
 from ..lab.servers import S3Server
@@ -59,16 +59,16 @@ def test_what_the_newer_run_commits_after_the_look_stays(tmp_path: Path, monkeyp
     with manager_of(tmp_path) as old, manager_of(tmp_path) as new:
         for step in (1, 2):
             old.save(step, state_of(step), wait=True)
-        look = Ownership.check
+        look = Lease.check
 
-        def look_and_wait(owner: Ownership) -> None:
+        def look_and_wait(owner: Lease) -> None:
             look(owner)
-            monkeypatch.setattr(Ownership, "check", look)
+            monkeypatch.setattr(Lease, "check", look)
             assert new.restore(state_of(0), 1) == 1
             new.save(2, state_of(20), wait=True)
 
         assert old.restore(state_of(0), 1) == 1
-        monkeypatch.setattr(Ownership, "check", look_and_wait)
+        monkeypatch.setattr(Lease, "check", look_and_wait)
         with pytest.raises(WriteError, match="step-2: another run has saved there just now"):
             old.save(2, state_of(2), wait=True)
         assert (new.restore(state := state_of(0)), state["step"]) == (2, 20)

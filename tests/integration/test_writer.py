@@ -510,7 +510,7 @@ def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
         (buffer,) = memory_files() - before
         dcp.async_save(state, storage_writer=writer).result()
         assert memory_files() - before == {buffer}
-        writer.saver.stager.wait_turn()
+        writer.saver.engine.saves.wait_turn(writer.saver.stager)
         writer.prewarm(state)  # takes back the buffer of the save, which is over
         wait_prewarmed()
         assert memory_files() - before == {buffer}
@@ -573,7 +573,7 @@ def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
         for value in (1, 2):
             future = dcp.async_save(state_of(value), storage_writer=writer)
             future.result()
-            writer.saver.stager.wait_turn()
+            writer.saver.engine.saves.wait_turn(writer.saver.stager)
             assert memory_files() == before
             maps = Path(f"/proc/{writer_process().pid}/maps").read_text()
             assert "memfd:dcp_tensorizer" not in maps
@@ -611,7 +611,7 @@ def test_without_collectives_not_over_a_checkpoint_of_all_ranks(tmp_path):
     """Every load would find that one, and not what was saved: the error says so, and it stays."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(state_of(1), storage_writer=writer)
-        with pytest.raises(WriteError, match=r"holds a checkpoint of all ranks.*save to another path"):
+        with pytest.raises(WriteError, match=r"holds a checkpoint of all ranks.*Save to another path"):
             dcp.save(state_of(2), storage_writer=writer, use_collectives=False)
     assert loaded(tmp_path) == (1.0, 1)
     assert len(list(tmp_path.iterdir())) == 2

@@ -6,6 +6,6 @@
 - Processes: programs that run (`processes`), a job that is ended at any moment (`preempted_job`), a device
   (`simulated`), threads that wait for each other (`waiting`), and what a module leaves behind (`leak_check`).
 - Servers: `servers`, `sftp_server`, and the `libsodium` that a machine may lack.
-- Faults: of connections (`faults`), of machines (`crash_states`, `crash_scenarios`), of an index (`index_edits`).
+- Faults: of connections and files (`faults`), machines (`crash_states`, `crash_scenarios`), an index (`index_edits`).
 - Seams: `seams`, where tests of several rooms look inside the package.
 """

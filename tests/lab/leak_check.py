@@ -1,4 +1,7 @@
-"""Looks for what a test module leaves behind: processes, descriptors, shared memory, temporary files."""
+"""Looks for what tests leave behind: processes, descriptors, shared memory, temporary files.
+
+Several test processes may run at once on a machine, and each looks at what is its own.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,29 @@ import gc
 import multiprocessing.util
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec.asyn
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
 
 from . import servers
 from .processes import is_a_servant, memory_files, open_descriptors
+from .ranks import eventually
 
-# Two busy cores make single examples slow now and then; the number of examples bounds the time.
-settings.register_profile(
-    "unit", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("unit")
+_MARK = "DCP_TENSORIZER_TESTS"
+_SHARED_MEMORY = Path("/dev/shm")
+_SECONDS = 120.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mark() -> Iterator[None]:
+    """Marks all that descends from this process, orphans included: children inherit their parent's environment."""
+    os.environ[_MARK] = uuid.uuid4().hex
+    yield
+    del os.environ[_MARK]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,14 +59,13 @@ def _present(temporary: Path) -> dict[str, set[str]]:
         for child in process.children(recursive=True)
         if child.pid not in servers.pids() and not is_a_servant(child)
     ]
-    shared = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
     return {
         "processes": {f"{child.pid} {_shown(child)}" for child in children},
         "sockets": {str(connection.fd) for connection in process.net_connections("unix")},
         "descriptors": {target for target in open_descriptors().values() if target.startswith(str(temporary))},
         "memory": {str(inode) for inode in memory_files()},
         "temporary files": {name for name in os.listdir(temporary) if not name.startswith("torchinductor_")},
-        "shared memory": {name for name in shared if name.startswith(f"torch_{os.getpid()}_")},
+        "shared memory": {name for name in _in_shared_memory() if name.startswith(f"torch_{os.getpid()}_")},
     }
 
 
@@ -77,3 +86,52 @@ def nothing_left_behind(request: pytest.FixtureRequest, temporary_directory: Pat
 
 def _difference(before: dict[str, set[str]], after: dict[str, set[str]]) -> dict[str, list[str]]:
     return {kind: sorted(names - before[kind]) for kind, names in after.items() if names - before[kind]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(temporary_directory: Path) -> Iterator[None]:
+    """Fails a test that leaves a process, also an orphan, a file in /dev/shm or a temporary file of the package."""
+    before = _files(temporary_directory)
+    yield
+    _, alive = psutil.wait_procs(_descendants(), timeout=_SECONDS)
+    left = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive if process.is_running()]
+    for process in alive:
+        process.kill()
+    assert not left, left
+    eventually(lambda: _files(temporary_directory) <= before, _SECONDS)
+    assert _files(temporary_directory) <= before
+
+
+def _descendants() -> list[psutil.Process]:
+    """Everything that descends from this process, also what has been orphaned since."""
+    found = {process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process)}
+    found.update(psutil.Process().children(recursive=True))
+    return [process for process in found if process.pid not in servers.pids() and not is_a_servant(process)]
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(_MARK) == os.environ[_MARK]
+    except psutil.Error:
+        return False
+
+
+def _files(temporary: Path) -> set[str]:
+    """Temporary files of the package, and all in /dev/shm but what tests of other processes have there now."""
+    spools = {str(path) for path in temporary.glob("dcp_tensorizer-*")}
+    return spools | {name for name in _in_shared_memory() if not name.startswith("tmp") and not _is_anothers(name)}
+
+
+def _in_shared_memory() -> list[str]:
+    return os.listdir(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else []
+
+
+def _is_anothers(name: str) -> bool:
+    """Returns whether a file of torch's is of a process that lives and is none of ours."""
+    creator = name.split("_")[1] if name.startswith("torch_") else ""
+    if not creator.isdecimal() or int(creator) == os.getpid():
+        return False
+    try:
+        return not _is_ours(psutil.Process(int(creator)))
+    except psutil.Error:
+        return False

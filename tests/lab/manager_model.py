@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dcp_tensorizer import CheckpointManager, ReadError, TensorizerStorageReader, WriteError
-from dcp_tensorizer._loading.validate import read_head
+from dcp_tensorizer._formats.own import read_head
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 

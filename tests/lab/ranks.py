@@ -22,14 +22,9 @@ import torch.multiprocessing as mp
 
 from .. import warm
 
-# Of every process that belongs to these tests, orphans included: children inherit their parent's environment.
-MARK = "DCP_TENSORIZER_E2E"
 # Names of the package come from modules that are imported when somebody asks for them, so those are here too.
 _IMPORTED = [
-    *(
-        f"dcp_tensorizer.{name}"
-        for name in ("writer", "reader", "planner", "manager", "any_format", "tools", "integrations.install")
-    ),
+    *(f"dcp_tensorizer.{name}" for name in ("writer", "reader", "planner", "manager", "tools", "integrations.install")),
     "torch._dynamo",  # torch imports it when the first tensor is distributed
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",

@@ -9,7 +9,6 @@ import torch
 import xxhash
 
 from dcp_tensorizer import CheckpointManager
-from dcp_tensorizer._job.job import Job
 from dcp_tensorizer._memory.client import KeeperConnection
 from dcp_tensorizer._memory.runtime_directory import connect
 from dcp_tensorizer._storage.base import Storage
@@ -24,14 +23,9 @@ from dcp_tensorizer._writer_process.protocol import TensorSource
 from .states import dtype_name, raw
 
 
-def job_of(manager: CheckpointManager) -> Job:
-    """The job of a manager."""
-    return manager._job
-
-
-def wait_kept(manager: CheckpointManager) -> None:
+def wait_held(manager: CheckpointManager) -> None:
     """Waits until the newest state is kept in memory (``survive``)."""
-    job_of(manager).survival.wait_kept()
+    manager._survival.wait_held()
 
 
 def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: bytes = b"") -> StoredItem:

@@ -1,11 +1,14 @@
-"""Tensors of every dtype, and what tells whether two are the same."""
+"""Tensors of every dtype, and what tells whether two states are the same."""
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 with warnings.catch_warnings():
@@ -55,6 +58,26 @@ def raw(tensor: torch.Tensor) -> bytes:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bits (NaNs are equal to themselves)."""
     return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+
+
+def assert_same(actual: Any, expected: Any, key: str = "state") -> None:
+    """Fails unless two states are equal in structure, dtype, shape and every bit."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), key
+        for name, item in expected.items():
+            assert_same(actual[name], item, f"{key}.{name}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), key
+        for number, item in enumerate(expected):
+            assert_same(actual[number], item, f"{key}.{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert same(actual, expected), key
+    elif isinstance(expected, io.BytesIO):
+        assert actual.getvalue() == expected.getvalue(), key
+    elif isinstance(expected, np.ndarray):
+        assert np.array_equal(actual, expected), key
+    else:
+        assert actual == expected, key
 
 
 def directories_in(folder: Path) -> list[str]:

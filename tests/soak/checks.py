@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_tensorizer import TensorizerStorageReader
 from dcp_tensorizer._formats.safetensors_header import INDEX, SINGLE, files_named
 from dcp_tensorizer._job.steps import LATEST
-from dcp_tensorizer._storage.claim import claim_file_name
+from dcp_tensorizer._storage.lease import lease_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import is_metadata_file_name
 from dcp_tensorizer.errors import CheckpointError, NotCommitted
@@ -22,7 +22,7 @@ from dcp_tensorizer.tools._view import data_files, read_parts
 
 __all__ = ["Wrong", "cause_of", "collect_all", "left_over", "load", "state"]
 
-_BESIDE = {"config.json", LATEST, claim_file_name("step-N")}  # what people, and jobs, put beside checkpoints
+_BESIDE = {"config.json", LATEST, lease_file_name("step-N")}  # what people, and jobs, put beside checkpoints
 _KEEP_ALL = 1 << 30
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_tensorizer import SavePlanner, WriteError
 from dcp_tensorizer._planning import plan as plans
-from dcp_tensorizer._planning.wholes import checked_messages, wholes_of
+from dcp_tensorizer._planning.global_plan import checked_messages, wholes_of
 
 from ..lab.hooks import Place, Planned, Shards, plan_save, shard
 

@@ -150,15 +150,6 @@ class FileRange(io.RawIOBase):
         return count
 
 
-def by_key(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors by their keys; raises `ValueError` if two have the same one."""
-    keyed: dict[str, StoredTensor] = {}
-    for tensor in tensors:
-        if keyed.setdefault(tensor.key, tensor) is not tensor:
-            raise ValueError(f"two tensors have the key {tensor.key!r}")
-    return keyed
-
-
 def check_no_objects(view: CheckpointView, format_name: str) -> None:
     """Raises `ConversionError` if there are values that are not tensors."""
     if view.objects:

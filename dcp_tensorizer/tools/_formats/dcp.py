@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..._formats.torch_metadata import read_pickled
+from ..._formats.catalog import check_chunks
+from ..._formats.torch_dcp import TorchCatalog
 from ..._index.layouts import Region
 from ..._loading.run import copy_elements
-from ..._loading.validate import check_chunks
 from ..._runtime.torch_compat import FsspecWriter, StorageInfo
 from ..._storage.base import Storage
+from ..._tensor_file.names import metadata_file_name
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, Chunk, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
@@ -45,28 +46,24 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
     Raises `MetadataError` if it is damaged, not supported, or its files do not hold what it describes, and
     `UntrustedObject` if it would need code to run.
     """
-    path = f"{storage.path}/.metadata"
-    stored = read_pickled(pickled, path)
-    entries, places = stored.state_dict_metadata, stored.storage_data
-    paths = named_paths(dict.fromkeys(entries, stored.planner_data))
+    catalog = TorchCatalog(storage, metadata_file_name(), pickled)
+    stored = catalog.metadata()
     size_of = functools.cache(storage.head)
     values: dict[str, StoredValue] = {}
-    for stored_key, (key, value_path) in paths.items():
-        entry = entries[stored_key]
+    for stored_key, (key, path) in named_paths(dict.fromkeys(stored.state_dict_metadata, stored.planner_data)).items():
+        entry = stored.state_dict_metadata[stored_key]
         if isinstance(entry, BytesStorageMetadata):
-            info = _checked(places.get(MetadataIndex(stored_key)), key, path)
+            info = _untransformed(catalog.info(MetadataIndex(stored_key)), key)
             if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
                 raise MetadataError(
                     f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
                     f"bytes"
                 )
-            read_object = functools.partial(_read_object, storage, info, key)
-            values[key] = StoredObject(key, value_path, info.length, read_object)
+            values[key] = StoredObject(key, path, info.length, functools.partial(_read_object, storage, info, key))
         else:
-            infos = [
-                _checked(places.get(MetadataIndex(stored_key, chunk.offsets)), key, path) for chunk in entry.chunks
-            ]
-            values[key] = _tensor(storage, (key, value_path), entry, infos)
+            indices = (MetadataIndex(stored_key, chunk.offsets) for chunk in entry.chunks)
+            infos = [_untransformed(catalog.info(index), key) for index in indices]
+            values[key] = _tensor(storage, (key, path), entry, infos)
     return CheckpointView(storage.path, "dcp", values)
 
 
@@ -204,10 +201,8 @@ def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:
         return reader.read_range(info.offset, info.length)
 
 
-def _checked(info: StorageInfo | None, key: str, path: str) -> StorageInfo:
-    """Checks that a place in a data file can be read by ranges."""
-    if info is None:
-        raise MetadataError(f"{path} has no data for {key!r}")
+def _untransformed(info: StorageInfo, key: str) -> StorageInfo:
+    """Checks that an item can be read by ranges."""
     if info.transform_descriptors:
         raise ConversionError(
             f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}): load and save it"

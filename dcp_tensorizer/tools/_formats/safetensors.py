@@ -7,33 +7,21 @@ The safetensors library reads only local files, and writes only tensors that are
 from __future__ import annotations
 
 import fnmatch
-import functools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-from ..._formats.safetensors import (
-    SafetensorsLayout,
-    fault_of,
-    file_names,
-    in_torch,
-    index_of,
-    lay_out,
-    saved_offsets,
-    shards,
-)
-from ..._formats.safetensors_header import INDEX, SINGLE, Header, TensorRecord, read_header, read_index
-from ..._index.layouts import Region
-from ..._loading.validate import check_chunks
+from ..._formats.hugging_face import ModelCatalog
+from ..._formats.safetensors import SafetensorsLayout, fault_of, file_names, index_of, lay_out, saved_offsets, shards
+from ..._formats.safetensors_header import INDEX, SINGLE
+from ..._formats.weight_files import read_weight_file
 from ..._publish.model import written_file
 from ..._storage.base import Storage
 from ..._tensor_file.dtypes import host_bytes
 from ...errors import ConversionError, NotCommitted
 from .._atomic_output import new_directory, new_file
-from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, plain_tensor, read_region
-from .common import ConvertOptions, by_key, check_no_objects, naming
+from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, view_of
+from .common import ConvertOptions, check_no_objects, naming
 
 _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(save_distributed=True)
 
@@ -43,106 +31,35 @@ _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(
 
 def is_directory(storage: Storage) -> bool:
     """Returns whether a directory is laid out as by Hugging Face, or as by torch, which saves a file for each rank."""
-    return any(storage.head(name) is not None for name in (INDEX, SINGLE)) or bool(_parts(storage))
-
-
-def _parts(storage: Storage) -> list[str]:
-    """The files of several ranks that torch has saved."""
+    if any(storage.head(name) is not None for name in (INDEX, SINGLE)):
+        return True
     with suppress(NotCommitted):
-        return sorted(file.name for file in storage.listing()[0] if fnmatch.fnmatchcase(file.name, _PARTS))
-    return []
+        return any(fnmatch.fnmatchcase(file.name, _PARTS) for file in storage.listing()[0])
+    return False
 
 
 def read_directory(storage: Storage) -> CheckpointView:
     """The tensors of all files in a directory: from the file that the index names, or put together from parts.
 
-    Raises `ConversionError` if a file is of another kind, damaged, or lacks a tensor of the index, `MetadataError` if
-    the parts of a tensor do not make it up, and `ReadError` if a file cannot be read.
+    Raises `MetadataError` if a file is of another kind, damaged, or lacks a tensor of the index, or if the parts of a
+    tensor do not make it up, and `ReadError` if a file cannot be read.
     """
-    if storage.head(INDEX) is None and storage.head(SINGLE) is None:
-        return CheckpointView(storage.path, "safetensors", _put_together(storage, _parts(storage)))
-    file_of: dict[str, str] = {}
-    if (index := storage.read(INDEX)) is not None:
-        with naming(storage, f"{storage.path}/{INDEX}"):
-            file_of = read_index(index)
-            if any("/" in name or name.startswith(".") for name in file_of.values()):
-                raise ValueError("it names files that are not beside it")
-    names = [SINGLE] if index is None else sorted(set(file_of.values()))
-    tensors: dict[tuple[str, str], StoredTensor] = {}
-    for name in names:
-        tensors |= {(key, name): tensor for key, tensor in read(storage, name).tensors.items()}
-    for key, name in file_of.items():
-        if (key, name) not in tensors:
-            raise ConversionError(
-                f"{storage.path}/{name} lacks {key!r}, which {INDEX} says to be there: files were exchanged, or are "
-                f"not all of one model"
-            )
-    chosen = {key: tensor for (key, name), tensor in tensors.items() if file_of.get(key, name) == name}
-    return CheckpointView(storage.path, "safetensors", chosen)
-
-
-def _put_together(storage: Storage, names: Iterable[str]) -> dict[str, StoredTensor]:
-    """The tensors whose parts are in several files."""
-    parts: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
-    for name in names:
-        header, saved = _opened(storage, name)
-        with naming(storage, f"{storage.path}/{name}"):
-            for key, part in _tensors(storage, name, header):
-                begin = saved.get(key, (0,) * len(part.shape))
-                others = [other for _, other in parts.setdefault(key, [])]
-                if any((o.dtype, len(o.shape)) != (part.dtype, len(begin)) for o in [part, *others]):
-                    raise ValueError(f"its part of {key!r} is not of one tensor with those of other files")
-                parts[key].append((begin, part))
-    return {key: _whole(storage, key, of_key) for key, of_key in parts.items()}
-
-
-def _whole(storage: Storage, key: str, parts: Sequence[tuple[tuple[int, ...], StoredTensor]]) -> StoredTensor:
-    ends = [[start + size for start, size in zip(begin, part.shape, strict=True)] for begin, part in parts]
-    shape = tuple(max(extents) for extents in zip(*ends, strict=True))
-    dtype = parts[0][1].dtype
-    chunks = [replace(part.chunks[0], region=Region(begin, part.shape)) for begin, part in parts]
-    check_chunks(storage.path, key, shape, [chunk.region for chunk in chunks])
-    read = functools.partial(read_region, storage, key, dtype, chunks, verify=False)
-    return StoredTensor(key, (key,), dtype, shape, read, tuple(chunks))
+    return view_of(storage, storage.path, "safetensors", ModelCatalog(storage))
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
     """The tensors of a file.
 
-    Raises `ConversionError` if it is of another kind, damaged, or has only parts of tensors, and `ReadError` if it
-    cannot be read.
+    Raises `ConversionError` if it has only parts of tensors, `MetadataError` if it is of another kind or damaged, and
+    `ReadError` if it cannot be read.
     """
-    path = f"{storage.path}/{name}"
-    header, saved = _opened(storage, name)
-    is_part = bool(saved) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
-    if is_part or any(map(any, saved.values())):
-        raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
+    path, file = f"{storage.path}/{name}", read_weight_file(storage, name)
     with naming(storage, path):
-        tensors = by_key(tensor for _, tensor in _tensors(storage, name, header))
-    return CheckpointView(path, "safetensors", tensors)
-
-
-def _opened(storage: Storage, name: str) -> tuple[Header, dict[str, tuple[int, ...]]]:
-    """The header of a file, and the offsets of its tensors in whole tensors."""
-    with naming(storage, f"{storage.path}/{name}"), storage.reading(name) as reader:
-        header = read_header(reader.read_range, storage.head(name) or 0)
-        return header, saved_offsets(header.notes)
-
-
-def _tensors(storage: Storage, name: str, header: Header) -> Iterator[tuple[str, StoredTensor]]:
-    base = len(header.content)
-    return ((key, _tensor(storage, name, key, entry, base)) for key, entry in header.tensors.items())
-
-
-def _tensor(storage: Storage, name: str, key: str, entry: TensorRecord, base: int) -> StoredTensor:
-    try:
-        dtype, shape = in_torch(entry.dtype, entry.shape)
-    except ValueError as error:
-        raise ValueError(f"{key!r} {error}") from None
-    start, stop = entry.data_offsets
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{key!r} of shape {entry.shape} has {stop - start:,} bytes stored")
-    return plain_tensor(storage, (key,), dtype, shape, (name, base + start))
+        offsets = saved_offsets(file.notes)
+    is_part = bool(offsets) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
+    if is_part or any(map(any, offsets.values())):
+        raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
+    return view_of(storage, path, "safetensors", ModelCatalog(storage, files=[file]))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

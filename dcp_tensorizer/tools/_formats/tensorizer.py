@@ -31,7 +31,7 @@ from ..._writer_process.protocol import TensorSource
 from ...errors import ChecksumMismatch, ConversionError
 from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
-from .common import ConvertOptions, FileRange, by_key, check_no_objects, naming, tensors_at_once
+from .common import ConvertOptions, FileRange, check_no_objects, naming, tensors_at_once
 
 _MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64 KiB
 
@@ -52,7 +52,10 @@ def read(storage: Storage, name: str) -> CheckpointView:
     with storage.reading(name) as reader, naming(storage, path):
         with TensorDeserializer(FileRange(reader, 0, nbytes), device="cpu", lazy_load=True) as deserializer:
             entries = list(deserializer._metadata.values())
-        tensors = by_key(_tensor(storage, name, nbytes, entry) for entry in entries)
+        tensors: dict[str, StoredTensor] = {}
+        for tensor in (_tensor(storage, name, nbytes, entry) for entry in entries):
+            if tensors.setdefault(tensor.key, tensor) is not tensor:
+                raise ValueError(f"two tensors have the key {tensor.key!r}")
     return CheckpointView(path, "tensorizer", tensors)
 
 

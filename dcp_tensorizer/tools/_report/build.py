@@ -74,7 +74,7 @@ def report(
         CheckpointError: one of the checkpoints is damaged, or cannot be read.
     """
     if not checkpoints:
-        raise ValueError("checkpoints is empty: name at least one")
+        raise ValueError("checkpoints is empty. Name at least one.")
     started = time.monotonic()
     options = storage_options or {}
     views = in_order_of_steps(open_all(checkpoints, options, encryption))
@@ -129,11 +129,12 @@ _DIGITS = 5
 def render(data: Mapping[str, Any]) -> bytes:
     """The page of ``data``: ``checkpoints`` has a `checkpoint_row` for each, ``tensors`` a `tensor_row`."""
     style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
         "POLICY": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}",
         "STYLE": style,
         "SCRIPT": script,
-        "DATA": _embedded(data),
+        "DATA": text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # none begins a tag
     }
     begin, *rest = _read("page.html").split("{{")
     return (begin + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in rest))).encode()
@@ -155,27 +156,26 @@ def checkpoint_row(
 
 
 def tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -> list[Any]:
-    """The page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint."""
-    rows = [None if of_one is None else _statistics_row(of_one) for of_one in statistics]
+    """The page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint.
+
+    The statistics are in the order of ``data.js``.
+    """
+    rows = [
+        None
+        if one is None
+        else [
+            *(one.elements, one.zeros, one.nans, one.infinities),
+            *map(_short, (one.smallest, one.largest, one.mean, one.deviation, one.norm, one.distance)),
+            *(_short(one.low), _short(one.high), list(one.histogram)),
+        ]
+        for one in statistics
+    ]
     return [tensor.key, list(tensor.shape), dtype_name(tensor.dtype), tensor.nbytes, rows]
-
-
-def _statistics_row(of_one: Statistics) -> list[Any]:
-    """The statistics in the order of ``data.js``."""
-    counts = [of_one.elements, of_one.zeros, of_one.nans, of_one.infinities]
-    extremes = [of_one.smallest, of_one.largest, of_one.mean, of_one.deviation, of_one.norm, of_one.distance]
-    return [*counts, *map(_short, extremes), _short(of_one.low), _short(of_one.high), list(of_one.histogram)]
 
 
 def _short(number: float | None) -> float | None:
     """Rounds to the digits that the page shows."""
     return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON in ASCII, without characters that could begin a tag."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _digest(content: str) -> str:

@@ -28,7 +28,7 @@ class _Series(NamedTuple):
 
     key: str
     tensors: list[StoredTensor]  # the versions that differ by their digests
-    places: list[list[int]]  # for each version, the numbers of its checkpoints
+    numbers: list[list[int]]  # for each version, those of its checkpoints
 
     @property
     def blocks(self) -> list[Region]:
@@ -52,7 +52,8 @@ def measure(
     done = 0
     threads = min(_MAX_THREADS, cores() + 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="report") as pool:
-        results = _in_order(pool, _measure_block, _blocks(runs), 2 * threads)
+        blocks = ((run, region) for of_key in runs.values() for run in of_key for region in run.blocks)
+        results = _in_order(pool, _measure_block, blocks, 2 * threads)
         for key, of_key in runs.items():
             statistics: list[Statistics | None] = [None] * len(views)
             for run in of_key:
@@ -65,29 +66,28 @@ def measure(
                         running.take(part)
                     done += math.prod(region.size) * sum(tensor.dtype.itemsize for tensor in run.tensors)
                     on_progress(done, total)
-                if known:
-                    _place(run, measured, statistics)
-            newest = max(place for run in of_key for places in run.places for place in places)
+                for number, (running, numbers) in enumerate(zip(measured, run.numbers, strict=True)) if known else ():
+                    result = running.result(has_distance=number > 0)
+                    statistics[numbers[0]] = result
+                    for unchanged in numbers[1:]:
+                        statistics[unchanged] = replace(result, distance=0.0)
+            newest = max(number for run in of_key for numbers in run.numbers for number in numbers)
             yield views[newest].tensors[key], statistics
 
 
 def _runs(key: str, tensors: Sequence[StoredTensor | None]) -> Iterator[_Series]:
-    for _, group in itertools.groupby(enumerate(tensors), lambda placed: placed[1] and placed[1].shape):
+    for _, group in itertools.groupby(enumerate(tensors), lambda numbered: numbered[1] and numbered[1].shape):
         run = _Series(key, [], [])
-        for place, tensor in group:
+        for number, tensor in group:
             if tensor is None:
                 continue
             if run.tensors and proved_same(run.tensors[-1], tensor):
-                run.places[-1].append(place)
+                run.numbers[-1].append(number)
             else:
                 run.tensors.append(tensor)
-                run.places.append([place])
+                run.numbers.append([number])
         if run.tensors:
             yield run
-
-
-def _blocks(runs: dict[str, list[_Series]]) -> Iterator[tuple[_Series, Region]]:
-    return ((run, region) for of_key in runs.values() for run in of_key for region in run.blocks)
 
 
 def _measure_block(task: tuple[_Series, Region]) -> list[Running] | None:
@@ -104,15 +104,6 @@ def _measure_block(task: tuple[_Series, Region]) -> list[Running] | None:
             return None
         before = block
     return measured
-
-
-def _place(run: _Series, measured: Sequence[Running], statistics: list[Statistics | None]) -> None:
-    """Enters the results of a series; in a checkpoint without changes the distance is 0."""
-    for number, (running, places) in enumerate(zip(measured, run.places, strict=True)):
-        result = running.result(has_distance=number > 0)
-        statistics[places[0]] = result
-        for place in places[1:]:
-            statistics[place] = replace(result, distance=0.0)
 
 
 def _in_order(

@@ -171,7 +171,7 @@ def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest
 
     monkeypatch.setattr(_find, "read_parts", saved_again)
     code, _, err = run("verify", checkpoint)
-    assert (code, "verify it again" in err) == (2, True)
+    assert (code, "Verify it again" in err) == (2, True)
     assert run("verify", checkpoint)[0] == 0
 
 
@@ -689,7 +689,7 @@ def test_trace(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 5
     assert told("trace", tmp_path / "spans", "-o", tmp_path / "trace.json")["loads"] == 0
     code, _, said = run("trace", tmp_path, "-o", tmp_path / "none.json")
-    assert (code, f"{tmp_path}: there is no trace file; pass TraceFile(" in said) == (2, True)
+    assert (code, f"{tmp_path} has no trace file. Pass TraceFile(" in said) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -789,4 +789,4 @@ def test_a_key_and_a_passphrase(checkpoint: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(32))
     code, _, err = run("inspect", checkpoint, "--key-file", tmp_path / "key", "--passphrase-file", tmp_path / "words")
     assert code == 2
-    assert "give --key-file or --passphrase-file, and not both" in " ".join(err.split())
+    assert "cannot be combined with --passphrase-file. Give one of them." in " ".join(err.split())

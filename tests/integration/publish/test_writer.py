@@ -18,7 +18,6 @@ from dcp_tensorizer import (
     Export,
     Publish,
     SafetensorsStorageWriter,
-    SaveReport,
     WriteError,
     apply_delta,
     publish,
@@ -31,10 +30,10 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
 from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
+from dcp_tensorizer.writer import SaveReport
 
 from ...lab.models import weights_of, write_model
 from ...lab.processes import workers
-from ...lab.seams import job_of
 from ...lab.waiting import WAIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -146,9 +145,8 @@ def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch:
     export = Export(tmp_path / "model-{}", every=1, publish=Publish(tmp_path / "published"))
     with CheckpointManager(tmp_path / "run", save_every=1, export=export) as manager:
         manager.save(1, {"model": state(1)})
-        job = job_of(manager)
-        job.saves.wait()
-        wait_until_idle(job.exports.writer.saver.versions)  # type: ignore[union-attr]
+        manager._saves.wait()
+        wait_until_idle(manager._exports.writer.saver.versions)  # type: ignore[union-attr]
         manager.save(2, {"model": state(2)})
         with pytest.raises(WriteError) as caught:
             manager.wait()

@@ -14,23 +14,8 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer._storage.sftp import SftpStorage
 
-from ...lab.faults import S3Proxy, TcpProxy, s3_proxy, tcp_proxy
+from ...lab.faults import S3Proxy, TcpProxy, tcp_proxy
 from ...lab.servers import S3Server, SftpServer
-
-
-@pytest.fixture
-def proxy(s3: S3Server) -> Iterator[S3Proxy]:
-    """A proxy in front of the S3 server."""
-    with s3_proxy(s3.endpoint) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def prefix(s3: S3Server) -> Iterator[str]:
-    """A new prefix. It is an error if an upload below it is left open."""
-    name = uuid.uuid4().hex
-    yield name
-    assert s3.uploads(name) == []
 
 
 @pytest.fixture

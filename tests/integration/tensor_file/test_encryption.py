@@ -25,8 +25,8 @@ from dcp_tensorizer import (
     TensorizerStorageReader,
     TensorizerStorageWriter,
 )
+from dcp_tensorizer._formats.own import decode
 from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._index.read import decode
 from dcp_tensorizer._loading.run import fetch, limits_of
 from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._saving import write_plan

@@ -89,8 +89,7 @@ class Run:
 
 def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> tuple[Save, WriteDone]:
     """A save to "a" on a rank that does not commit, and what it has written there: one small file."""
-    storage, make = writer.saver._destination(run.remote / "a")
-    save = make(writer.saver, ID, storage, None)
+    save = writer.saver.kind(writer.saver, ID, run.remote / "a", None)
     save.set_up(rank=rank, is_coordinator=False, use_collectives=True)
     return save, save.write_items([Item(MetadataIndex("w"), "w", "tensor", torch.ones(4))])
 
@@ -126,11 +125,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(
         LocalStorage, "create", lambda self, *args, **rest: (refuse(self), create(self, *args, **rest))[1]
     )
-
-
-def aside() -> list[str]:
-    """What is written down aside, of any local folder."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith("dcp_tensorizer-flush-")]
 
 
 def unlistable(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

@@ -8,11 +8,10 @@ import pytest
 
 from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._runtime.threads import Deadline
-from dcp_tensorizer._storage.claim import Ownership, read_claim
+from dcp_tensorizer._storage.lease import Lease, read_lease
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.flush import Flusher
 
-from ...lab.seams import job_of
 from ...lab.states import directories_in
 from ...lab.waiting import WAIT
 from .support import Run, state_of
@@ -22,7 +21,7 @@ NAME = ".step-N.claim"
 
 def claimed(run: Run) -> str:
     """The id of a run that has just claimed the remote folder."""
-    owner = Ownership(LocalStorage(run.remote), NAME)
+    owner = Lease(LocalStorage(run.remote), NAME)
     owner.check()
     return owner.id
 
@@ -68,12 +67,12 @@ def test_an_older_run_is_told_by_its_flush(tmp_path: Path) -> None:
         older.save(2, state_of(20), wait=True)
         with pytest.raises(WriteError, match="now belongs to another run, which does not save to"):
             older.wait_remote(60)
-        job_of(older).retaining.wait(Deadline(WAIT))
+        older._retaining.wait(Deadline(WAIT))
         with pytest.raises(WriteError, match="as run 2; this is run 1"):
             older.save(3, state_of(30))
         newer.save(3, state_of(3), wait=True)
     assert [new.load(f"step-{step}") for step in (1, 2, 3)] == [1, 2, 3]
     assert directories_in(new.remote) == ["step-1", "step-2", "step-3"]
-    claim = read_claim(LocalStorage(new.remote), NAME)
+    claim = read_lease(LocalStorage(new.remote), NAME)
     assert claim is not None
     assert claim.epoch == 2

@@ -19,7 +19,6 @@ from dcp_tensorizer import (
     NotCommitted,
     ReadError,
     SaveLimits,
-    SaveReport,
     TensorizerStorageReader,
     TensorizerStorageWriter,
     WriteError,
@@ -29,6 +28,7 @@ from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import Queue, Writing
 from dcp_tensorizer.errors import unwrap
+from dcp_tensorizer.writer import SaveReport
 
 from ... import warm
 from ...lab.processes import quietly

@@ -162,6 +162,6 @@ def test_an_empty_directory_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.M
     assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ConversionError, match="here is the working directory, and would be replaced"):
+    with pytest.raises(ConversionError, match="here is the working directory and would be replaced"):
         convert(tmp_path / "a", ".", "dcp")
     assert list((tmp_path / "here").iterdir()) == []

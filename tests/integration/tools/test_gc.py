@@ -407,7 +407,7 @@ def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> N
     leave(tmp_path / "step-1", age=10_000, recorded=False)
     for older_than in (None, 3600.0):
         assert {removal.kept for removal in run(tmp_path, keep=1, older_than=older_than)} <= {
-            "a save or a copy may be in progress there: pass an age with --older-than that no save or copy exceeds"
+            "a save or a copy may be in progress there. Pass an age with --older-than that no save or copy exceeds."
         }
         assert LEFTOVER in names(tmp_path / "step-1")
     run(tmp_path, older_than=0)

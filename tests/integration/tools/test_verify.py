@@ -16,6 +16,7 @@ from dcp_tensorizer.tools._verify import Damage, Verified, verify_files
 from dcp_tensorizer.tools._view import read_parts
 
 from ...lab.checkpoints import make_checkpoint
+from ...lab.faults import flip
 from ...lab.states import filled
 
 
@@ -34,14 +35,6 @@ def look(checkpoint: Path, full: bool = False) -> Verified:
 
 def data_file(checkpoint: Path, rank: int) -> Path:
     return next(path for path in checkpoint.glob("*.tensors") if data_file_rank(path.name) == rank)
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x40]))
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -119,7 +112,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path
     for path in old:
         if not saved_again or path.name != ".metadata":
             path.unlink()
-    with pytest.raises(ReadError, match="was replaced or removed while it was verified: verify it again"):
+    with pytest.raises(ReadError, match=r"was replaced or removed while it was verified\. Verify it again\."):
         verify_files(storage, parts)
 
 

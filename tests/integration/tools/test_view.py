@@ -18,7 +18,7 @@ from dcp_tensorizer._tensor_file.encryption import encryption_cipher
 from dcp_tensorizer._trust.objects import load_object
 from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint
-from dcp_tensorizer.tools._view import read_parts, unlock_parts
+from dcp_tensorizer.tools._view import read_parts, unlock_parts, view_checkpoint
 
 from ...lab.checkpoints import make_checkpoint, tensors_of
 
@@ -145,3 +145,14 @@ def test_a_passphrase_makes_one_key_for_all_ranks(tmp_path: Path) -> None:
     assert ciphers.keys() == {0, 1, 2}
     assert ciphers[0] is not None
     assert all(cipher is ciphers[0] for cipher in ciphers.values())
+
+
+def test_a_chunk_without_a_location_is_named(tmp_path: Path) -> None:
+    """The error has its key and offset; no index of this package lacks one."""
+    make_checkpoint(tmp_path, {"x": torch.ones(3)})
+    storage = open_storage(tmp_path)
+    parts = read_parts(storage)
+    metadata = parts[None]
+    del metadata.storage_data["items"]["x", (0,)]
+    with pytest.raises(MetadataError, match=r"has no data for 'x' at offset torch.Size\(\[0\]\)"):
+        view_checkpoint(storage, parts)

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp_tensorizer._formats.placement import place, wrong_way_back
-from dcp_tensorizer._formats.rename import Parts, Renaming
+from dcp_tensorizer._formats.rename import Parts, Renaming, place, wrong_way_back
 from dcp_tensorizer._index.layouts import Region
 
 RULES: dict[Any, Any] = {

@@ -64,7 +64,7 @@ def test_keys_of_other_types_are_refused(key: Any) -> None:
         Ext(9, b""),
         Ext(1, b"\xff"),
     ],
-    ids=repr,
+    ids=["too deep", "a mapping", "more than there is", "nothing", "one in another", "another kind", "no text"],
 )
 def test_what_is_no_key_is_refused(hostile: Ext) -> None:
     """A `ValueError` at once: nested without end, of a foreign type, larger than its bytes."""

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_tensorizer import MetadataError, WriteError
-from dcp_tensorizer._index import read as module
+from dcp_tensorizer._formats import own as module
+from dcp_tensorizer._formats.own import decode, read_metadata
 from dcp_tensorizer._index.container import IndexFile, Part, pack, read_head
-from dcp_tensorizer._index.read import decode
 from dcp_tensorizer._index.schema import (
     Entries,
     Head,
@@ -38,7 +38,6 @@ from dcp_tensorizer._index.schema import (
     encode_rows,
 )
 from dcp_tensorizer._index.write import encode
-from dcp_tensorizer._loading.validate import read_metadata
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import StoredItem, data_file_name

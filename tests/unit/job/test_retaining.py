@@ -14,11 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
 from dcp_tensorizer._index.schema import SaveRecord
-from dcp_tensorizer._job.lineage import Place
 from dcp_tensorizer._job.retention import Retaining, Retention
-from dcp_tensorizer._job.steps import Step, StepNames, leave, read_steps
+from dcp_tensorizer._job.steps import Position, Step, StepNames, leave, read_steps
 from dcp_tensorizer._runtime.threads import Deadline
-from dcp_tensorizer._storage.claim import Ownership
+from dcp_tensorizer._storage.lease import Lease
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ...lab.waiting import WAIT
@@ -27,9 +26,9 @@ NAMES = StepNames("step-{}")
 NEWEST = Retention.of(1, None, None)
 
 
-def owner_of(folder: LocalStorage) -> Ownership:
+def owner_of(folder: LocalStorage) -> Lease:
     """That of a job which has just claimed the folder."""
-    owner = Ownership(folder, ".step-N.claim")
+    owner = Lease(folder, ".step-N.claim")
     owner.check()
     return owner
 
@@ -47,7 +46,7 @@ def two_steps(path: Path) -> tuple[LocalStorage, Step, Step]:
 def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
     """The job has gone back since, and what it went back to is of the branch that it has left."""
     folder, first, late = two_steps(tmp_path)
-    place = Place.at(leave(first), first, [first, late])
+    place = Position.at(leave(first), first, [first, late])
     Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [100, 200]
     state: dict[str, Any] = {"w": torch.ones(4)}
@@ -58,7 +57,7 @@ def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
 def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
     """And the job does not count them any more."""
     folder, first, late = two_steps(tmp_path)
-    place = Place.at(late.branch, late, [first, late])
+    place = Position.at(late.branch, late, [first, late])
     Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [200]
     assert place.numbers == {200}
@@ -78,7 +77,7 @@ def test_a_step_that_was_deleted_before_its_arrival_is_told(tmp_path: Path, capl
     """A later one has been told before it, and took it along: nothing is missing, and nothing is said."""
     folder, first, late = two_steps(tmp_path)
     caplog.clear()
-    place, arrivals = Place.at(late.branch, late, [first, late]), Arrivals()
+    place, arrivals = Position.at(late.branch, late, [first, late]), Arrivals()
     retaining = Retaining(folder, NAMES, NEWEST, owner_of(folder), arrivals, lambda: place)  # type: ignore[arg-type]
     for step in (first, late):
         retaining.after(step)

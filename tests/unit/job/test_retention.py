@@ -70,10 +70,10 @@ def test_the_best(losses: dict[int, float | None], mode: str, best: int | None) 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((0, None, None), ValueError, "keep_latest=0 must be"),
+        ((0, None, None), ValueError, "keep_latest must be"),
         ((None, 1.5, None), TypeError, "keep_every must be"),
         ((None, None, 7), TypeError, "keep_best must be"),
-        ((None, None, ("loss", "least")), ValueError, "the mode in keep_best='least' is none of 'max', 'min'"),
+        ((None, None, ("loss", "least")), ValueError, "the mode in keep_best must be one of 'max', 'min', got 'least'"),
     ],
 )
 def test_rules_that_make_no_sense(arguments: Any, error: type[Exception], message: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from dcp_tensorizer._index.layouts import Region
@@ -46,12 +44,3 @@ def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes instead of one-byte elements, some of which cannot be copied from strided memory."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flips one bit of a file."""
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import NotCommitted
-from dcp_tensorizer._loading.validate import contents, format_of, nothing_committed
+from dcp_tensorizer._formats.recognise import contents, format_of, nothing_committed
 from dcp_tensorizer._storage.open import open_storage
 
 from ...lab.checkpoints import make_checkpoint

@@ -27,10 +27,11 @@ from dcp_tensorizer._storage.local_io import LocalFile
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import StoredItem
 
+from ...lab.faults import flip
 from ...lab.processes import forget, open_descriptors
 from ...lab.seams import cached
 from ...lab.states import filled, same
-from .stored import flip, target_for, write_file
+from .stored import target_for, write_file
 
 # --- progress and limits ---------------------------------------------------------------------------------------------
 

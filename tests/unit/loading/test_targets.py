@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError, ReadError
+from dcp_tensorizer._formats.catalog import Piece
 from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._index.read import Piece
 from dcp_tensorizer._loading.targets import Casts, ReadTarget, can_read_in_place, in_turns, targets_of
 
 from ...lab.seams import stored_item

@@ -20,17 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_tensorizer import MetadataError, NotCommitted, ReadError
+from dcp_tensorizer._formats.catalog import check_chunks, check_coverage, check_length
+from dcp_tensorizer._formats.recognise import not_committed
 from dcp_tensorizer._index.layouts import ChunkLayout, Region
-from dcp_tensorizer._loading.validate import (
-    check_chunks,
-    check_coverage,
-    check_files,
-    check_length,
-    check_own_parts,
-    check_world_size,
-    not_committed,
-    stored_item,
-)
+from dcp_tensorizer._loading.validate import check_files, check_own_parts, check_world_size
 from dcp_tensorizer._storage.open import open_storage
 
 from ...lab.seams import stored_item as make_item
@@ -63,16 +56,6 @@ def test_no_checkpoint_is_said_with_its_path_and_what_may_be_the_cause() -> None
         "/ckpt/step5 holds no committed checkpoint: there is no .metadata. The path is wrong, or the save that wrote "
         "there never finished."
     )
-
-
-def test_where_a_chunk_is() -> None:
-    """As the metadata says; if it does not, the key and the offset are named."""
-    item = make_item(24)
-    metadata = metadata_of([(("x", (0, 0)), item), (("o", None), item)])
-    assert stored_item("/ckpt", metadata, MetadataIndex("x", torch.Size([0, 0]))) == item
-    assert stored_item("/ckpt", metadata, MetadataIndex("o")) == item
-    with pytest.raises(MetadataError, match=r"/ckpt has no data for 'x' at offset torch.Size\(\[1, 0\]\)"):
-        stored_item("/ckpt", metadata, MetadataIndex("x", torch.Size([1, 0])))
 
 
 def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:

@@ -16,32 +16,32 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, SavePlanner, unwrap
 from dcp_tensorizer._index.schema import SaveRecord
-from dcp_tensorizer._memory.checkpoint import KeptCheckpoint, KeptReader, described
-from dcp_tensorizer._memory.keeper import _KeptState
-from dcp_tensorizer._memory.protocol import KeptContent, KeptHead
+from dcp_tensorizer._memory.checkpoint import StateCheckpoint, StateReader, hold_request
+from dcp_tensorizer._memory.keeper import _State
+from dcp_tensorizer._memory.protocol import StateContent, StateHead
 from dcp_tensorizer._runtime.forks import Descriptor
 from dcp_tensorizer._staging.stager import Stager
 
 
-def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[KeptContent, Descriptor]:
+def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[StateContent, Descriptor]:
     """A state as a keeper gives it, and its buffer."""
     staged = Stager().stage(dict(state))
     buffer = staged.staged_save.buffer
     assert buffer is not None
-    head = KeptHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
+    head = StateHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
     planner = SavePlanner(enable_plan_caching=False)
     planner.set_up_planner(dict(staged))
-    held = _KeptState(described(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
+    held = _State(hold_request(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
     held.take_digests()
-    content = KeptContent(held.state, held.digests.result())
+    content = StateContent(held.state, held.digests.result())
     copy = Descriptor(os.dup(held.fd))
     held.forget()
     held.close()
     return content, copy
 
 
-def load(state: dict[str, Any], *states: tuple[KeptContent, Descriptor], **options: Any) -> None:
-    reader = KeptReader(KeptCheckpoint("memory", states), options)
+def load(state: dict[str, Any], *states: tuple[StateContent, Descriptor], **options: Any) -> None:
+    reader = StateReader(StateCheckpoint("memory", states), options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=reader, no_dist=True)
@@ -80,7 +80,7 @@ def test_a_load_without_a_template() -> None:
     first = {"model": {"w": torch.ones(3)}, "list": [torch.zeros(1), 5], "a.b": 1}
     second = {"model": {"w": torch.ones(3), "v": torch.full((2,), 2.0)}}
     loaded = dict[str, Any]()
-    reader = KeptReader(KeptCheckpoint("memory", [kept(first, 0, 2), kept(second, 1, 2)]), {})
+    reader = StateReader(StateCheckpoint("memory", [kept(first, 0, 2), kept(second, 1, 2)]), {})
     _load_state_dict(loaded, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     assert loaded["model"]["w"].tolist() == [1.0] * 3
     assert loaded["model"]["v"].tolist() == [2.0] * 2
@@ -109,8 +109,8 @@ def test_a_key_that_is_not_there() -> None:
 
 def test_memory_that_nobody_reads_any_more_is_released() -> None:
     """Also while somebody keeps the reader."""
-    checkpoint = KeptCheckpoint("memory", [kept({"a": torch.ones(3)})])
-    reader = KeptReader(checkpoint, {})
+    checkpoint = StateCheckpoint("memory", [kept({"a": torch.ones(3)})])
+    reader = StateReader(checkpoint, {})
     loaded = {"a": torch.zeros(3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -37,7 +37,7 @@ class _Keeper:
 
 def ready() -> tuple[PeerCopies, Any]:
     """Copies for which there is a partner, and room."""
-    copies = PeerCopies(Agreement(None), CopyOptions(2))
+    copies = PeerCopies(Agreement(None), 2, CopyOptions())
     copies._partner, copies._has_room = Address("10.0.0.2", 5, b""), True
     return copies, _Keeper()
 
@@ -101,7 +101,7 @@ def test_a_partner_that_a_later_run_has() -> None:
 
 def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A warning says so, and nothing is copied."""
-    copies = PeerCopies(Agreement(None), CopyOptions(2))
+    copies = PeerCopies(Agreement(None), 2, CopyOptions())
     with caplog.at_level(logging.WARNING):
         copies.begin(None)
     assert not copies.is_on
@@ -111,18 +111,30 @@ def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"copies": 3}, ValueError, "copies=3 must be 1 or 2"),
+        ({"copies": 3}, ValueError, "copies must be 1 or 2, .* got 3"),
         ({"copies": 2, "survive": 0}, ValueError, "copies=2 needs survive="),
-        ({"copy_rate": "fast"}, TypeError, "copy_rate must be a number of bytes a second"),
-        ({"copy_rate": 1000}, ValueError, "must be at least 1e[+]06 bytes a second"),
-        ({"failure_domain": 7}, TypeError, "failure_domain must be a string, or None"),
-        ({"interface": ""}, TypeError, "interface must be a string, or None"),
+        ({"copy_options": {"rate": 2e6}}, TypeError, "copy_options must be CopyOptions"),
     ],
 )
 def test_options(tmp_path: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
     """They are checked when they are given."""
     with pytest.raises(error, match=words):
         CheckpointManager(tmp_path, **({"survive": 60} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"rate": "fast"}, TypeError, "rate must be a number of bytes a second, or None, got 'fast'"),
+        ({"rate": 1000}, ValueError, "rate must be at least 1e[+]06 bytes a second, or None for no limit, got 1000"),
+        ({"failure_domain": 7}, TypeError, "failure_domain must be a string, or None, got 7"),
+        ({"interface": ""}, TypeError, "interface must be a string, or None, got ''"),
+    ],
+)
+def test_how_states_are_copied(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """It is checked when it is given."""
+    with pytest.raises(error, match=words):
+        CopyOptions(**options)
 
 
 def test_no_libsodium(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from dcp_tensorizer._memory.protocol import (
     Extent,
     Forget,
     Found,
-    Keep,
-    KeptContent,
-    KeptHead,
+    Hold,
     Plain,
+    StateContent,
+    StateHead,
     Take,
     WrittenDigests,
 )
@@ -36,10 +36,10 @@ SIZE = 4096
 NOWHERE = Path("/nonexistent/socket")
 
 
-def state(number: str, seconds: float = 60.0) -> Keep:
-    head = KeptHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
+def state(number: str, seconds: float = 60.0) -> Hold:
+    head = StateHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
     extents = (Extent(is_inline=False, offset=64, nbytes=100), Extent(is_inline=True, offset=0, nbytes=3))
-    return Keep(head, SIZE, extents, b"what is where", b"abc", seconds)
+    return Hold(head, SIZE, extents, b"what is where", b"abc", seconds)
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def test_what_a_save_has_digested_is_not_digested_again(buffer: int) -> None:
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"of a save"})) == Done()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
         assert ask(trainer, WrittenDigests("gone", {})) == Done()
-        assert ask(visitor, Take("a", 0)) == KeptContent(awaited, (b"of a save", digests_of(b"abc")))
+        assert ask(visitor, Take("a", 0)) == StateContent(awaited, (b"of a save", digests_of(b"abc")))
 
 
 @pytest.mark.parametrize("dies", ["before it is told", "afterwards"])
@@ -94,7 +94,7 @@ def test_what_no_save_has_written_is_digested_when_the_trainer_is_gone(buffer: i
         assert ask(trainer, awaited, (buffer,)) == Done()
         keeper.orphan()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
-        assert ask(visitor, Take("a", 0)) == KeptContent(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
+        assert ask(visitor, Take("a", 0)) == StateContent(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
 
 
 def test_a_state_is_given_with_its_digests(buffer: int) -> None:
@@ -104,13 +104,13 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
         assert ask(trainer, state("a"), (buffer,)) == Done()
         assert ask(visitor, Plain.LOOK) == Found("run", 7, False, (state("a").head,))
         content = ask(visitor, Take("a", 0))
-        assert isinstance(content, KeptContent)
+        assert isinstance(content, StateContent)
         assert content.state == state("a")
         assert [len(digest) for digest in content.digests] == [8, 8]
         os.pwrite(buffer, b"y", 64)
         assert ask(trainer, state("b"), (buffer,)) == Done()
         other = ask(visitor, Take("b", 0))
-        assert isinstance(other, KeptContent)
+        assert isinstance(other, StateContent)
         assert other.digests[0] != content.digests[0]
         assert other.digests[1] == content.digests[1]
         assert isinstance(ask(visitor, Take("c", 0)), Failed)
@@ -168,7 +168,7 @@ def test_how_long_it_waits(buffer: int) -> None:
         with connected(keeper, is_trainer=True) as trainer:
             ask(trainer, state("a", 0.01), (buffer,))
             ask(trainer, state("b", 600.0), (buffer,))
-        assert isinstance(ask(visitor, Take("b", 0)), KeptContent)
+        assert isinstance(ask(visitor, Take("b", 0)), StateContent)
         assert waiting.is_alive()
         ask(visitor, Forget(("b",)))
         waiting.join()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dcp_tensorizer._memory import copies as copies_module
 from dcp_tensorizer._memory.copies import CopyOptions, Peer, arrange, introduce
 from dcp_tensorizer._memory.wire import Address
 
-COPIES = CopyOptions(2, rate=4e6)
+COPIES = CopyOptions(rate=4e6)
 
 
 def keeper(number: int) -> Address:
@@ -27,14 +29,14 @@ def test_partners_and_rates() -> None:
     found = arrange(FOUR, COPIES)
     assert [found.partner(n) for n in range(4)] == [keeper(2), keeper(3), keeper(0), keeper(1)]
     assert [found.rate(n, COPIES) for n in range(4)] == [2e6] * 4
-    assert found.rate(0, COPIES._replace(rate=None)) == 0
+    assert found.rate(0, replace(COPIES, rate=None)) == 0
 
 
 def test_why_there_are_none() -> None:
     """One host alone, one domain, or a keeper that is not reached."""
     assert arrange(FOUR[:2], COPIES).why == "all ranks are on one host, and no other one can hold replicas"
     same = [one._replace(domain="rack") for one in FOUR]
-    assert arrange(same, COPIES._replace(failure_domain="rack")).why.startswith("all ranks are in one failure domain")
+    assert arrange(same, replace(COPIES, failure_domain="rack")).why.startswith("all ranks are in one failure domain")
     broken = [*FOUR[:3], Peer("y", "y", "", "it has no keeper")]
     found = arrange(broken, COPIES)
     assert (found.why, found.partner(0)) == ("rank 3: it has no keeper", None)
@@ -42,7 +44,7 @@ def test_why_there_are_none() -> None:
 
 def test_an_address_that_leads_a_host_to_itself() -> None:
     """Others are told as the way to go; it is never listened on."""
-    own = introduce(COPIES._replace(interface="127.0.0.1"), None)
+    own = introduce(replace(COPIES, interface="127.0.0.1"), None)
     assert own.keeper is None and "127.0.0.1 is a loopback address. Pass interface=" in own.problem
     found = arrange([own, rank("y", 1, "10.0.0.7")], COPIES)
     assert [found.towards(n) for n in range(2)] == ["10.0.0.7", ""]

@@ -19,7 +19,7 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._memory import replicas as replicas_module
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.keeper import Keeper
-from dcp_tensorizer._memory.protocol import ClaimRequest, CopyStatus, Extent, Keep, KeptContent, KeptHead, OpenToPeers
+from dcp_tensorizer._memory.protocol import ClaimRequest, CopyStatus, Extent, Hold, OpenToPeers, StateContent, StateHead
 from dcp_tensorizer._memory.replicas import (
     BLOCK,
     Accepted,
@@ -51,14 +51,14 @@ SECRET = bytes(range(32))
 NBYTES = 3 * BLOCK + 4096
 
 
-def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> Keep:
-    head = KeptHead(number, 1, "run", rank, 2, SaveRecord(1, None, (("b", 0),), {"loss": 0.5}), folder=(1, 2))
+def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> Hold:
+    head = StateHead(number, 1, "run", rank, 2, SaveRecord(1, None, (("b", 0),), {"loss": 0.5}), folder=(1, 2))
     extents = (Extent(is_inline=False, offset=64, nbytes=nbytes - 64), Extent(is_inline=True, offset=0, nbytes=3))
-    return Keep(head, nbytes, extents, b"what is where", b"abc", 60.0)
+    return Hold(head, nbytes, extents, b"what is where", b"abc", 60.0)
 
 
-def content_of(state: Keep, data: bytes) -> KeptContent:
-    return KeptContent(state, (digests_of(data[64:]), digests_of(b"abc")))
+def content_of(state: Hold, data: bytes) -> StateContent:
+    return StateContent(state, (digests_of(data[64:]), digests_of(b"abc")))
 
 
 def opened(keeper: Keeper) -> Address:
@@ -111,7 +111,7 @@ def test_a_state_is_copied_and_read_from_afar(
     """The partner has it whole: it gives it to a process of its host, and range by range to those of others."""
     address = partner.open_to_peers("127.0.0.1", SECRET)
     state, data = part("a"), os.pread(buffer.fd, NBYTES, 0)
-    source.keep(state, buffer)
+    source.hold(state, buffer)
     source.copy("a", address, 0.0, "")
     assert copied(source) == CopyStatus("a")
     with closing(found("test-partner")) as keeper:
@@ -137,7 +137,7 @@ def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer
     """But for the one that all hosts have confirmed."""
     address = partner.open_to_peers("127.0.0.1", SECRET)
     for number, keep in (("a", ""), ("b", "a"), ("c", "a"), ("d", "c")):
-        source.keep(part(number), buffer)
+        source.hold(part(number), buffer)
         source.copy(number, address, 0.0, keep)
         assert copied(source) == CopyStatus(number)
         with closing(found("test-partner")) as keeper:
@@ -147,13 +147,13 @@ def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer
 def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
     """Its memory is needed: the partner has nothing of it. One that may stay is left alone until it is over."""
     address = partner.open_to_peers("127.0.0.1", SECRET)
-    source.keep(part("a"), buffer)
+    source.hold(part("a"), buffer)
     source.copy("a", address, 1e6, "")
     source.forget(["a"], but_copied=True)
-    assert source.kept == {"a": buffer}
+    assert source.held == {"a": buffer}
     assert source.copy_status() == CopyStatus("a", is_running=True)
     source.forget(["a"])
-    assert (source.kept, buffer.is_kept) == ({}, False)
+    assert (source.held, buffer.is_kept) == ({}, False)
     assert copied(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
     with closing(found("test-partner")) as keeper:
         assert keeper.found.heads == ()
@@ -164,9 +164,9 @@ def test_a_copy_that_is_given_up_for_the_next(
 ) -> None:
     """It begins at once, and what becomes of the one before says nothing of it."""
     address = partner.open_to_peers("127.0.0.1", SECRET)
-    source.keep(part("a"), buffer)
+    source.hold(part("a"), buffer)
     source.copy("a", address, 1e5, "")
-    source.keep(part("b"), buffer)
+    source.hold(part("b"), buffer)
     with pytest.raises(WriteError, match="another state is being copied"):
         source.copy("b", address, 0.0, "")
     source.forget(["a"])
@@ -196,13 +196,13 @@ def test_a_copy_counts_only_beside_its_own_part(
     source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
 ) -> None:
     """One that is whole stays with its source until all ranks know of it; if it has to go, the copy is given up."""
-    source.keep(part("a"), buffer)
+    source.hold(part("a"), buffer)
     source.copy("a", partner.open_to_peers("127.0.0.1", SECRET), 0.0, "")
     assert copied(source) == CopyStatus("a")
     source.forget(["a"], but_copied=True)
-    assert (source.kept, source.copy_status()) == ({"a": buffer}, CopyStatus("a"))
+    assert (source.held, source.copy_status()) == ({"a": buffer}, CopyStatus("a"))
     source.forget(["a"])
-    assert source.kept == {}
+    assert source.held == {}
     assert source.copy_status() == CopyStatus("a", problem="its memory was needed", is_given_up=True)
 
 
@@ -297,9 +297,9 @@ def test_a_record_that_describes_more_than_there_is() -> None:
     content = content_of(part("a"), bytes(NBYTES))
     assert decoded(encoded(content)) == content
     for bad in (
-        KeptContent(content.state, content.digests[:1]),
-        KeptContent(part("a", nbytes=2 * BLOCK), ()),
-        KeptContent(Keep(content.state.head, 64, content.state.extents, b"", b"abc", 1.0), content.digests),
+        StateContent(content.state, content.digests[:1]),
+        StateContent(part("a", nbytes=2 * BLOCK), ()),
+        StateContent(Hold(content.state.head, 64, content.state.extents, b"", b"abc", 1.0), content.digests),
     ):
         with pytest.raises(WireError, match="more bytes than there are"):
             decoded(encoded(bad))
@@ -341,7 +341,7 @@ def test_copies_are_of_low_priority(source: KeeperProcess, partner: KeeperProces
     address = partner.open_to_peers("127.0.0.1", SECRET)
     source.open_to_peers("127.0.0.1", SECRET)
     assert eventually(lambda: niceness_of_session(source) in (None, 10))
-    source.keep(part("a"), buffer)
+    source.hold(part("a"), buffer)
     source.copy("a", address, 1e6, "")  # it takes two seconds
     for keeper in (source, partner):
         assert eventually(functools.partial(runs_at, keeper, {own, 19}))
@@ -357,7 +357,7 @@ def test_digests_have_a_low_priority_unless_replicas_wait_for_them(
     keeper = KeeperProcess("test-digests", "run", seconds)
     try:
         remote = RemotePart(keeper.open_to_peers("127.0.0.1", SECRET), "a", 0)
-        keeper.keep(part("a"), buffer)
+        keeper.hold(part("a"), buffer)
         remote.record(60.0)  # the digests are taken
         remote.release()
         priorities = set[int]()

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from dcp_tensorizer._memory import wire as wire_module
+from dcp_tensorizer._memory.frames import FrameCipherKind, frame_ciphers
 from dcp_tensorizer._memory.wire import MAX_BYTES, MAX_MESSAGE, Address, Wire, WireError, listen_on
 from dcp_tensorizer._runtime.threads import in_background
-from dcp_tensorizer._tensor_file.encryption import FrameCipherKind, frame_ciphers
 
 from ...lab.waiting import WAIT
 

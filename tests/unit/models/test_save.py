@@ -24,7 +24,7 @@ class _Interrupted(deque[Callable[[], None]]):
 def test_a_signal_may_release_a_directory_at_any_time(tmp_path: Path) -> None:
     """As one that closes the writer, just when the save has put off its clean-up: no lock keeps it waiting."""
     saver: Any = SafetensorsStorageWriter(tmp_path).saver
-    save = ModelSave(saver, "a" * 32, LocalStorage(tmp_path), None)
+    save = ModelSave(saver, "a" * 32, tmp_path, None)
     save._lock = save.storage.lock_directory()
     release = save.hold()
     save._held = _Interrupted()

@@ -154,7 +154,7 @@ def test_targets_are_torchs(mesh: DeviceMesh) -> None:
     tensors = [item for item in plan.items if item.storage_offsets and "object" not in item.dest_index.fqn]
     assert len(tensors) >= 20
     for planner in (ours, theirs):
-        for item, found in zip(tensors, resolved([(item, []) for item in tensors], planner), strict=True):
+        for item, found in zip(tensors, resolved([(item, [], None) for item in tensors], planner), strict=True):
             expected = theirs.resolve_tensor(item)
             assert (found.data_ptr(), found.shape) == (expected.data_ptr(), expected.shape)
             assert not found.requires_grad

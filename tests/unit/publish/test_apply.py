@@ -117,7 +117,7 @@ def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Pat
     """And stays as it is."""
     write_model(tmp_path / "foreign", first_state(seed=99))
     before = files_of(tmp_path / "foreign")
-    with pytest.raises(StateMismatch, match=r"is none of the versions in .*published, so no delta fits it"):
+    with pytest.raises(StateMismatch, match=r"is not a version in .*published, so no delta fits it"):
         apply_delta(tmp_path / "foreign", versions)
     assert files_of(tmp_path / "foreign") == before
 
@@ -212,7 +212,7 @@ def test_missing_versions_are_named(tmp_path: Path, versions: Path) -> None:
         apply_delta(tmp_path / "copy", versions, version=9)
     with pytest.raises(NotCommitted, match="nothing has been published in"):
         apply_delta(tmp_path / "copy", tmp_path / "nothing")
-    with pytest.raises(WriteError, match="is no local directory"):
+    with pytest.raises(WriteError, match="is not a local directory"):
         apply_delta("memory://copy", versions)
 
 
@@ -292,7 +292,7 @@ def test_unknown_tensors_and_unlisted_ones_are_errors(tmp_path: Path, versions: 
         with pytest.raises(MetadataError, match="the deltas up to version 2 change unknown tensors: 'unknown'"):
             apply_delta(target, versions, version=2)
     edit_index(versions / "weight_v000002", lambda index: change_one(index, "scale"))
-    with pytest.raises(MetadataError, match="does not hold the tensors that the manifest says"):
+    with pytest.raises(MetadataError, match="does not hold the tensors that the manifest lists"):
         apply_delta(tmp_path / "copy", versions, version=2)
 
 

@@ -85,9 +85,9 @@ def test_deltas_follow_until_there_are_enough_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda state: state | {"more": np.zeros(3, np.float32)}, "its tensors, or their places"),
-        (lambda state: {key: state[key] for key in list(state)[1:]}, "its tensors, or their places"),
-        (lambda state: state | {"scale": np.zeros(2, np.int16)}, "its tensors, or their places"),
+        (lambda state: state | {"more": np.zeros(3, np.float32)}, "its tensors, or their locations"),
+        (lambda state: {key: state[key] for key in list(state)[1:]}, "its tensors, or their locations"),
+        (lambda state: state | {"scale": np.zeros(2, np.int16)}, "its tensors, or their locations"),
     ],
     ids=["a tensor more", "a tensor less", "another dtype"],
 )
@@ -162,7 +162,7 @@ def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Pa
     from dcp_tensorizer._publish.model import read_model
 
     folder = Published(LocalStorage(tmp_path / "published"))
-    first = _Publisher(folder, folder.ownership(), read_model(source), None, lambda done, total: None)
+    first = _Publisher(folder, folder.lease(), read_model(source), None, lambda done, total: None)
     write_model(tmp_path / "second", next_state(state, 8))
     publish(tmp_path / "second", tmp_path / "published")
     with pytest.raises(WriteError, match=r"another publisher has just published|now belongs to another run"):

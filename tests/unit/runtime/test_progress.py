@@ -42,7 +42,7 @@ def test_a_callback_that_fails_is_not_called_again(caplog: pytest.LogCaptureFixt
         transfer(done, 3)
     assert calls == [1]
     (record,) = caplog.records
-    assert (record.levelname, record.message) == ("ERROR", "on_progress failed while saving /ckpt, which goes on")
+    assert (record.levelname, record.message) == ("ERROR", "on_progress failed while saving /ckpt, which continues")
 
 
 def test_a_block_is_told_of_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_tensorizer._runtime.threads import QuickTurns
+from dcp_tensorizer._runtime.threads import ShortSwitchInterval
 
 TRAINERS = 0.004
 
@@ -24,7 +24,7 @@ def trainers_interval() -> Iterator[None]:
 
 def test_the_interval_is_short_until_the_last_one_has_ended() -> None:
     """Saves may overlap; ending twice is no error."""
-    first, second = QuickTurns(), QuickTurns()
+    first, second = ShortSwitchInterval(), ShortSwitchInterval()
     assert sys.getswitchinterval() == 0.0005
     first.end()
     first.end()
@@ -35,7 +35,7 @@ def test_the_interval_is_short_until_the_last_one_has_ended() -> None:
 
 def test_what_nobody_refers_to_has_ended() -> None:
     """A save may fail on another rank: then this rank's thread ends, and no hook is called."""
-    turns = QuickTurns()
+    turns = ShortSwitchInterval()
     assert sys.getswitchinterval() == 0.0005
     del turns
     assert sys.getswitchinterval() == TRAINERS
@@ -44,7 +44,7 @@ def test_what_nobody_refers_to_has_ended() -> None:
 def test_an_interval_that_is_shorter_stays() -> None:
     """The trainer has chosen it."""
     sys.setswitchinterval(0.0003)
-    turns = QuickTurns()
+    turns = ShortSwitchInterval()
     assert sys.getswitchinterval() == 0.0003
     turns.end()
     assert sys.getswitchinterval() == 0.0003
@@ -52,7 +52,7 @@ def test_an_interval_that_is_shorter_stays() -> None:
 
 def test_an_interval_that_is_set_meanwhile_stays() -> None:
     """Whoever sets it knows why."""
-    turns = QuickTurns()
+    turns = ShortSwitchInterval()
     sys.setswitchinterval(0.002)
     turns.end()
     assert sys.getswitchinterval() == 0.002
@@ -61,7 +61,7 @@ def test_an_interval_that_is_set_meanwhile_stays() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
 def test_a_forked_child_has_the_trainers_interval() -> None:
     """The save's thread is not there."""
-    turns = QuickTurns()
+    turns = ShortSwitchInterval()
     child = os.fork()
     if child == 0:
         os._exit(0 if sys.getswitchinterval() == TRAINERS else 1)

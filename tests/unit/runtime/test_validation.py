@@ -34,7 +34,7 @@ def test_paths_are_strings_and_path_likes(value: Any) -> None:
 )
 def test_other_paths_are_refused_by_their_type_alone(value: Any, kind: str) -> None:
     """What was given may hold a password."""
-    with pytest.raises(TypeError, match=rf"^path must be a str or an os\.PathLike, and is {kind}$"):
+    with pytest.raises(TypeError, match=rf"^path must be a str or an os\.PathLike, got {kind}\.$"):
         check_path(value)
 
 
@@ -45,7 +45,7 @@ def test_a_path_like_gives_text() -> None:
         def __fspath__(self) -> bytes:
             return b"/a"
 
-    with pytest.raises(TypeError, match=r"^path must be text, and Bytes gives bytes$"):
+    with pytest.raises(TypeError, match=r"^path must be text, got bytes from Bytes\.$"):
         check_path(Bytes())
 
 
@@ -59,7 +59,7 @@ def test_timeouts_are_positive_and_finite(value: Any) -> None:
 def test_other_timeouts_are_refused(value: float) -> None:
     """By name and value, with what is allowed."""
     with pytest.raises(
-        ValueError, match=rf"^timeout={re.escape(repr(value))} must be more than 0 seconds, and finite: at most 9"
+        ValueError, match=rf"^timeout must be more than 0 seconds, and at most 9\d+, got {re.escape(repr(value))}\.$"
     ):
         check_timeout(value)
 
@@ -68,14 +68,14 @@ def test_a_timeout_may_be_none_at_all_where_that_makes_sense() -> None:
     """As in `close`: 0 seconds are allowed, and nothing below."""
     check_timeout(0, least=0)
     for value in (-1e-9, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"must be at least 0 seconds, and finite"):
+        with pytest.raises(ValueError, match=r"must be at least 0 seconds, and at most 9"):
             check_timeout(value, least=0)
 
 
 @pytest.mark.parametrize("value", ["600", None, True, [600]])
 def test_timeouts_are_numbers(value: Any) -> None:
     """Also where a number could be made of what was given."""
-    with pytest.raises(TypeError, match=r"^timeout must be a number of seconds, and is "):
+    with pytest.raises(TypeError, match=r"^timeout must be a number of seconds, got "):
         check_timeout(value)
 
 
@@ -95,9 +95,9 @@ def test_other_thread_counts_are_refused(value: Any, error: type[Exception]) -> 
 def test_counts_may_have_to_be_given() -> None:
     """Then None is a wrong type."""
     check_count("buffer_bytes", 1)
-    with pytest.raises(TypeError, match=r"^buffer_bytes must be an int of at least 1, and is None$"):
+    with pytest.raises(TypeError, match=r"^buffer_bytes must be an int of at least 1, got None\.$"):
         check_count("buffer_bytes", None)
-    with pytest.raises(ValueError, match=r"^buffer_bytes=0 must be an int of at least 1$"):
+    with pytest.raises(ValueError, match=r"^buffer_bytes must be an int of at least 1, got 0\.$"):
         check_count("buffer_bytes", 0)
 
 
@@ -105,9 +105,9 @@ def test_storage_options_are_a_mapping_with_names_for_keys() -> None:
     """Their values are shown by no error."""
     check_storage_options(None)
     check_storage_options({"key": "hunter2"})
-    with pytest.raises(TypeError, match=r"^storage_options must be a mapping, or None, and is list$"):
+    with pytest.raises(TypeError, match=r"^storage_options must be a mapping, or None, got list\.$"):
         check_storage_options([("key", "hunter2")])
-    with pytest.raises(TypeError, match=r"^storage_options must have names for keys, and one is int$"):
+    with pytest.raises(TypeError, match=r"^storage_options must have names for keys, got int\.$"):
         check_storage_options({7: "hunter2"})
 
 
@@ -115,23 +115,23 @@ def test_functions() -> None:
     """Anything that can be called, or None."""
     check_callable("on_report", print)
     check_callable("on_report", None)
-    with pytest.raises(TypeError, match=r"^on_report must be callable, or None, and is int$"):
+    with pytest.raises(TypeError, match=r"^on_report must be callable, or None, got int\.$"):
         check_callable("on_report", 5)
 
 
 def test_choices() -> None:
     """The error lists them."""
     check_choice("staging", "a", ("a", "b"))
-    with pytest.raises(ValueError, match=r"^staging='c' is none of 'a', 'b'$"):
+    with pytest.raises(ValueError, match=r"^staging must be one of 'a', 'b', got 'c'\.$"):
         check_choice("staging", "c", ("b", "a"))
-    with pytest.raises(ValueError, match=r"^staging=\['a'\] is none of"):
+    with pytest.raises(ValueError, match=r"^staging must be one of 'a', 'b', got \['a'\]\.$"):
         check_choice("staging", ["a"], ("a", "b"))
 
 
 def test_types() -> None:
     """The error names what is wanted."""
     check_type("limits", 5, int)
-    with pytest.raises(TypeError, match=r"^limits must be int, and is str$"):
+    with pytest.raises(TypeError, match=r"^limits must be int, got str\.$"):
         check_type("limits", "5", int)
 
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
+from dcp_tensorizer._formats.own import read_metadata
 from dcp_tensorizer._index.schema import item_key
-from dcp_tensorizer._loading.validate import read_metadata
 from dcp_tensorizer._saving.commit import begin, commit, dead_files, put_records, remove, replaced_files
 from dcp_tensorizer._storage.base import Refused, temporary_file_name
 from dcp_tensorizer._storage.open import open_storage

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dcp_tensorizer._saving.engine import FailureCounter
+from dcp_tensorizer._saving.failures import FailureCounter
 from dcp_tensorizer.errors import WriteError
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer._index.locations import RankPlaces
-from dcp_tensorizer._saving.engine import KnownTables, Offer, SaveTables
+from dcp_tensorizer._saving.tables import KnownTables, Offer, SaveTables
 from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer.errors import WriteError
 
@@ -76,7 +76,7 @@ def test_what_is_promised_is_kept() -> None:
 
 def test_a_table_that_nobody_promised_to_know_is_an_error() -> None:
     """It names the rank: no index is written that leaves something out."""
-    with pytest.raises(WriteError, match=r"rank 1 has not sent the places of its data"):
+    with pytest.raises(WriteError, match=r"rank 1 has not sent the locations of its data"):
         SaveTables(KnownTables(), "a").completed([part()._replace(table=b"")])
 
 

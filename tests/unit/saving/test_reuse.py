@@ -72,7 +72,7 @@ class Job:
         save = FilesOfSave(cast(Storage, Place(max_adopted_bytes)), 0, save_id(self.number), options, self.known)
         sources = [TensorSource(name, dtype, (nbytes,), nbytes) for name in values]
         for _ in range(attempts):
-            requests = save.plan(sources, lambda sources: digests_of(values, sources))
+            requests = save.request(sources, lambda sources: digests_of(values, sources)).files
         results = []
         for request in requests:
             is_adopted = bool(request.homes) and not {home.name for home in request.homes} <= set(refuse)

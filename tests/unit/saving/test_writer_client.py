@@ -11,17 +11,18 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError, WriterProcessDied
-from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._saving.write_plan import Item
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.device import SideStreams
-from dcp_tensorizer._staging.shared_mappings import MappedFile
+from dcp_tensorizer._staging.shared_mappings import MappedFile, SharedWay
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tensor_file.names import data_file_name
+from dcp_tensorizer._writer_process import gpu_ipc
+from dcp_tensorizer._writer_process.gpu_ipc import DeviceWay
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
 
@@ -70,12 +71,13 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
 ) -> None:
     """After one death it is; each time the handles are given back, and the trainer copies."""
     withdrawn: list[Any] = []
-    monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
-    monkeypatch.setattr(writer_client, "withdraw", withdrawn.extend)
+    monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
+    monkeypatch.setattr(gpu_ipc, "withdraw", withdrawn.extend)
     process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
     copies = Copies(SideStreams(SimulatedDevice()), 1)
     client = client_of(lambda **options: process)
-    assert [client.snapshot(10.0, buffer, copies) for _ in range(4)] == [False] * 4
+    ways = [DeviceWay(client, 10.0) for _ in range(2)]  # as of two writers
+    assert [way.copy_elsewhere(buffer, copies) for way in ways * 2] == [False] * 4
     assert [str(error) for error in process.errors] == ["never asked for"]
     assert withdrawn == [("a handle",)] * 2
     assert len(caplog.records) == 2
@@ -85,11 +87,12 @@ def test_after_two_deaths_no_snapshot_is_asked_for(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each save would kill and start a process: an error says what to pass instead."""
-    monkeypatch.setattr(writer_client, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
+    monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
     process = Refusing([WriterProcessDied("died")] * 3)
     client = client_of(lambda **options: process)
     copies = Copies(SideStreams(SimulatedDevice()), 1)
-    assert [client.snapshot(10.0, buffer, copies) for _ in range(4)] == [False] * 4
+    ways = [DeviceWay(client, 10.0) for _ in range(2)]  # as of two writers
+    assert [way.copy_elsewhere(buffer, copies) for way in ways * 2] == [False] * 4
     assert len(process.errors) == 1
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1 and "died 2 times" in errors[0] and "staging='buffer'" in errors[0]
@@ -127,7 +130,7 @@ def test_a_process_that_died_is_replaced() -> None:
 
 def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Path) -> None:
     """A tensor that a planner made is copied, though it is in memory that was shared when the state was staged."""
-    stager = Stager(in_place=True)
+    stager = Stager(way=SharedWay())
     staged, made = torch.ones(3).share_memory_(), torch.ones(3).share_memory_()
     result = stager.stage({"staged": staged})
     process = Refusing([WriteError("seen enough")])

@@ -32,7 +32,7 @@ def test_only_its_own_files_go(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     files = WrittenFiles()
     files.remove()
-    files.note(LocalStorage(tmp_path), [own])
+    files.set(LocalStorage(tmp_path), [own])
     files.remove()
     files.remove()
     assert [path.name for path in tmp_path.iterdir()] == [other]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dcp_tensorizer._runtime.threads import Deadline
+from dcp_tensorizer._staging.buffer_pool import StagedSaves
 from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
 from dcp_tensorizer._staging.stager import Stager
 
@@ -28,13 +29,13 @@ def test_a_save_in_progress_is_waited_for(stager: Stager) -> None:
         assert release.wait(WAIT)
 
     def wait() -> None:
-        stager.wait_turn()
+        stager.saves.wait_turn(stager)
         turn.set()
 
     saving = in_thread(save)
     assert taken.wait(WAIT)
     waiting = in_thread(wait)
-    wait_until_inside(waiting, Stager.wait_turn)
+    wait_until_inside(waiting, StagedSaves.wait_turn)
     assert not turn.is_set()
     release.set()
     assert turn.wait(WAIT)
@@ -108,7 +109,7 @@ def test_a_staged_state_dict_that_no_save_takes_is_neither_overwritten_nor_waite
     """Its buffer is left alone; the next turn comes when a save has had its time to take it, with a new buffer."""
     stager.saves.take_seconds = 0.01
     first = stager.stage({"a": torch.ones(4)})
-    waiting = in_thread(stager.wait_turn)
+    waiting = in_thread(lambda: stager.saves.wait_turn(stager))
     waiting.join(WAIT)
     assert not waiting.is_alive()
     second = stager.stage({"a": torch.zeros(4)})
@@ -123,7 +124,7 @@ def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Stage
     first = stager.stage({"a": torch.ones(4)})
     number = inode(first)
     del first
-    waiting = in_thread(stager.wait_turn)
+    waiting = in_thread(lambda: stager.saves.wait_turn(stager))
     waiting.join(WAIT)
     assert not waiting.is_alive()
     assert inode(stager.stage({"a": torch.zeros(4)})) == number
@@ -133,7 +134,7 @@ def test_dropping_a_staged_state_dict_ends_the_wait_for_its_save(stager: Stager)
     """Who waits already is told."""
     stager.saves.take_seconds = 2 * WAIT
     states = [stager.stage({"a": torch.ones(4)})]
-    waiting = in_thread(stager.wait_turn)
+    waiting = in_thread(lambda: stager.saves.wait_turn(stager))
     wait_until_inside(waiting, StagedSave.wait_taken)
     states.clear()
     waiting.join(WAIT)
@@ -176,7 +177,7 @@ def test_only_saves_of_one_process_group_wait_for_each_other(
     gate.wait_reached()
     saving.append(in_thread(save_second))
     if waits:
-        wait_until_inside(saving[1], Stager.wait_turn)
+        wait_until_inside(saving[1], StagedSaves.wait_turn)
         assert not saved.is_set()
         gate.open()
     assert saved.wait(WAIT)
@@ -204,7 +205,7 @@ def test_saves_run_in_the_order_in_which_they_were_staged(stager: Stager) -> Non
         order.append("first ends")
 
     saving_second = in_thread(save_second)
-    wait_until_inside(saving_second, Stager.wait_turn)
+    wait_until_inside(saving_second, StagedSaves.wait_turn)
     saving_first = in_thread(save_first)
     assert first_began.wait(WAIT)
     wait_until_inside(saving_second, StagedSave.wait_over)
@@ -255,8 +256,8 @@ def test_a_save_on_the_asking_thread_is_not_waited_for(stager: Stager) -> None:
     """Whoever stages and saves on one thread has finished the save when staging again."""
     first = stager.stage({"a": torch.ones(1)})
     first.items()
-    stager.wait_turn()
-    assert stager.drain(Deadline(0.0))
+    stager.saves.wait_turn(stager)
+    assert stager.saves.drain(stager, Deadline(0.0))
     second = stager.stage({"a": torch.zeros(1)})
     assert dict(first)["a"].tolist() == [1.0]
     assert inode(second) != inode(first)
@@ -284,7 +285,7 @@ def test_a_staging_that_has_no_memory_yet_is_waited_for(
     gate.wait_reached()
     second: list[StagedStateDict] = []
     next_one = {
-        "wait_turn": overlapping.wait_turn,
+        "wait_turn": lambda: overlapping.saves.wait_turn(overlapping),
         "stage": lambda: second.append(overlapping.stage({"a": torch.zeros(4)})),
     }
     waiting = in_thread(next_one[what])

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from dcp_tensorizer._staging import tensor_copy
-from dcp_tensorizer._staging.tensor_copy import HostCopies
+from dcp_tensorizer._staging.device import SideStreams
+from dcp_tensorizer._staging.tensor_copy import Copies
 
+from ...lab.simulated import SimulatedDevice
 from ...lab.states import filled, same
 
 _MEGABYTE = 1 << 18  # elements of float32
@@ -19,10 +21,17 @@ _MEGABYTE = 1 << 18  # elements of float32
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
+def host_copies(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> Copies:
+    """Copies without devices."""
+    copies = Copies(SideStreams(SimulatedDevice()), threads)
+    copies.add(staged, sources, [None] * len(sources))
+    return copies
+
+
 def copied(sources: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
     """Copies of tensors."""
     staged = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
-    HostCopies(staged, sources, threads).finish()
+    host_copies(staged, sources, threads).copy_from_host()
     return staged
 
 
@@ -59,13 +68,13 @@ def at_once(operation: Callable[[], None]) -> concurrent.futures.Future[None]:
 
 
 def test_all_shares_but_the_last_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others copy theirs; the last one waits for `finish`, which this thread does."""
+    """Others copy theirs; the last one waits for `copy_from_host`, which this thread does."""
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
     sources = [torch.ones(3 * _MEGABYTE) for _ in range(8)]
     staged = [torch.zeros(3 * _MEGABYTE) for _ in sources]
-    copies = HostCopies(staged, sources, 4)
+    copies = host_copies(staged, sources, 4)
     assert [int(tensor[0]) for tensor in staged] == [1] * 6 + [0] * 2
-    copies.finish()
+    copies.copy_from_host()
     assert [tensor.mean().item() for tensor in staged] == [1.0] * 8
 
 
@@ -76,7 +85,7 @@ def test_shares_have_about_the_same_size(monkeypatch: pytest.MonkeyPatch, thread
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
     monkeypatch.setattr(tensor_copy, "copy_all", lambda staged, _: taken.append(sum(t.nbytes for t in staged)))
     sources = [torch.empty(100 * _MEGABYTE), torch.empty(5 * _MEGABYTE), torch.empty(0), torch.empty(1)]
-    HostCopies(sources, sources, threads).finish()
+    host_copies(sources, sources, threads).copy_from_host()
     assert sum(taken) == sum(source.nbytes for source in sources)
     assert max(taken) <= sum(taken) / threads + 28e6
 
@@ -94,9 +103,9 @@ def test_an_error_of_another_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -
     """Whichever share has failed: no staged state dict may hold half of the state."""
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
     staged = [torch.zeros(4 * _MEGABYTE), torch.zeros(2 * _MEGABYTE)]
-    copies = HostCopies(staged, [torch.zeros(3 * _MEGABYTE), torch.zeros(2 * _MEGABYTE)], 2)  # the first: another size
+    copies = host_copies(staged, [torch.zeros(3 * _MEGABYTE), torch.zeros(2 * _MEGABYTE)], 2)  # the first: another size
     with pytest.raises(RuntimeError, match="size"):
-        copies.finish()
+        copies.copy_from_host()
 
 
 def test_copies_that_have_begun_are_waited_for_when_the_rest_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +123,6 @@ def test_copies_that_have_begun_are_waited_for_when_the_rest_cannot_begin(monkey
     sources = [torch.ones(8 * _MEGABYTE) for _ in range(3)]
     staged = [torch.zeros(8 * _MEGABYTE) for _ in range(3)]
     with pytest.raises(KeyboardInterrupt):
-        HostCopies(staged, sources, 3)
+        host_copies(staged, sources, 3)
     assert [future.done() for future in begun] == [True]
     assert staged[0].mean().item() == 1.0

@@ -13,6 +13,7 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._runtime.threads import Deadline, is_running
+from dcp_tensorizer._staging.shared_mappings import SharedWay
 from dcp_tensorizer._staging.staged_save import StagedSave, StagingFuture
 from dcp_tensorizer._staging.stager import Stager
 
@@ -82,9 +83,9 @@ def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: Stager) -> None
     gate.wait_reached()
     wait_until_inside(saving, StagedSave.wait_copied)
     assert not result.staged_save.over()
-    assert not overlapping.drain(Deadline(0.05))
+    assert not overlapping.saves.drain(overlapping, Deadline(0.05))
     gate.open()
-    assert overlapping.drain(Deadline(WAIT))
+    assert overlapping.saves.drain(overlapping, Deadline(WAIT))
 
 
 def test_an_error_of_overlapped_copying_is_the_saves(overlapping: Stager) -> None:
@@ -128,7 +129,7 @@ def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
     staging = StagingFuture(overlapping.stage({"a": torch.ones(10)}))
     overlapping.wait_released()
     del staging
-    overlapping.wait_turn()
+    overlapping.saves.wait_turn(overlapping)
     overlapping.saves.close()
     gc.collect()
     assert len(memory_files()) == before
@@ -136,7 +137,7 @@ def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
 
 def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
     """Its future is done when its thread has ended, though nobody but the staged save refers to it any more."""
-    stager = Stager(in_place=True, overlap_staging=True)
+    stager = Stager(way=SharedWay(), overlap_staging=True)
     shared = torch.ones(10).share_memory_()
     told = threading.Event()
     result = stager.stage({"a": shared})
@@ -165,13 +166,13 @@ def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
 def test_a_save_is_begun_once_by_the_thread_that_took_it(stager: Stager) -> None:
     """Other threads, and the same thread a second time, save something unstaged."""
     result = stager.stage({"a": torch.ones(1)})
-    assert stager.begin_save() is None
+    assert stager.saves.begin(stager) is None
     result.items()
     begun_elsewhere: list[StagedSave | None] = []
-    in_thread(lambda: begun_elsewhere.append(stager.begin_save())).join(WAIT)
+    in_thread(lambda: begun_elsewhere.append(stager.saves.begin(stager))).join(WAIT)
     assert begun_elsewhere == [None]
-    assert stager.begin_save() is result.staged_save
-    assert stager.begin_save() is None
+    assert stager.saves.begin(stager) is result.staged_save
+    assert stager.saves.begin(stager) is None
 
 
 def test_pickling_takes_the_staged_state_dict(stager: Stager) -> None:
@@ -201,7 +202,7 @@ def test_a_state_that_is_given_up_early_is_released_when_its_copies_are_made(ove
 
 def test_shared_tensors_are_released_by_their_save() -> None:
     """Not by the copies of the others: whoever waits does so until it has written them."""
-    stager = Stager(in_place=True)
+    stager = Stager(way=SharedWay())
     shared, private = torch.ones(10).share_memory_(), torch.ones(10)
     result = stager.stage({"shared": shared, "private": private})
     staged_save, staging = result.staged_save, StagingFuture(result)
@@ -219,7 +220,7 @@ def test_shared_tensors_are_released_by_their_save() -> None:
 
 def test_a_state_without_shared_tensors_is_released_by_its_copies() -> None:
     """Also where shared ones would be written in place."""
-    stager = Stager(in_place=True)
+    stager = Stager(way=SharedWay())
     result = stager.stage({"private": torch.ones(10)})
     assert result.staged_save.shared is None
     assert StagingFuture(result).done()

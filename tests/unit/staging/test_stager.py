@@ -16,10 +16,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._staging.buffer_pool import StagedSaves
+from dcp_tensorizer._staging.shared_mappings import SharedWay
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
 from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies, GatherLimits
+from dcp_tensorizer._staging.ways import BufferWay
 
 from ...lab.processes import memory_files
 from ...lab.simulated import SimulatedDevice
@@ -67,8 +69,8 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         stager.stage({"a": Interrupting(b=1)})
-    assert stager.drain(Deadline(0.0))
-    assert stager.begin_save() is None
+    assert stager.saves.drain(stager, Deadline(0.0))
+    assert stager.saves.begin(stager) is None
 
 
 @pytest.mark.parametrize("moment", ["begun", "thread", "refused"])
@@ -121,7 +123,7 @@ def test_a_refused_staging_is_a_save_that_fails(stager: Stager) -> None:
     refused = stager.refuse(StagingError("the writer is closed"))
     with pytest.raises(StagingError, match="the writer is closed"):
         pickle.dumps(dict(refused.items()))
-    staged_save = stager.begin_save()
+    staged_save = stager.saves.begin(stager)
     assert staged_save is refused.staged_save
     assert str(staged_save.error) == "the writer is closed"
 
@@ -147,9 +149,9 @@ def test_draining_gives_up_after_its_time(stager: Stager) -> None:
 
     thread = in_thread(save)
     assert taken.wait(WAIT)
-    assert not stager.drain(Deadline(0.1))
+    assert not stager.saves.drain(stager, Deadline(0.1))
     release.set()
-    assert stager.drain(Deadline(WAIT))
+    assert stager.saves.drain(stager, Deadline(WAIT))
     thread.join(WAIT)
 
 
@@ -159,10 +161,10 @@ def test_draining_waits_for_a_save_that_has_no_memory_yet(overlapping: Stager, m
     hold_memory(monkeypatch, gate.pass_through)
     result = overlapping.stage({"a": torch.ones(1)})
     gate.wait_reached()
-    assert not overlapping.drain(Deadline(0.01))
+    assert not overlapping.saves.drain(overlapping, Deadline(0.01))
     overlapping.saves.take_seconds = 0.0
     drained: list[bool] = []
-    draining = in_thread(lambda: drained.append(overlapping.drain(Deadline(None))))
+    draining = in_thread(lambda: drained.append(overlapping.saves.drain(overlapping, Deadline(None))))
     wait_until_inside(draining, StagedSave.wait_built)
     gate.open()
     draining.join(WAIT)
@@ -299,7 +301,7 @@ def test_what_training_has_queued_before_is_in_the_copies() -> None:
 def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
     """(Simulated device.) A stream that waits for the copies is not enough: the save reads the shared ones later."""
     device = SimulatedDevice(free_running=False)
-    stager = Stager(overlap_staging=True, in_place=True, device=device)
+    stager = Stager(overlap_staging=True, way=SharedWay(), device=device)
     result = stager.stage({"w": device.declare(torch.ones(1000)), "shared": torch.ones(10).share_memory_()})
     training = in_thread(stager.hold_training)
     wait_until_inside(training, StagedSave.wait_released)
@@ -481,17 +483,20 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     device = SimulatedDevice()
     asked, made = threading.Event(), threading.Event()
 
-    def copy_in_another_process(buffer: SharedBuffer, copies: Copies) -> bool:
-        asked.set()
-        assert made.wait(WAIT)
-        if able:
-            device.run()
-            for copied, source in copies.on_device:
-                assert buffer.locate(copied) is not None
-                copied.copy_(source)
-        return able
+    class OtherProcess(BufferWay):
+        copies_from_devices = False
 
-    stager = Stager(overlap_staging=True, copy_from_devices=copy_in_another_process, device=device)
+        def copy_elsewhere(self, buffer: SharedBuffer, copies: Copies) -> bool:
+            asked.set()
+            assert made.wait(WAIT)
+            if able:
+                device.run()
+                for copied, source in copies.on_device:
+                    assert buffer.locate(copied) is not None
+                    copied.copy_(source)
+            return able
+
+    stager = Stager(overlap_staging=True, way=OtherProcess(), device=device)
     weight, host = device.declare(torch.ones(1000)), torch.ones(10)
     result = stager.stage({"w": weight, "host": host})
     changed = threading.Event()

@@ -229,7 +229,7 @@ def test_files_and_chains_are_not_for_other_packages(tmp_path: Path, register: C
     ("opener", "message"),
     [
         ("fails", r"cannot open shelf://a by .*:fails: ConnectionError: no shelf for \*\*\*$"),
-        ("forgets", r"cannot open shelf://a: .*:forgets gives no Storage, but NoneType$"),
+        ("forgets", r"cannot open shelf://a: .*:forgets must return a Storage, got NoneType$"),
         ("is_not_there", r"cannot open shelf://a by .*:is_not_there: AttributeError: "),
     ],
 )
@@ -246,7 +246,7 @@ def test_two_packages_for_one_protocol(register: Callable[..., None]) -> None:
     register("same", shelf=f"{__name__}:Shelf")
     assert isinstance(open_storage("shelf://a"), Shelf)
     register("racks", shelf=f"{__name__}:fails")
-    with pytest.raises(WriteError, match=r"registered by .*:Shelf of shelves and .*:fails of racks: remove all but"):
+    with pytest.raises(WriteError, match=r"registered by .*:Shelf of shelves and .*:fails of racks. Remove all but"):
         open_storage("shelf://a")
     assert is_location("shelf://a")
 

@@ -107,7 +107,7 @@ def test_there_must_be_something_to_trace(tmp_path: Path) -> None:
     """No sources, no files, or files without a report."""
     with pytest.raises(ValueError, match="sources is empty"):
         trace([])
-    with pytest.raises(NotCommitted, match="there is no trace file"):
+    with pytest.raises(NotCommitted, match="has no trace file"):
         trace([tmp_path])
     (tmp_path / "h.spans.jsonl").touch()
     with pytest.raises(NotCommitted, match="hold no save and no load"):

@@ -33,7 +33,7 @@ def test_what_cannot_be_read_can_be_left_out(tmp_path: Path, kind: str, to: str)
     """The error names the key and says so before anything is written; without the key, the rest is converted."""
     torch.save({"w": torch.arange(3.0), "bad": UNREADABLE[kind](), "n": 5}, tmp_path / "a.pt")
     for options in (ConvertOptions(), ConvertOptions(add_prefix="new.")):  # it is named as it is in the file
-        with pytest.raises(ConversionError, match=r"a\.pt: 'bad(\.0)?' is .*, and cannot be converted: leave it out"):
+        with pytest.raises(ConversionError, match=r"a\.pt: 'bad(\.0)?' is .*, and cannot be converted. Leave it out."):
             convert(tmp_path / "a.pt", tmp_path / "b", to, options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     convert(tmp_path / "a.pt", tmp_path / "b", to, options=ConvertOptions(exclude=["bad*"]))

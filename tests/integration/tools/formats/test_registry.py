@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_tensorizer import CheckpointError, ConversionError, NotCommitted
+from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, NotCommitted
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools import convert, report
 
@@ -36,17 +36,17 @@ def header(described: Any) -> bytes:
         (b"|TZR|" + struct.pack("<I32sQ8xQQ", 2, b"", 0, 9, 64) + b"\xff" * 64, ConversionError),
         (b"PK\x03\x04" + bytes(100), ConversionError),
         (struct.pack("<Q", 1 << 60) + b"{}", CheckpointError),
-        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}), ConversionError),
-        (header({"x": {"dtype": "Q9", "shape": [2], "data_offsets": [0, 8]}}), ConversionError),
-        (header({"x": 5}), ConversionError),
-        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), ConversionError),
-        (header({"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}) + b"abcde", ConversionError),
-        (header({k: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} for k in "xy"}) + b"abcd", ConversionError),
-        (header({"x": {"dtype": "U8", "shape": [1] * 200_000, "data_offsets": [0, 1]}}) + b"a", ConversionError),
-        (header({"x": {"dtype": "U8", "shape": [-1, -4], "data_offsets": [0, 4]}}) + b"abcd", ConversionError),
-        (header({"x": {"dtype": "U8", "shape": [1 << 70, 0], "data_offsets": [0, 0]}}), ConversionError),
-        (struct.pack("<Q", 200_000) + b'{"x":' + b"[" * 199_995, ConversionError),
-        (header({"\ud800": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}}) + b"a", ConversionError),
+        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}), MetadataError),
+        (header({"x": {"dtype": "Q9", "shape": [2], "data_offsets": [0, 8]}}), MetadataError),
+        (header({"x": 5}), MetadataError),
+        (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), MetadataError),
+        (header({"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}) + b"abcde", MetadataError),
+        (header({k: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} for k in "xy"}) + b"abcd", MetadataError),
+        (header({"x": {"dtype": "U8", "shape": [1] * 200_000, "data_offsets": [0, 1]}}) + b"a", MetadataError),
+        (header({"x": {"dtype": "U8", "shape": [-1, -4], "data_offsets": [0, 4]}}) + b"abcd", MetadataError),
+        (header({"x": {"dtype": "U8", "shape": [1 << 70, 0], "data_offsets": [0, 0]}}), MetadataError),
+        (struct.pack("<Q", 200_000) + b'{"x":' + b"[" * 199_995, MetadataError),
+        (header({"\ud800": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}}) + b"a", MetadataError),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: bytes, error: type[Exception]) -> None:

@@ -35,7 +35,7 @@ def test_a_tensor_that_the_index_names_is_missed(tmp_path: Path) -> None:
     """Its file is there, and holds others: the error names both, and nothing is written."""
     index = {"a": FIRST, "b": SECOND, "lost": SECOND}
     directory = make_directory(tmp_path / "hf", {FIRST: {"a": 1.0}, SECOND: {"b": 2.0}}, index)
-    with pytest.raises(ConversionError, match=f"{SECOND} lacks 'lost', which model.safetensors.index.json says"):
+    with pytest.raises(MetadataError, match=f"{SECOND} lacks 'lost', which the index locates there"):
         convert(directory, tmp_path / "out", "torch")
     assert not (tmp_path / "out").exists()
 
@@ -109,6 +109,6 @@ def test_pairs_of_elements_need_a_dimension_to_be_counted_in(tmp_path: Path) -> 
         convert(tmp_path / "a", tmp_path / "b.safetensors", "safetensors")
     header = json.dumps({"odd": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
     (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
-    with pytest.raises(ConversionError, match="'odd' of shape"):
+    with pytest.raises(MetadataError, match="'odd' of shape"):
         convert(tmp_path / "odd.safetensors", tmp_path / "b", "torch")
     assert not (tmp_path / "b").exists() and not (tmp_path / "b.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Reads the index that ``.metadata`` holds: to DCP's ``Metadata``, and to the places that a load needs."""
+"""This package's own checkpoints, by the index that ``.metadata`` holds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.msgpack import Ext
@@ -22,15 +23,33 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from .._index import container
+from .._index.container import IndexFile, data_files, decoded, find_index, nonsense
+from .._index.entries import TensorValue, Value, values_of
+from .._index.layouts import ChunkLayout, Region
+from .._index.locations import PlaceTable, hash_of, known_dtype
+from .._index.schema import (
+    Head,
+    ItemKey,
+    Places,
+    Properties,
+    Section,
+    SectionKind,
+    decode_entries,
+    decode_inline,
+    decode_paths,
+    decode_places,
+    from_text,
+)
 from .._runtime.gc_pause import collector_paused
-from .._tensor_file.names import StoredItem
+from .._runtime.threads import in_threads
+from .._tensor_file.names import StoredItem, metadata_file_name
 from .._trust.objects import load_object
 from ..errors import CheckpointError, MetadataError
-from .container import IndexFile, data_files, decoded, nonsense, read_head
-from .entries import TensorValue, Value, values_of
-from .layouts import ChunkLayout, Region
-from .locations import IndexPlaces, hash_of, known_dtype
-from .schema import ItemKey, Properties, Section, SectionKind, decode_entries, decode_paths, from_text
+from .catalog import Catalog, Piece
+
+if TYPE_CHECKING:
+    from .._storage.base import Storage
 
 # Releases of torch may have more or fewer of these fields: all but the dtype are deprecated.
 _FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
@@ -40,7 +59,37 @@ def decode(data: bytes, path: str) -> Metadata:
     """Decodes all of what `encode` made. Raises `MetadataError`, naming ``path``, if it is damaged or of another
     version.
     """
-    return Index(IndexFile(path, read_head(data, path), data)).stored_metadata()
+    return Index(IndexFile(path, container.read_head(data, path), data)).stored_metadata()
+
+
+def read_index(storage: Storage, rank: int | None = None) -> Index | None:
+    """Reads and checks a checkpoint's index: that of all ranks, or one rank's own. None if there is none.
+
+    The places of a large one are read on demand. Raises `MetadataError` if it is damaged or of another format, and
+    `ReadError` if it cannot be read.
+    """
+    name = metadata_file_name(rank)
+    file = find_index(storage, name)
+    if file is None:
+        return None
+    index = Index(file)
+    own = index.head.rank
+    if own != rank:
+        whose = "all ranks" if own is None else f"rank {own}"
+        raise MetadataError(f"{file.path} is the metadata of {whose}: files were exchanged, or renamed")
+    return index
+
+
+def read_head(storage: Storage) -> Head | None:
+    """Reads and checks the head of the index of all ranks; None if there is none. Raises what `read_index` raises."""
+    file = find_index(storage, metadata_file_name())
+    return None if file is None else file.head
+
+
+def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
+    """The whole index, as `Index.stored_metadata` returns it; raises what `read_index` raises."""
+    index = read_index(storage, rank)
+    return None if index is None else index.stored_metadata()
 
 
 _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
@@ -55,17 +104,10 @@ def _wanted_of(item: ReadItem) -> _Wanted:
     return index.fqn, offset, Region(tuple(item.storage_offsets), tuple(item.lengths))
 
 
-class Piece(NamedTuple):
-    """The part of one stored chunk that is to be read."""
-
-    item: StoredItem
-    shape: tuple[int, ...]  # of the chunk
-    region: Region  # in the chunk
-    part: Region  # in the region that was asked for
-
-
-class Index:
+class Index(Catalog):
     """A checkpoint's index. Places are read when they are needed. Raises `MetadataError` if it is damaged."""
+
+    has_digests = True
 
     def __init__(self, file: IndexFile) -> None:
         self.path = file.path
@@ -73,24 +115,22 @@ class Index:
         self.files = data_files(file.head)
         self._file = file
         self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share a few
-        with self._sensible(), collector_paused():
-            self._places = IndexPlaces(file)
+        with _valid(self.path), collector_paused():
+            self._sections = [section for section in file.head.sections if section.kind == "places"]
+            self._tables: dict[int, PlaceTable] = {}  # by the number of their section
+            self._inline: PlaceTable | None = None
+            # Small values are located in a file that exists only in the index.
+            inline, content = metadata_file_name(file.head.rank), b""
+            if (section := self._section("inline")) is not None:
+                rows = decoded(decode_inline, file.section(section), file.path)
+                content = rows.content
+                self._inline = self._table(rows.places, [(inline, len(content))])
+            self.in_memory = {inline: content}
             section = self._section("entries")
             assert section is not None
-            self._values = values_of(decoded(decode_entries, file.section(section), file.path), self._places.count)
-
-    @property
-    def encryption(self) -> Mapping[str, Any] | None:
-        """The description of the key (see `encryption.unlock`); None if nothing is encrypted."""
-        record = self.head.encryption
-        if record is None:
-            return None
-        return {"derivation": record.derivation, "check": record.check, "seal": self._file.seal}
-
-    @property
-    def in_memory(self) -> dict[str, bytes]:
-        """The name and content of the file in which small values are located, and which exists only in the index."""
-        return {self._places.inline_file: self._places.inline_content}
+            self._values = values_of(decoded(decode_entries, file.section(section), file.path), len(self._sections))
+        if (key := file.head.encryption) is not None:
+            self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
     def metadata(self) -> Metadata:
         """DCP's metadata for a load, in which a tensor is one chunk if its stored chunks make up the whole.
@@ -108,10 +148,10 @@ class Index:
         ``record``, a manager's (`SaveRecord`) or None.
         """
         metadata = self._metadata(whole=False)
-        with self._sensible(), collector_paused():
+        with _valid(self.path), collector_paused():
             metadata.storage_data |= {"files": self.files, "items": self._items()}
-        if (record := self.encryption) is not None:
-            metadata.storage_data["encryption"] = record
+        if self.encryption is not None:
+            metadata.storage_data["encryption"] = self.encryption
         return metadata
 
     def incomplete_layouts(self) -> dict[Any, ChunkLayout]:
@@ -123,7 +163,7 @@ class Index:
         """The sections that have some of what is wanted."""
         value = self._values.get(key)
         if value is None:  # there is no entry: any rank may have stored it
-            return range(self._places.count)
+            return range(len(self._sections))
         if isinstance(value, int):
             return (value,)
         if value.only_owner is not None:
@@ -137,12 +177,12 @@ class Index:
         First it reads the places of all ranks that stored some of them. Raises `MetadataError`, naming the key, if some
         are missing, and `ReadError` if places cannot be read.
         """
-        with self._sensible():
+        with _valid(self.path):
             hashes: list[int] = []
             # Of most items nothing more is to be found than their places.
             whole: dict[int, list[tuple[int, Any, Region]]] = defaultdict(list)
             others: dict[int, _Wanted] = {}
-            inline, values = self._places.inline_hashes, self._values
+            inline, values = self._inline_hashes, self._values
             for number, item in enumerate(items):
                 key, offset = item.storage_index.fqn, item.storage_index.offset
                 value = values.get(key)
@@ -159,11 +199,11 @@ class Index:
                 else:
                     whole[value.only_owner].append((number, key, value.layout.regions[0]))
             needed = (self._owners(*wanted) for number, wanted in others.items() if hashes[number] not in inline)
-            self._places.load({*whole, *itertools.chain.from_iterable(needed)})
+            self._load_tables({*whole, *itertools.chain.from_iterable(needed)})
             pieces: list[list[Piece]] = [[]] * len(items)
             for owner, of_owner in whole.items():
                 numbers, keys, regions = zip(*of_owner, strict=True)
-                stored = self._places.stored(keys, [hashes[number] for number in numbers], owner)
+                stored = self._stored(keys, [hashes[number] for number in numbers], owner)
                 for number, key, region, place in zip(numbers, keys, regions, stored, strict=True):
                     if place is None:
                         raise self._nowhere(key, items[number].storage_index.offset)
@@ -184,7 +224,7 @@ class Index:
             chunk = value.layout.regions[number]
             common = wanted.intersect(chunk)
             assert common is not None
-            item = self._places.find(key, hash_of(key, chunk.start), int(value.owners[number]))
+            item = self._find(key, hash_of(key, chunk.start), int(value.owners[number]))
             if item is None:
                 raise self._nowhere(key, chunk.start)
             pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
@@ -199,8 +239,8 @@ class Index:
         return pieces
 
     def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None, item_hash: int) -> Piece:
-        owners: Iterable[int] = [value] if isinstance(value, int) else range(self._places.count)
-        places = (self._places.find(key, item_hash, owner) for owner in owners)
+        owners: Iterable[int] = [value] if isinstance(value, int) else range(len(self._sections))
+        places = (self._find(key, item_hash, owner) for owner in owners)
         item = next((found for found in places if found is not None), None)
         if item is None:
             raise self._nowhere(key, offset)
@@ -214,20 +254,20 @@ class Index:
     def _items(self) -> dict[ItemKey, StoredItem]:
         """The location of everything that is stored."""
         items: dict[ItemKey, StoredItem] = {}
-        self._places.load(range(self._places.count))
+        self._load_tables(range(len(self._sections)))
         for key, value in self._values.items():
             owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
             for offset, owner in owned:
-                item = self._places.stored([key], [hash_of(key, offset)], owner)[0]
+                item = self._stored([key], [hash_of(key, offset)], owner)[0]
                 if item is not None:
                     items[key, offset] = item
                 elif owner >= 0:
                     raise ValueError(f"the place of {key!r} does not match its key")
-        return self._places.named() | items
+        return {key: item for table in self._tables.values() for key, item in table.named().items()} | items
 
     def _metadata(self, *, whole: bool) -> Metadata:
         head = self.head
-        with self._sensible(), collector_paused():
+        with _valid(self.path), collector_paused():
             if whole:
                 shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
                 described = {key: shared[value] for key, value in self._values.items()}
@@ -294,21 +334,55 @@ class Index:
     def _section(self, kind: SectionKind) -> Section | None:
         return next((section for section in self.head.sections if section.kind == kind), None)
 
-    def _sensible(self) -> _Sensible:
-        return _Sensible(self.path)
+    # --- locations: a rank's section is read only when it is needed ---------------------------------------------
+
+    @functools.cached_property
+    def _inline_hashes(self) -> Collection[int]:
+        """The hashes of the items that are stored in the index itself."""
+        return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
+
+    def _load_tables(self, numbers: Iterable[int]) -> None:
+        """Reads the sections of locations with these numbers, unless they have been read."""
+        missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())
+        sections = [self._sections[number] for number in missing]
+        # Threads help only if sections must be requested.
+        get_all = map if self._file.read is None else in_threads
+        for number, section, content in zip(missing, sections, get_all(self._file.section, sections), strict=True):
+            files = [(file.name, file.nbytes) for file in section.files]
+            self._tables[number] = self._table(decoded(decode_places, content, self.path), files)
+
+    def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> PlaceTable:
+        for name in rows.dtypes:
+            known_dtype(name, self.path)
+        return PlaceTable(rows, files, is_encrypted=self.head.encryption is not None)
+
+    def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
+        """The location from which an item is best read; None if it is not stored.
+
+        ``item_hash`` is the `hash_of` its key and the offset of its chunk, or None for an object; ``owner`` the number
+        of the section that has it, or -1.
+        """
+        inline = None if self._inline is None else next(self._inline.find([key], [item_hash]))
+        return inline or self._stored([key], [item_hash], owner)[0]
+
+    def _stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
+        """The locations of items in the data files of one section; None for an item that is in none, as all are if
+        ``owner`` is -1.
+        """
+        if owner < 0:
+            return [None] * len(keys)
+        if owner not in self._tables:
+            self._load_tables([owner])
+        return list(self._tables[owner].find(keys, hashes))
 
 
-class _Sensible:
+@contextmanager
+def _valid(path: str) -> Iterator[None]:
     """Raises any error inside the block as a `MetadataError`: the index is invalid."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (ValueError, LookupError, TypeError, OverflowError)):
-            raise nonsense(self._path, f"{type(error).__name__}: {error}") from error
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        raise nonsense(path, f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer._storage.base import Refused
-from dcp_tensorizer._storage.claim import Ownership, claim_file_name, read_claim
+from dcp_tensorizer._storage.lease import Lease, lease_file_name, read_lease
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.errors import ReadError
 
-NAME = claim_file_name("step-N")
+NAME = lease_file_name("step-N")
 
 
-def run_of(folder: Path) -> Ownership:
+def run_of(folder: Path) -> Lease:
     """A run that has claimed a folder."""
-    owner = Ownership(LocalStorage(folder), NAME)
+    owner = Lease(LocalStorage(folder), NAME)
     owner.check()
     return owner
 
 
 def epoch_in(folder: Path) -> int:
-    claim = read_claim(LocalStorage(folder), NAME)
+    claim = read_lease(LocalStorage(folder), NAME)
     assert claim is not None
     return claim.epoch
 
@@ -37,17 +37,17 @@ def test_each_run_counts_one_more(tmp_path: Path) -> None:
     first.check()
     assert epoch_in(tmp_path / "run") == 1
     second = run_of(tmp_path / "run")
-    claim = read_claim(LocalStorage(tmp_path / "run"), NAME)
+    claim = read_lease(LocalStorage(tmp_path / "run"), NAME)
     assert claim is not None
     assert (claim.epoch, claim.id, claim.host, claim.process) == (2, second.id, socket.gethostname(), os.getpid())
     assert os.listdir(tmp_path / "run") == [".step-N.claim"]
 
 
 def test_the_older_run_is_told(tmp_path: Path) -> None:
-    """By each check from then on, also when the other run's claim is gone; the newer one is not."""
+    """By each check from then on, also when the other run's lease is gone; the newer one is not."""
     first, second = run_of(tmp_path), run_of(tmp_path)
-    words = f"{tmp_path} now belongs to another run: process {os.getpid()} on host {socket.gethostname()} has "
-    with pytest.raises(Refused, match=r"as run 2; this is run 1, and claimed it at .* Two jobs need two folders") as e:
+    words = f"{tmp_path} now belongs to another run: process {os.getpid()} on host {socket.gethostname()} took "
+    with pytest.raises(Refused, match=r"as run 2; this is run 1, and took it at .* Two jobs need two folders") as e:
         first.check()
     assert str(e.value).startswith(words)
     second.check()
@@ -67,7 +67,7 @@ def test_runs_that_meet_have_different_epochs(tmp_path: Path) -> None:
     assert len(told) == 3
 
 
-def _is_told(owner: Ownership) -> bool:
+def _is_told(owner: Lease) -> bool:
     try:
         owner.check()
     except Refused:
@@ -85,7 +85,7 @@ class LosesAnswers(LocalStorage):
 
 def test_a_lost_answer(tmp_path: Path) -> None:
     """The run finds its own claim, and does not claim again."""
-    owner = Ownership(LosesAnswers(tmp_path), NAME)
+    owner = Lease(LosesAnswers(tmp_path), NAME)
     owner.check()
     owner.check()
     assert epoch_in(tmp_path) == 1
@@ -106,7 +106,7 @@ def test_what_is_no_claim_is_replaced(tmp_path: Path) -> None:
 def test_jobs_of_other_names_do_not_meet(tmp_path: Path) -> None:
     """They may share a folder: each has its own claim."""
     first = run_of(tmp_path)
-    other = Ownership(LocalStorage(tmp_path), claim_file_name("ema-N"))
+    other = Lease(LocalStorage(tmp_path), lease_file_name("ema-N"))
     other.check()
     first.check()
     assert sorted(os.listdir(tmp_path)) == [".ema-N.claim", ".step-N.claim"]
@@ -126,14 +126,14 @@ class Unreadable(LocalStorage):
 def test_a_folder_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first try is a warning, and each check is refused; when it can be read, the run claims it and goes on."""
     folder = Unreadable(tmp_path)
-    owner = Ownership(folder, NAME)
-    owner.claim()
-    assert f"the folder {tmp_path} cannot be claimed: cannot read: the cable is out; this is tried again" in caplog.text
-    with pytest.raises(Refused, match="cannot be claimed"):
+    owner = Lease(folder, NAME)
+    owner.take()
+    assert f"the lease of {tmp_path} cannot be taken: cannot read: the cable is out; this is tried again" in caplog.text
+    with pytest.raises(Refused, match="cannot be taken"):
         owner.check()
     folder.is_broken = False
     owner.check()
     folder.is_broken = True
-    with pytest.raises(Refused, match="cannot be looked at"):
+    with pytest.raises(Refused, match="cannot be checked"):
         owner.check()
     assert (owner.lost, epoch_in(tmp_path)) == ("", 1)

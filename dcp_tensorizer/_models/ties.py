@@ -12,7 +12,7 @@ from .._staging.staged_save import StagedStateDict
 
 
 def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """The tied tensors, by their names: each with the name of the earlier tensor that it is tied to.
+    """Returns the tied tensors, by their names: each with the name of the earlier tensor that it is tied to.
 
     Tied tensors have the same elements of the same memory, read in the same way, and the same sharding. Names are those
     of the flattened state dict.
@@ -28,7 +28,7 @@ def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 def identity_of(value: object) -> object:
-    """A value that is equal for tied tensors; None if there is no memory here."""
+    """Returns a value that is equal for tied tensors, unless they have no memory here."""
     if not isinstance(value, torch.Tensor):
         return None
     sharding: object = None
@@ -46,5 +46,5 @@ def identity_of(value: object) -> object:
 
 
 def live_state(state_dict: Any) -> Mapping[str, Any] | None:
-    """A state dict with the model's own tensors; None if it is a staged one, or none is known."""
+    """Returns a state dict with the model's own tensors, unless it is a staged one, or none is known."""
     return state_dict if isinstance(state_dict, Mapping) and not isinstance(state_dict, StagedStateDict) else None

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_tensorizer._models.layout import ModelOptions, plan_model, rank_layout
-from dcp_tensorizer._saving.ties import ties_of
+from dcp_tensorizer._models.ties import ties_of
 from dcp_tensorizer._storage.base import SharedFile
 from dcp_tensorizer._writer_process.shared_job import SharedFilePart
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._index.schema import SaveRecord
-from dcp_tensorizer._job.lineage import RestoreChoice
 from dcp_tensorizer._job.ranks import Agreement
-from dcp_tensorizer._job.restart import Problem, joint_problem, load_kept, outdated
-from dcp_tensorizer._job.restore import Selection
+from dcp_tensorizer._job.restore import Problem, Selection, joint_problem, load_from_memory
 from dcp_tensorizer._job.steps import Step
 from dcp_tensorizer._memory.client import KeeperConnection
-from dcp_tensorizer._memory.find import Predecessors
-from dcp_tensorizer._memory.protocol import Found, Keep, KeptContent, KeptHead
+from dcp_tensorizer._memory.protocol import Found, Hold, StateContent, StateHead
+from dcp_tensorizer._memory.survival import AllMemory, Predecessors, outdated
 from dcp_tensorizer._runtime.forks import Descriptor
-from dcp_tensorizer._storage.local import LocalStorage
 
 from ...lab.processes import open_descriptors, quietly
 
@@ -26,9 +22,9 @@ BRANCH = (("b", 0),)
 FOLDER = (1, 2)
 
 
-def head(step: int, parent: str | None, parent_step: int | None) -> KeptHead:
+def head(step: int, parent: str | None, parent_step: int | None) -> StateHead:
     record = SaveRecord(step, parent, BRANCH, {}, "run")
-    return KeptHead("0" * 32, 1, "run", 0, 1, record, parent_step, folder=FOLDER)
+    return StateHead("0" * 32, 1, "run", 0, 1, record, parent_step, folder=FOLDER)
 
 
 def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, int], ...] = BRANCH) -> Step:
@@ -46,7 +42,7 @@ def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, in
     ],
     ids=["nothing saved", "its parent", "its parent, of another run", "a later save of its run", "itself"],
 )
-def test_what_goes_on_from_the_newest_checkpoint(kept: KeptHead, tip: Step | None) -> None:
+def test_what_goes_on_from_the_newest_checkpoint(kept: StateHead, tip: Step | None) -> None:
     """It is used."""
     assert outdated(kept, tip, FOLDER) == ""
 
@@ -64,7 +60,7 @@ def test_what_goes_on_from_the_newest_checkpoint(kept: KeptHead, tip: Step | Non
     ],
     ids=["all removed", "replaced", "gone on", "newest removed", "newer", "another branch", "begun by another"],
 )
-def test_what_does_not(kept: KeptHead, tip: Step | None, words: str) -> None:
+def test_what_does_not(kept: StateHead, tip: Step | None, words: str) -> None:
     """It is not used, and the log says why."""
     assert words in outdated(kept, tip, FOLDER)
 
@@ -85,22 +81,22 @@ class _Keeper(KeeperConnection):
         self.found = Found("run", 7, True, (kept,))
         self.has_ended = has_ended
 
-    def take(self, state_id: str, rank: int) -> tuple[KeptContent, Descriptor]:
+    def take(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
-        return KeptContent(Keep(self.found.heads[0], 0, (), b"", b"", 60.0), ()), Descriptor(
+        return StateContent(Hold(self.found.heads[0], 0, (), b"", b"", 60.0), ()), Descriptor(
             os.open("/dev/null", os.O_RDONLY)
         )
 
 
-def test_a_keeper_that_ends_while_others_give_their_states(tmp_path: Path) -> None:
+def test_a_keeper_that_ends_while_others_give_their_states() -> None:
     """The descriptors that the others gave are closed, and storage is asked."""
     keepers = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
     before = open_descriptors()
     with quietly():
-        problem = load_kept(
-            Predecessors(keepers), LocalStorage(tmp_path), Agreement(None), {}, Selection(), {}, RestoreChoice([], [])
-        )
+        found = Predecessors(keepers)
+        state = keepers[0].found.heads[0]
+        problem = load_from_memory(found, state, AllMemory([found.found]), "run", Agreement(None), {}, Selection(), {})
     assert isinstance(problem, Problem)
     assert (problem.is_damage, problem.has_touched) == (True, False)
     assert "a keeper has ended" in str(problem.error)

@@ -13,26 +13,16 @@ import logging
 import socket
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import closing
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.stateful import Stateful
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._index.schema import SaveRecord
-from .._memory.checkpoint import KeptReader, described
-from .._memory.client import KeeperProcess, connect_to_keepers
-from .._memory.copies import MemoryVote, PeerCopies, this_host
-from .._memory.find import AllMemory, Predecessors
-from .._memory.protocol import Found, KeptHead
-from .._memory.runtime_directory import identity, job_name
-from .._memory.wire import Address
+from .._runtime.forks import Descriptor
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.saver import Saver
@@ -40,18 +30,25 @@ from .._staging.buffer_pool import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
-from ..errors import CheckpointError, ReadError, WriteError, describe
+from ..errors import ReadError, WriteError, describe
 from ..planner import SavePlanner
-from .lineage import Place, RestoreChoice
-from .optimizer_state import dtypes_kept
-from .options import JobOptions
-from .ranks import Agreement
-from .restore import Selection, SelectivePlanner, StatePart, error_of_load
-from .steps import Step
+from .checkpoint import StateCheckpoint, hold_request
+from .client import KeeperConnection, KeeperProcess, connect_to_keepers
+from .copies import CopyOptions, MemoryVote, PeerCopies, this_host
+from .protocol import Found, StateContent, StateHead
+from .replicas import RemotePart
+from .runtime_directory import identity, job_name
+from .wire import Address
+
+if TYPE_CHECKING:
+    from .._job.ranks import Agreement
+    from .._job.steps import Position, Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _ROOM = 1.05  # of a buffer: what is allocated beside it
+_DEATH_SECONDS = 5.0  # the time that a keeper gets to see that its trainer is gone
+_CLAIM_SECONDS = 0.05  # the pause between two claims
 _LOOK_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
@@ -75,35 +72,49 @@ class Survival:
     Args:
         saver: Stages the states.
         folder: The job's folder.
+        template: The template of the names of steps' directories.
         agreement: Makes the decisions of all ranks.
-        options: The options of the job.
+        seconds: How long keepers hold states when this process is gone; 0: they hold none.
+        buffers: The largest number of staging buffers, without one for copies.
+        copies: How many hosts hold each state.
+        copy_options: How they are copied.
 
     Attributes:
         run: The id of this run of the job, the same on all ranks; empty if nothing is kept.
         holds: States may be kept that no save writes.
         has_left: The kept states have been left to a later run.
         copies: Copies states to other hosts.
+        predecessors: The keepers of earlier runs on this host.
     """
 
-    def __init__(self, saver: Saver, folder: Storage, agreement: Agreement, options: JobOptions) -> None:
-        seconds = options.survive
+    def __init__(
+        self,
+        saver: Saver,
+        folder: Storage,
+        template: str,
+        agreement: Agreement,
+        *,
+        seconds: float,
+        buffers: int,
+        copies: int,
+        copy_options: CopyOptions,
+    ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
         # With staging="device" the writer process copies, and it cannot do so while it writes.
-        self.holds = bool(seconds) and options.buffers > 2 and saver.options.staging != "device"
+        self.holds = bool(seconds) and buffers > 2 and saver.options.staging != "device"
         self._saver = saver
         self._folder = folder
-        self._template = options.names.template
+        self._template = template
         self._agreement = agreement
         self._seconds = seconds
-        self._reader_options = options.reader_options
-        self._buffers = options.buffers
-        self.copies = PeerCopies(agreement, options.copies)
+        self._buffers = buffers
+        self.copies = PeerCopies(agreement, copies, copy_options)
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None
         self._has_begun_copies = False
-        self._predecessors = Predecessors()
-        self._keeping: Future[None] | None = None
+        self.predecessors = Predecessors()
+        self._holding: Future[None] | None = None
         self._count = 0
         self._newest: str | None = None  # the last state, until all ranks have said whether they keep it
         self._written = ""  # the last state that a save writes
@@ -121,10 +132,10 @@ class Survival:
         for keeper in found:
             if keeper.found.job == self.run:  # the keeper of another rank of this run
                 keeper.close()
-        self._predecessors = Predecessors([keeper for keeper in found if keeper.found.job != self.run])
-        refusal = _stopped(silent[0]) if silent else self._predecessors.claim(self.run)
+        self.predecessors = Predecessors([keeper for keeper in found if keeper.found.job != self.run])
+        refusal = _stopped(silent[0]) if silent else self.predecessors.claim(self.run)
         if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
-            self._predecessors.close()
+            self.predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
         self._stage = _Stage.ON
 
@@ -143,7 +154,7 @@ class Survival:
             timeout = self._saver.options.limits.timeout
             self._keeper = KeeperProcess(self._job_name, self.run, self._seconds, timeout)
         except WriteError as error:
-            self._stop_keeping(str(error))
+            self._stop_holding(str(error))
 
     def begin_copies(self) -> None:
         """Finds the partners of all ranks, on the first call. Every rank calls it after `start_keeper`.
@@ -157,22 +168,22 @@ class Survival:
         if self._stage is _Stage.ON:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
-    def wait_kept(self) -> tuple[bool, bool]:
+    def wait_held(self) -> tuple[bool, bool]:
         """Waits until the newest state is kept; returns whether that failed, and whether this rank has stopped."""
-        keeping, self._keeping = self._keeping, None
-        error = None if keeping is None else keeping.exception()
+        holding, self._holding = self._holding, None
+        error = None if holding is None else holding.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
-            self._stop_keeping("the keeper has ended" if error is None else describe(error))
+            self._stop_holding("the keeper has ended" if error is None else describe(error))
         elif error is not None:
             logger.warning("a state is not kept in memory: %s", describe(error))
         if self._stage is _Stage.ON:
             self._look_for_room()
-        has_failed = self._newest is not None and self._newest not in self._kept
+        has_failed = self._newest is not None and self._newest not in self._held
         return has_failed, self._stage is _Stage.ENDING
 
     def vote(self) -> MemoryVote:
         """Returns this rank's vote about states in memory; waits until the newest state is kept."""
-        has_failed, ends = self.wait_kept()
+        has_failed, ends = self.wait_held()
         about_copies = self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
         return about_copies._replace(has_failed=has_failed, ends=ends)
 
@@ -189,11 +200,11 @@ class Survival:
         if was_on and not self.copies.is_on:
             self.copies.forget(self._keeper)
         if vote.ends:
-            self._stop_keeping("another rank has stopped keeping them")
+            self._stop_holding("another rank has stopped keeping them")
             self._stage, self.holds = _Stage.OFF, False
             self.end()
         elif newest is not None and vote.has_failed:
-            self._forget_all_but([number for number in self._kept if number != newest])
+            self._forget_all_but([number for number in self._held if number != newest])
         elif newest is not None:
             self._forget_for(newest, is_busy=is_busy)
 
@@ -204,73 +215,99 @@ class Survival:
         ranks need their own parts of that state. A state that is being copied stays until saves need its buffer.
         """
         saves, copied = self._saver.engine.saves, self.copies.ordered
-        nbytes = self._kept[newest].nbytes if newest in self._kept else 0
-        staying = {newest, self.copies.confirmed, copied} & self._kept.keys()
+        nbytes = self._held[newest].nbytes if newest in self._held else 0
+        staying = {newest, self.copies.confirmed, copied} & self._held.keys()
         in_use = {*staying, *([self._written] if is_busy else [])}
         self._forget_all_but([newest, self.copies.confirmed], but_copied=len(in_use) < self._most_buffers)
-        if self.copies.is_on and len(self._kept) > 1:
+        if self.copies.is_on and len(self._held) > 1:
             saves.reclaim()
             if why := _lack_of_room(saves, nbytes):
                 self.copies.give_up(why)
                 self._forget_all_but([newest])
         asks_again = self.copies.look_for_room(nbytes, max(0, self._most_buffers - len(in_use)))
         if asks_again or not self.copies.are_awaited:
-            self._predecessors.end()
+            self.predecessors.end()
 
     @property
     def _most_buffers(self) -> int:
         """The largest number of staging buffers; with copies one more."""
         return self._buffers + self.copies.is_on
 
-    def next_state(self, record: SaveRecord, place: Place) -> OnStaged | None:
+    def next_state(self, record: SaveRecord, position: Position) -> OnStaged | None:
         """Returns a function that keeps the next staged state; None if it is not kept.
 
-        ``record`` describes the state in the index, and ``place`` is the job's.
+        ``record`` describes the state in the index, and ``position`` is the job's.
         """
         if self._stage is _Stage.OFF:  # unlike ENDING, this is the same on all ranks
             return None
         self._count += 1
         number = self._newest = hashlib.blake2b(f"{self.run} {self._count}".encode(), digest_size=16).hexdigest()
-        head = KeptHead(
+        head = StateHead(
             id=number,
             number=self._count,
             job=self.run,
             rank=self._agreement.rank,
             world_size=self._agreement.size,
             record=record,
-            parent_step=None if place.tip is None else place.tip.number,
-            left=(place.left.save_id or None) if place.left else None,
+            parent_step=None if position.tip is None else position.tip.number,
+            left=(position.left.save_id or None) if position.left else None,
             folder=identity(self._folder.location),
             host=this_host(),
-            line=place.line,
+            line=position.line,
         )
         is_copied = self.copies.order(number)
 
-        def keep(staged: StagedStateDict) -> None:
+        def hold(staged: StagedStateDict) -> None:
             if not staged.staged_save.abandoned:  # a save writes this state
                 self._written = number
                 if self._keeper is not None:
                     staged.staged_save.on_written = functools.partial(self._keeper.written, number)
-            self._keeping = in_background(lambda: self._keep(head, staged, is_copied=is_copied), name="keep")
+            self._holding = in_background(lambda: self._hold(head, staged, is_copied=is_copied), name="hold")
 
-        return keep
+        return hold
 
-    def restore(
-        self, state: dict[str, Any], selection: Selection, choice: RestoreChoice, lost: Collection[str] = ()
-    ) -> SaveRecord | Problem | None:
-        """Loads a state that an earlier run has kept; see `load_kept`."""
+    def choose(
+        self, tip: Step | None, ids: Collection[str], lost: Collection[str]
+    ) -> tuple[StateHead, AllMemory] | None:
+        """Finds the newest state of an earlier run that all ranks can reach, unless it is outdated.
+
+        All ranks call it, and find the same. ``tip`` is the newest checkpoint on storage, ``ids`` are the ids of all
+        checkpoints, and ``lost`` those of saves that were lost with a node before they were on storage.
+        """
         if self._stage is _Stage.OFF:
             return None
-        options = self._reader_options
-        return load_kept(self._predecessors, self._folder, self._agreement, state, selection, options, choice, lost)
+        there = identity(self._folder.location)
+        offers = self._agreement.gathered(_Offer(self.predecessors.found, there, this_host()))
+        memory = AllMemory([offer.keepers for offer in offers])
+        reached = memory.states()
+        if not reached:
+            if any(offer.heads for offer in offers):
+                logger.warning(
+                    "%s: no state in memory is there for all ranks, perhaps because a machine was replaced%s: this run "
+                    "resumes from storage, which may be some steps older",
+                    self._folder.path,
+                    _parts_of_newest(offers),
+                )
+            return None
+        head = max(reached, key=lambda h: (h.step, h.number, h.id))
+        is_other = any(offer.has_other_folder(head) for offer in offers)
+        is_known = any(offer.knows(head) for offer in offers)
 
-    def discard(self) -> None:
-        """Frees the states of earlier runs, which are no longer wanted."""
-        self._predecessors.end()
+        def refusal() -> str:
+            if is_known:
+                return outdated(head, tip, None if is_other else head.folder, ids, lost)
+            # The hosts that kept it are gone. Other hosts number devices in another way, but see the same inode.
+            is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
+            return outdated(head, tip, head.folder if is_same else None, ids, lost)
+
+        if words := self._agreement.decided(refusal):
+            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, words)
+            return None
+        return head, memory
 
     def forget(self) -> None:
         """Forgets all states of this run, because the job does not resume from them."""
-        self.wait_kept()
+        self.wait_held()
         self._newest = None
         self._forget_all_but([])
         self.copies.forget(self._keeper)
@@ -281,11 +318,11 @@ class Survival:
         ``has_saved``: the newest step of this run is on storage. Then the states of earlier runs are freed, too.
         Otherwise they are left as they are.
         """
-        if self._keeping is not None:
-            wait_for([self._keeping], deadline.left)
+        if self._holding is not None:
+            wait_for([self._holding], deadline.left)
         if has_saved:
-            self._predecessors.end()
-        self._predecessors.close()
+            self.predecessors.end()
+        self.predecessors.close()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.end(deadline)
@@ -293,20 +330,20 @@ class Survival:
 
     def leave(self, deadline: Deadline = NEVER) -> None:
         """Leaves the kept states to a later run, because this run has failed. Idempotent."""
-        if self._keeping is not None:
-            wait_for([self._keeping], deadline.left)
+        if self._holding is not None:
+            wait_for([self._holding], deadline.left)
         self.has_left = True
-        self._predecessors.close()
+        self.predecessors.close()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.leave(deadline)
 
     @property
-    def _kept(self) -> dict[str, SharedBuffer]:
+    def _held(self) -> dict[str, SharedBuffer]:
         """The buffers of the kept states, by the states' ids, the oldest first."""
-        return {} if self._keeper is None else self._keeper.kept
+        return {} if self._keeper is None else self._keeper.held
 
-    def _keep(self, head: KeptHead, staged: StagedStateDict, *, is_copied: bool) -> None:
+    def _hold(self, head: StateHead, staged: StagedStateDict, *, is_copied: bool) -> None:
         staged_save = staged.staged_save
         try:
             staged_save.wait_copied()
@@ -315,8 +352,8 @@ class Survival:
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # `dict` does not call `items`, which ties the state to a save
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
-            message = described(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
-            self._keeper.keep(message, buffer)
+            message = hold_request(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
+            self._keeper.hold(message, buffer)
         except BaseException:
             if staged_save.buffer is not None:
                 staged_save.buffer.is_kept = False
@@ -326,21 +363,21 @@ class Survival:
 
     def _look_for_room(self) -> None:
         """Frees kept states if there is too little memory to stage the next one beside them."""
-        if len(self._kept) > 1:  # the older one is about to be forgotten
+        if len(self._held) > 1:  # the older one is about to be forgotten
             return
         saves = self._saver.engine.saves
         saves.reclaim()
-        nbytes = max([self._predecessors.nbytes, *(buffer.nbytes for buffer in self._kept.values())])
+        nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._held.values())])
         why = _lack_of_room(saves, nbytes) if nbytes else ""
         if not why:
             return
-        if self._kept:
-            self._stop_keeping(why)
+        if self._held:
+            self._stop_holding(why)
         else:
             logger.warning("what an earlier run has kept in memory is freed: %s", why)
-            self._predecessors.end()
+            self.predecessors.end()
 
-    def _stop_keeping(self, why: str) -> None:
+    def _stop_holding(self, why: str) -> None:
         """Stops keeping states on this rank. The other ranks learn of it at the next step."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
@@ -348,12 +385,12 @@ class Survival:
         self._forget_all_but([])
 
     def _forget_all_but(self, kept: Sequence[str], *, but_copied: bool = False) -> None:
-        forgotten = [state_id for state_id in self._kept if state_id not in kept]
+        forgotten = [state_id for state_id in self._held if state_id not in kept]
         try:
             if self._keeper is not None:
                 self._keeper.forget(forgotten, but_copied=but_copied)
         except WriteError as error:
-            self._stop_keeping(str(error))
+            self._stop_holding(str(error))
 
 
 def _lack_of_room(saves: StagedSaves, nbytes: int) -> str:
@@ -374,73 +411,171 @@ def _stopped(path: Path) -> str:
     )
 
 
-# --- loading a state of an earlier run, if all ranks can reach it and it is not outdated ------------------------------
+# --- the states of earlier runs ---------------------------------------------------------------------------------------
 
 
-class Problem(NamedTuple):
-    """The reason why a state in memory could not be loaded."""
+class Predecessors:
+    """The keepers of earlier trainers on this machine. ``nbytes`` is the size of the buffer that `open` has opened."""
 
-    error: CheckpointError
-    is_damage: bool  # the state is damaged; otherwise it does not fit the target
-    is_whole: bool  # all parts of the state were at hand; otherwise it may fit with all of them
-    has_touched: bool  # some of the target may have been overwritten
+    def __init__(self, keepers: Sequence[KeeperConnection] = ()) -> None:
+        self.nbytes = 0
+        self._keepers = list(keepers)
+
+    def __bool__(self) -> bool:
+        return bool(self._keepers)
+
+    def claim(self, run: str) -> str:
+        """Reserves the keepers for a run of the job. Returns why one refuses: another run is alive; otherwise empty."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        for keeper in self._keepers:
+            while True:
+                try:
+                    if keeper.claim(run):
+                        break
+                except ReadError:  # it has just ended
+                    break
+                if time.monotonic() > deadline:
+                    return (
+                        f"another run of this job is alive (its trainer is process {keeper.found.trainer} on "
+                        f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
+                        f"replace each other's checkpoints"
+                    )
+                time.sleep(_CLAIM_SECONDS)
+        return ""
+
+    @property
+    def found(self) -> list[Found]:
+        """The parts of states that these keepers have."""
+        return [keeper.found for keeper in self._keepers]
+
+    def open(
+        self,
+        state_id: str,
+        rank: int,
+        path: str,
+        elsewhere: Mapping[int, Sequence[Address]] = MappingProxyType({}),
+        damaged: Collection[tuple[int, str]] = (),
+    ) -> StateCheckpoint:
+        """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
+
+        ``elsewhere`` says where other hosts have parts, by the parts' ranks. ``damaged`` are the rank and the holder of
+        parts that are not used. Raises `ReadError` if no keeper has the state any more, or it cannot be read.
+        """
+        holders: dict[int, list[KeeperConnection | Address]] = {}
+        for keeper in self._keepers:
+            for head in keeper.found.heads:
+                if head.id == state_id:
+                    holders.setdefault(head.rank, []).append(keeper)
+        here = {keeper.found.address for keeper in self._keepers}
+        for other, addresses in elsewhere.items():
+            holders.setdefault(other, []).extend(address for address in addresses if address not in here)
+        parts: list[tuple[StateContent, Descriptor | RemotePart]] = []
+        used: dict[int, str] = {}
+        try:
+            for other in sorted(holders, key=lambda other: (other == rank, other)):
+                usable = [holder for holder in holders[other] if (other, _name_of(holder)) not in damaged]
+                holder, part = _taken(usable, state_id, other)
+                used[other] = _name_of(holder)
+                parts.append(part)
+            checkpoint = StateCheckpoint(path, parts)
+        except BaseException as error:
+            for _, buffer in parts:
+                (buffer.release if isinstance(buffer, RemotePart) else buffer.close)()
+            if not isinstance(error, Exception):  # a KeyboardInterrupt
+                raise
+            # For example, it was kept by another release.
+            raise ReadError(f"{path} cannot be read: {describe(error)}") from error
+        checkpoint.holders = used
+        last = parts[-1][1]
+        self.nbytes = parts[-1][0].state.nbytes if isinstance(last, Descriptor) else 0
+        return checkpoint
+
+    def forget_all_but(self, state_id: str) -> None:
+        """Lets the keepers forget all other states."""
+        for keeper in self._keepers:
+            keeper.forget_all_but(state_id)
+
+    def end(self) -> None:
+        """Ends the keepers, and frees their memory, because the states are no longer wanted. Idempotent."""
+        self.nbytes = 0
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.end()
+
+    def close(self) -> None:
+        """Closes the connections, and leaves the keepers as they are. Idempotent."""
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.close()
 
 
-def load_kept(
-    found: Predecessors,
-    folder: Storage,
-    agreement: Agreement,
-    state: dict[str, Any],
-    selection: Selection,
-    options: Mapping[str, Any],
-    choice: RestoreChoice,
-    lost: Collection[str] = (),
-) -> SaveRecord | Problem | None:
-    """Loads the newest state that all ranks can reach in memory, if it resumes from the newest checkpoint.
+def _name_of(holder: KeeperConnection | Address) -> str:
+    """The name of a holder that has a part, for messages."""
+    if isinstance(holder, Address):
+        return f"the keeper at {holder!r}"
+    return f"the keeper of process {holder.found.trainer} on {socket.gethostname()}"
 
-    Args:
-        found: The keepers of earlier runs.
-        folder: The job's folder.
-        agreement: Makes the decisions of all ranks.
-        state: The target.
-        selection: The keys to load.
-        options: The options of the reader.
-        choice: The checkpoints on storage.
-        lost: The ids of the saves that were lost with a node before they were on storage.
 
-    Returns:
-        The record of the loaded state. Otherwise load from storage: None if memory has no state to load, or the problem
-        with it. The log says why.
+def _taken(
+    holders: Sequence[KeeperConnection | Address], state_id: str, rank: int
+) -> tuple[KeeperConnection | Address, tuple[StateContent, Descriptor | RemotePart]]:
+    """Takes a part from the first holder that gives it; raises `ReadError` if none does."""
+    failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
+    for holder in holders:
+        try:
+            if isinstance(holder, KeeperConnection):
+                return holder, holder.take(state_id, rank)
+            remote = RemotePart(holder, state_id, rank)
+            return holder, (remote.record(), remote)
+        except ReadError as error:
+            failure = error
+            logger.warning("rank %d's part is not taken from %s: %s", rank, _name_of(holder), str(error))
+    raise failure
 
-    Raises:
-        CheckpointError: a complete state does not fit the target, or a rank is gone; on all ranks.
-    """
-    chosen = _chosen(found, folder, agreement, choice, lost)
-    if chosen is None:
-        return None
-    head, memory = chosen
-    started = time.perf_counter()
-    path = f"the memory of step {head.step} on rank {agreement.rank}"
-    load = functools.partial(_loaded, found, head, agreement.rank, path, state, selection, options)
-    loaded, own = load(memory.places(head, agreement.rank))
-    problems = agreement.gathered(own)
-    is_part = head.world_size == agreement.size and memory.places(head)
-    if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
-        loaded, own = load(memory.places(head))  # the target is sharded in another way: all parts are needed
-        problems = agreement.gathered(own)
-    if problem := joint_problem(problems):
-        logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
-        return problem
-    found.forget_all_but(head.id)
-    with dtypes_kept(state.values()):
-        for key, value in loaded.items():
-            if isinstance(state[key], Stateful):
-                state[key].load_state_dict(value)
-            else:
-                state[key] = value
-    seconds = time.perf_counter() - started
-    logger.info("%s: step %d is restored from memory (%.3f s)", folder.path, head.step, seconds)
-    return head.record
+
+class AllMemory:
+    """The states in the memory of all hosts of the job. ``found`` has, for each rank, the keepers on its host."""
+
+    def __init__(self, found: Sequence[Sequence[Found]]) -> None:
+        self._found = found
+        self._parts: dict[str, dict[int, StateHead]] = {}
+        self._holders: dict[str, dict[int, list[Address]]] = {}
+        for keeper in chain.from_iterable(found):
+            for head in keeper.heads:
+                self._parts.setdefault(head.id, {}).setdefault(head.rank, head)
+                if keeper.address is not None:
+                    holders = self._holders.setdefault(head.id, {}).setdefault(head.rank, [])
+                    holders += [keeper.address] * (keeper.address not in holders)
+
+    def states(self) -> list[StateHead]:
+        """The states that all ranks can load, each from its own host or from others, by the heads of their first parts.
+
+        A keeper without an address serves only its own host.
+        """
+        first = [parts[min(parts)] for parts in self._parts.values()]
+        return [head for head in first if self._is_whole(head) and self._serves_all(head)]
+
+    def holders(self, head: StateHead, rank: int | None = None) -> dict[int, list[Address]]:
+        """The keepers that give parts of a state to other hosts, by the parts' ranks; with ``rank`` those it needs."""
+        holders = self._holders.get(head.id, {})
+        return (
+            holders if rank is None else {part: holders[part] for part in self._needed(head, rank) if part in holders}
+        )
+
+    def _is_whole(self, head: StateHead) -> bool:
+        return len(self._parts[head.id]) == head.world_size
+
+    def _serves_all(self, head: StateHead) -> bool:
+        given = set(self._holders.get(head.id, ()))
+        for rank, keepers in enumerate(self._found):
+            here = {part.rank for keeper in keepers for part in keeper.heads if part.id == head.id}
+            if not given | here >= self._needed(head, rank):
+                return False
+        return True
+
+    def _needed(self, head: StateHead, rank: int) -> set[int]:
+        """The parts that a rank needs: its own, or all if another number of ranks had saved."""
+        return {rank} if head.world_size == len(self._found) else set(range(head.world_size))
 
 
 class _Offer(NamedTuple):
@@ -451,54 +586,18 @@ class _Offer(NamedTuple):
     host: str
 
     @property
-    def heads(self) -> list[KeptHead]:
+    def heads(self) -> list[StateHead]:
         """The heads of all parts."""
         return [head for keeper in self.keepers for head in keeper.heads]
 
-    def knows(self, head: KeptHead) -> bool:
+    def knows(self, head: StateHead) -> bool:
         """Returns whether this host kept a part of the state itself, and so knows the folder's identity of then."""
         return any(own.id == head.id and own.host in ("", self.host) for own in self.heads)
 
-    def has_other_folder(self, head: KeptHead) -> bool:
+    def has_other_folder(self, head: StateHead) -> bool:
         """Returns whether this host kept a part of the state itself, for a folder that has been replaced since."""
         own = [own for own in self.heads if own.id == head.id and own.host in ("", self.host)]
         return any(part.folder not in (None, self.folder) for part in own)
-
-
-def _chosen(
-    found: Predecessors, folder: Storage, agreement: Agreement, choice: RestoreChoice, lost: Collection[str]
-) -> tuple[KeptHead, AllMemory] | None:
-    """Finds the newest state that all ranks can reach, with its places, unless it is outdated. All find the same."""
-    there = identity(folder.location)
-    offers = agreement.gathered(_Offer(found.found, there, this_host()))
-    memory = AllMemory([offer.keepers for offer in offers])
-    reached = memory.states()
-    if not reached:
-        if any(offer.heads for offer in offers):
-            logger.warning(
-                "%s: no state in memory is there for all ranks, perhaps because a machine was replaced%s: this run "
-                "resumes from storage, which may be some steps older",
-                folder.path,
-                _parts_of_newest(offers),
-            )
-        return None
-    head = max(reached, key=lambda h: (h.step, h.number, h.id))
-    tip = choice.candidates[0][0] if choice.candidates else None
-    ids = {step.save_id for step in choice.steps}
-    is_other = any(offer.has_other_folder(head) for offer in offers)
-    is_known = any(offer.knows(head) for offer in offers)
-
-    def refusal() -> str:
-        if is_known:
-            return outdated(head, tip, None if is_other else head.folder, ids, lost)
-        # The hosts that kept it are gone. Other hosts number devices in another way, but see the same inode.
-        is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
-        return outdated(head, tip, head.folder if is_same else None, ids, lost)
-
-    if words := agreement.decided(refusal):
-        logger.warning("%s: step %d is in memory, and %s", folder.path, head.step, words)
-        return None
-    return head, memory
 
 
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
@@ -511,62 +610,8 @@ def _parts_of_newest(offers: Sequence[_Offer]) -> str:
     return f" (of step {newest.step}, of {newest.world_size} ranks only the parts of {ranks})"
 
 
-def _loaded(
-    found: Predecessors,
-    head: KeptHead,
-    rank: int,
-    path: str,
-    state: dict[str, Any],
-    selection: Selection,
-    options: Mapping[str, Any],
-    elsewhere: Mapping[int, Sequence[Address]],
-) -> tuple[dict[str, Any], Problem | None]:
-    """Loads a state, on this rank by itself. Returns the loaded values, and the problem if there was one.
-
-    ``elsewhere`` has the keepers on any host that have parts of the state, by the parts' ranks. If a part is damaged,
-    or can no longer be read, it is taken from the next keeper that has it.
-    """
-    damaged: set[tuple[int, str]] = set()
-    is_whole, has_begun = True, False
-    first: CheckpointError | None = None
-    while True:
-        planner = SelectivePlanner(path, selection, state)
-        checkpoint = None
-        try:
-            plain = StatePart().of(state)
-            checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
-            is_whole = checkpoint.is_whole
-            with closing(checkpoint), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch warns of a load in a single process
-                dcp_load(plain, storage_reader=KeptReader(checkpoint, options), planner=planner, no_dist=True)
-        except (Exception, CheckpointException) as error:
-            cause = error_of_load(path, error)
-            has_begun = has_begun or planner.has_begun
-            first = first or cause
-            part = checkpoint.part_in(str(cause)) if checkpoint is not None and isinstance(cause, ReadError) else None
-            if checkpoint is None or part is None:
-                return {}, Problem(first, isinstance(cause, ReadError), is_whole, has_begun)
-            place = checkpoint.places[part]
-            damaged.add((part, place))
-            logger.error("rank %d's part of step %d, from %s, is not used: %s", part, head.step, place, str(cause))
-        else:
-            return plain, None
-
-
-def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
-    """The joint problem of all ranks' loads; raises `CheckpointError` if a complete state does not fit a rank."""
-    found = [problem for problem in problems if problem is not None]
-    if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
-        raise misfit.error
-    if not found:
-        return None
-    # A rank that succeeded has changed its target, too.
-    has_touched = any(problem is None or problem.has_touched for problem in problems)
-    return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
-
-
 def outdated(
-    head: KeptHead,
+    head: StateHead,
     tip: Step | None,
     folder: tuple[int, int] | None,
     ids: Collection[str] = (),
@@ -592,7 +637,7 @@ def outdated(
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
 
 
-def _has_saved(head: KeptHead, tip: Step) -> bool:
+def _has_saved(head: StateHead, tip: Step) -> bool:
     """Returns whether the run that kept a state has saved a checkpoint after that state's parent."""
     assert head.record is not None
     is_newer = head.parent_step is None or tip.number > head.parent_step

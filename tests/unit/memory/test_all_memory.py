@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_tensorizer._memory.find import AllMemory
-from dcp_tensorizer._memory.protocol import Found, KeptHead
+from dcp_tensorizer._memory.protocol import Found, StateHead
+from dcp_tensorizer._memory.survival import AllMemory
 from dcp_tensorizer._memory.wire import Address
 
 
 def found(*ranks: int, given: bool = False, world_size: int = 2, host: str = "a") -> list[Found]:
     """A keeper that has the parts of these ranks, and maybe gives them to other hosts."""
-    heads = tuple(KeptHead("a", 1, "run", rank, world_size, None) for rank in ranks)
+    heads = tuple(StateHead("a", 1, "run", rank, world_size, None) for rank in ranks)
     return [Found("run", 1, True, heads, Address(host, 1, b"secret") if given else None)]
 
 
@@ -53,7 +53,7 @@ def test_where_the_parts_of_a_state_are() -> None:
     keepers = [found(0, 1, given=True), found(1, given=True, host="b")]
     memory = AllMemory(keepers)
     (head,) = memory.states()
-    assert memory.places(head) == {0: [here], 1: [here, there]}
-    assert memory.places(head, 1) == {1: [here, there]}
-    assert AllMemory([*keepers, []]).places(head, 1) == {0: [here], 1: [here, there]}
-    assert memory.places(head._replace(id="b")) == {}
+    assert memory.holders(head) == {0: [here], 1: [here, there]}
+    assert memory.holders(head, 1) == {1: [here, there]}
+    assert AllMemory([*keepers, []]).holders(head, 1) == {0: [here], 1: [here, there]}
+    assert memory.holders(head._replace(id="b")) == {}

@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError
+from dcp_tensorizer._formats.catalog import Piece
+from dcp_tensorizer._formats.own import Index
 from dcp_tensorizer._index.container import FIRST_BYTES, IndexFile, open_index, read_head
 from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._index.locations import InlineItem, RankPlaces, hash_of
-from dcp_tensorizer._index.read import Index, Piece
 from dcp_tensorizer._index.write import encode
 from dcp_tensorizer._tensor_file.names import StoredItem, data_file_name
 

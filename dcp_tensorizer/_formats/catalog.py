@@ -1,0 +1,116 @@
+"""The contents of a checkpoint of any format: DCP's metadata, and the stored bytes of a load plan's items.
+
+A load and a conversion read every format by its catalog: `own`, `torch_dcp` and `hugging_face` have one each.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from .._index.layouts import ChunkLayout, Region, covers
+from .._tensor_file.dtypes import named_dtype
+from .._tensor_file.names import StoredItem
+from ..errors import MetadataError
+
+
+class Piece(NamedTuple):
+    """The part of one stored chunk that is to be read."""
+
+    item: StoredItem
+    shape: tuple[int, ...]  # of the chunk
+    region: Region  # in the chunk
+    part: Region  # in the region that was asked for
+
+
+class Coder(Protocol):
+    """Decodes a tensor that is not stored as its elements."""
+
+    def memory_for(self, target: torch.Tensor) -> torch.Tensor:
+        """Returns memory for the stored form: the target itself if it takes that as it is. Raises `ReadError`."""
+
+    def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
+        """Fills the target from its stored form, in the memory of `memory_for`. Raises `ReadError`."""
+
+
+class Catalog(abc.ABC):
+    """The contents of one checkpoint.
+
+    Attributes:
+        path: The checkpoint, or its metadata file, for messages.
+        files: The size of each data file in bytes, by name; empty if the format does not record it.
+        in_memory: The contents of files that exist only here, by name.
+        encryption: The description of the key (see `encryption.unlock`); None if nothing is encrypted.
+        has_digests: Each stored item has digests, so that what is read can be verified.
+    """
+
+    path: str
+    files: Mapping[str, int] = MappingProxyType({})
+    in_memory: Mapping[str, bytes] = MappingProxyType({})
+    encryption: Mapping[str, Any] | None = None
+    has_digests = False
+
+    @abc.abstractmethod
+    def metadata(self) -> Metadata:
+        """DCP's metadata for a load."""
+
+    @abc.abstractmethod
+    def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
+        """The stored chunks that have elements of each item; raises `MetadataError` or `ReadError`, naming the key."""
+
+    def incomplete_layouts(self) -> Mapping[Any, ChunkLayout]:
+        """The layouts of tensors whose stored chunks may not cover them, by key."""
+        return {}
+
+    def coder(self, item: ReadItem) -> Coder | None:
+        """The coder of an item; None if its elements, or the ``torch.save`` bytes of an object, are stored as they
+        are. Raises `ReadError`.
+        """
+        return None
+
+    def decoded(self, item: ReadItem, content: bytes) -> bytes:
+        """The ``torch.save`` bytes of an object, from its stored bytes. Raises `ReadError`."""
+        return content
+
+    def check_unreplaced(self) -> None:  # noqa: B027
+        """Raises `ReadError` if a file was replaced since the catalog was made, so that data may not fit it."""
+
+
+def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) -> None:
+    """Raises `MetadataError`, naming the key, unless a stored tensor has the size of its shape and dtype."""
+    if math.prod(shape) * named_dtype(item.dtype).itemsize != item.length:
+        raise MetadataError(f"{path}: {key!r} of shape {shape} has {item.length:,} bytes stored")
+
+
+def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Region]) -> None:
+    """Raises `MetadataError`, naming the key, unless the stored chunks of a tensor hold each of its elements once."""
+    if not covers(shape, regions):
+        held = sum(math.prod(region.size) for region in regions)
+        raise MetadataError(
+            f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements: they hold "
+            f"{held:,}, and a rank's part is missing or stored twice"
+        )
+
+
+def check_coverage(path: str, catalog: Catalog, keys: Iterable[str]) -> None:
+    """Checks the chunks of every tensor among ``keys`` like `check_chunks`, unless the save has found them whole."""
+    incomplete = catalog.incomplete_layouts()
+    for key in incomplete.keys() & keys:
+        check_chunks(path, key, incomplete[key].shape, incomplete[key].regions)
+
+
+def copy_part(item: ReadItem, tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies the part of a stored tensor that an item describes; raises `ValueError` if it does not fit the target."""
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if length < tensor.size(dim):  # only if needed: not every class can be narrowed
+            tensor = tensor.narrow(dim, start, length)
+    if target.shape != tensor.shape:  # `copy_` might broadcast it
+        raise ValueError(f"it is of shape {tuple(tensor.shape)}, and its target of {tuple(target.shape)}")
+    target.copy_(tensor)

@@ -1,0 +1,274 @@
+"""Models as Hugging Face has them: safetensors files, also under other names, in other shapes, in parts, or quantised.
+
+FP8 weights come with another tensor that has a scale for each block of elements. A weight is read as it is stored, and
+multiplied on its way to a target of another dtype. A target of the same FP8 dtype gets the stored elements, and one of
+another FP8 dtype is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from .._index.layouts import Region
+from .._tensor_file.dtypes import dtype_name, named_dtype
+from .._tensor_file.names import StoredItem
+from ..errors import MetadataError, ReadError, listed
+from .catalog import Catalog, Coder, Piece, check_chunks, check_length
+from .rename import Box, Placed, Renaming, Rules, Shape, place
+from .safetensors import SHARDING, in_torch, saved_offsets
+from .weight_files import StoredBytes, WeightFile, check_unreplaced, read_weight_files
+
+if TYPE_CHECKING:
+    from .._storage.base import Storage
+
+_SCALE = "_scale_inv"
+_BLOCK = (128, 128)  # of DeepSeek's models, and torch's default
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_CONFIG = "config.json"
+_MOST = 2**63 - 1
+
+
+class ModelCatalog(Catalog):
+    """The model in the files that an index names, or, without an index, in all safetensors files.
+
+    Args:
+        storage: The model's directory.
+        rename: The rules by which the model was saved; they are used the other way round.
+        files: The files to read instead, by their headers.
+
+    Raises:
+        NotCommitted: there are no such files.
+        MetadataError: the index or a header is damaged, or they contradict each other.
+        ReadError: ``rename`` does not fit the model.
+    """
+
+    def __init__(
+        self, storage: Storage, rename: Rules | None = None, files: Sequence[WeightFile] | None = None
+    ) -> None:
+        self.path = storage.path
+        self._storage = storage
+        self._files, file_of = read_weight_files(storage) if files is None else (files, {})
+        self._items: dict[str, tuple[StoredItem, Shape]] = {}  # the stored tensors, and their shapes
+        self._quantised: dict[str, _Quantised] = {}
+        self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight, whose items follow each other
+        tensors = list(self._chosen(file_of))
+        parts = next((file for file in self._files if file.notes.get(SHARDING)), None)
+        if parts is None:
+            self._placed = self._renamed(tensors, rename or {})
+        elif rename is None:
+            self._placed = self._joined(tensors)
+        else:
+            raise MetadataError(
+                f"{self.path}/{parts.name} has parts of tensors, as torch's HuggingFaceStorageWriter leaves them "
+                f"without consolidation. Consolidate them, or load them without rename=."
+            )
+
+    def metadata(self) -> Metadata:
+        return Metadata({key: self._described(placed) for key, placed in self._placed.items()})
+
+    def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
+        return [list(self._pieces(item)) for item in items]
+
+    def coder(self, item: ReadItem) -> Coder | None:
+        boxes = self._placed[item.storage_index.fqn].boxes
+        weights = [self._quantised[box.source] for box in boxes if box.source in self._quantised]
+        if not weights:
+            return None
+        if len(boxes) > 1 or not boxes[0].is_same:  # its blocks would no longer be where its scales say
+            raise ReadError(
+                f"{self.path}: {weights[0].name!r} is quantised, and rename= cuts it or joins it. Load it under a name "
+                f"of its own."
+            )
+        return _BlockCoder(self, weights[0], (*item.storage_offsets, 0, 0)[:2])
+
+    def check_unreplaced(self) -> None:
+        for file in self._files:
+            check_unreplaced(self._storage, file)
+
+    @functools.cached_property
+    def block(self) -> tuple[int, int]:
+        """The size of a quantised block, by the model's configuration; 128 x 128 if it names none."""
+        with suppress(ValueError, TypeError, LookupError, RecursionError):
+            content = json.loads(self._storage.read(_CONFIG) or b"{}")
+            rows, columns = content["quantization_config"]["weight_block_size"]
+            if type(rows) is int and type(columns) is int and rows > 0 and columns > 0:
+                return rows, columns
+        return _BLOCK
+
+    def scales_of(self, weight: _Quantised) -> torch.Tensor:
+        """The scales of a weight's blocks, in float32; raises `ReadError`."""
+        if self._scales is None or self._scales[0] != weight.name:
+            item = weight.scales
+            content = bytearray(self._storage.read_range(item.file, item.offset, item.length))
+            scales = torch.frombuffer(content, dtype=torch.uint8).view(named_dtype(item.dtype))
+            self._scales = weight.name, scales.view(weight.scales_shape).float()
+        return self._scales[1]
+
+    def _chosen(self, file_of: dict[str, str]) -> Iterator[tuple[WeightFile, StoredBytes]]:
+        """The tensors of all files, each from the file that the index names if it names one."""
+        missing = dict(file_of)
+        for file in self._files:
+            for tensor in file.tensors:
+                if file_of.get(tensor.key, file.name) == file.name:
+                    missing.pop(tensor.key, None)
+                    yield file, tensor
+        for key, name in missing.items():
+            raise MetadataError(
+                f"{self.path}/{name} lacks {key!r}, which the index locates there. Files were exchanged, or are not "
+                f"all of one model: load another one."
+            )
+
+    def _renamed(self, tensors: Sequence[tuple[WeightFile, StoredBytes]], rename: Rules) -> dict[str, Placed]:
+        for file, tensor in tensors:
+            if tensor.key in self._items:
+                raise MetadataError(f"{self.path} has {tensor.key!r} in two files: {file.name} and another one")
+            self._items[tensor.key] = self._stored(file, tensor)
+        self._quantised = {
+            name: _Quantised(name, item, shape, *self._items[name + _SCALE])
+            for name, (item, shape) in self._items.items()
+            if item.dtype in _FP8 and name + _SCALE in self._items
+        }
+        try:
+            placed = place(Renaming(rename).inverse(), {key: shape for key, (_, shape) in self._items.items()})
+        except ValueError as error:
+            raise ReadError(f"{self.path} cannot be loaded with these names: {error}") from None
+        for key, of_key in placed.items():
+            sources = [box.source for box in of_key.boxes]
+            if len({self._items[source][0].dtype for source in sources}) > 1:
+                raise ReadError(f"{self.path}: {listed(sources)} are {key!r} together, and differ in their dtypes")
+        return placed
+
+    def _joined(self, tensors: Sequence[tuple[WeightFile, StoredBytes]]) -> dict[str, Placed]:
+        """The tensors whose parts are in several files, as torch's ``HuggingFaceStorageWriter`` leaves them."""
+        offsets: dict[str, dict[str, tuple[int, ...]]] = {}
+        for file in self._files:
+            try:
+                offsets[file.name] = saved_offsets(file.notes)
+            except ValueError as error:
+                raise MetadataError(f"{self.path}/{file.name}: the note {SHARDING} is damaged: {error}") from None
+        placed: dict[str, Placed] = {}
+        for file, tensor in tensors:
+            source = f"{file.name}\0{tensor.key}"
+            self._items[source] = item, shape = self._stored(file, tensor)
+            origin = (0,) * len(shape)
+            offset = offsets[file.name].get(tensor.key, () if file.notes.get(SHARDING) else origin)
+            ends = [start + size for start, size in zip(offset, shape, strict=False)]
+            if len(offset) != len(shape) or max(ends, default=0) > _MOST:
+                raise MetadataError(
+                    f"{self.path}/{file.name}: the note {SHARDING} does not have the offset of {tensor.key!r}"
+                )
+            whole = placed.setdefault(tensor.key, Placed((0,) * len(shape)))
+            first = self._items[whole.boxes[0].source][0] if whole.boxes else item
+            if first.dtype != item.dtype or len(whole.shape) != len(shape):
+                raise MetadataError(
+                    f"{self.path}/{file.name}: its part of {tensor.key!r} is not of one tensor with those of other "
+                    f"files"
+                )
+            whole.shape = tuple(map(max, whole.shape, ends))
+            whole.boxes.append(Box(source, Region(origin, shape), Region(offset, shape)))
+        for key, whole in placed.items():
+            check_chunks(self.path, key, whole.shape, [box.here for box in whole.boxes])
+        return placed
+
+    def _stored(self, file: WeightFile, tensor: StoredBytes) -> tuple[StoredItem, Shape]:
+        path = f"{self.path}/{file.name}"
+        try:
+            dtype, shape = in_torch(tensor.dtype, tensor.shape)
+        except ValueError as error:
+            raise MetadataError(f"{path}: {tensor.key!r} {error}") from None
+        item = StoredItem(file.name, tensor.key, tensor.offset, tensor.nbytes, dtype_name(dtype), "tensor", b"")
+        check_length(path, tensor.key, item, shape)
+        return item, shape
+
+    def _described(self, placed: Placed) -> TensorStorageMetadata:
+        dtype = named_dtype(self._items[placed.boxes[0].source][0].dtype)
+        size = torch.Size(placed.shape)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
+
+    def _pieces(self, item: ReadItem) -> Iterator[Piece]:
+        wanted = Region(tuple(item.storage_offsets), tuple(item.lengths))
+        placed = self._placed.get(item.storage_index.fqn)
+        if placed is None:
+            raise MetadataError(f"{self.path} has no data for {item.storage_index.fqn!r}")
+        for box in placed.boxes:
+            here, there = box.here.intersect(wanted), box.fetch(wanted)
+            if here is None or there is None:
+                continue
+            stored, shape = self._items[box.source]
+            part = here.within(wanted)
+            if len(shape) < len(part.size):  # a part of what is stacked here
+                shape, there = (1, *shape), Region((0, *there.start), (1, *there.size))
+            elif len(shape) > len(part.size):  # one of what is stacked there
+                nbytes = stored.length // shape[0]
+                stored = stored._replace(offset=stored.offset + there.start[0] * nbytes, length=nbytes)
+                shape, there = shape[1:], Region(there.start[1:], there.size[1:])
+            yield Piece(stored, shape, there, part)
+
+
+class _Quantised(NamedTuple):
+    """A quantised weight: its name, where it is stored, and the scales of its blocks."""
+
+    name: str
+    item: StoredItem
+    shape: Shape
+    scales: StoredItem
+    scales_shape: Shape
+
+
+class _BlockCoder:
+    """Multiplies a part of a weight, which begins at the row and column ``start``, by the scales of its blocks."""
+
+    def __init__(self, catalog: ModelCatalog, weight: _Quantised, start: tuple[int, int]) -> None:
+        self._catalog, self._weight, self._start = catalog, weight, start
+
+    def memory_for(self, target: torch.Tensor) -> torch.Tensor:
+        """The target itself if it is of the stored dtype, or else memory for the stored elements.
+
+        Raises `ReadError`, naming the key, if the scales do not fit the weight, or the target is of another FP8 dtype.
+        """
+        path, weight = self._catalog.path, self._weight
+        dtype = named_dtype(weight.item.dtype)
+        if target.dtype.is_floating_point and target.dtype.itemsize == 1:
+            if target.dtype != dtype:
+                raise ReadError(
+                    f"{path}: {weight.name!r} is stored as {weight.item.dtype}, whose scales do not fit a target of "
+                    f"{target.dtype}. Pass one of the same dtype, or of one with more bits."
+                )
+            return target
+        rows, columns = self._catalog.block
+        blocks = tuple(-(-extent // size) for extent, size in zip(weight.shape, (rows, columns), strict=False))
+        if len(weight.shape) != 2 or weight.scales_shape != blocks:
+            raise ReadError(
+                f"{path}: {weight.name!r} is {weight.shape} and its scales are {weight.scales_shape}, which are not "
+                f"blocks of {rows} x {columns}: weight_block_size in {_CONFIG} has to say otherwise, or the weight is "
+                f"quantised in another way. A target of {weight.item.dtype} gets it as it is stored"
+            )
+        return torch.empty(target.shape, dtype=dtype, device="cpu")
+
+    def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
+        """Multiplies in float32, one row of blocks after the other."""
+        if not stored.numel():
+            return
+        scales, (rows, columns) = self._catalog.scales_of(self._weight), self._catalog.block
+        first, left = self._start
+        of_columns = torch.arange(left, left + stored.shape[1]) // columns
+        at = 0
+        while at < stored.shape[0]:
+            number = (first + at) // rows
+            end = min(stored.shape[0], (number + 1) * rows - first)
+            target[at:end].copy_(stored[at:end].float() * scales[number, of_columns])
+            at = end

@@ -1,0 +1,90 @@
+"""The format of a directory, by its names and first bytes, and what to do if it holds no checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from .._index.container import is_index, looks_like_pickle
+from .._tensor_file.layout import MAGIC
+from .._tensor_file.names import is_data_file_name, metadata_file_name
+from ..errors import CheckpointError, NotCommitted
+
+if TYPE_CHECKING:
+    from .._storage.base import Storage
+
+DirectoryFormat = Literal["dcp_tensorizer", "dcp", "safetensors"]
+"""This package's format, that of torch's own storage, or safetensors files."""
+
+_HEAD_BYTES = 64
+_SHOWN_NAMES = 5
+
+
+def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
+    """The format of a directory's checkpoint; None if it holds none. Raises `ReadError` if it cannot be read.
+
+    ``rank``'s own metadata counts if there is none of all ranks.
+    """
+    for name in (metadata_file_name(), metadata_file_name(rank)):
+        head = storage.read(name, _HEAD_BYTES)
+        if head is not None:
+            return "dcp" if looks_like_pickle(head) and not is_index(head) else "dcp_tensorizer"
+    return "safetensors" if any(file.name.endswith(".safetensors") for file in storage.listing()[0]) else None
+
+
+def contents(storage: Storage) -> str:
+    """Some of the names in a directory, for an error; raises what `Storage.listing` raises."""
+    files, folders = storage.listing()
+    names = sorted([file.name for file in files] + [f"{folder}/" for folder in folders])
+    if not names:
+        return "it is empty"
+    more = len(names) - _SHOWN_NAMES
+    return "it holds " + ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def nothing_committed(storage: Storage) -> NotCommitted:
+    """The error for a path that holds no committed checkpoint; it says what is there instead, as far as that can be
+    seen.
+    """
+    return NotCommitted(f"{storage.path} holds no committed checkpoint: {_instead(storage)}.")
+
+
+def not_committed(path: str) -> NotCommitted:
+    """The error for a path that holds no committed checkpoint."""
+    return NotCommitted(
+        f"{path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or the save "
+        f"that wrote there never finished."
+    )
+
+
+def has_data(storage: Storage) -> bool:
+    """Returns whether a directory has data of one of this package's saves; raises what `Storage.listing` raises."""
+    return any(is_data_file_name(file.name) for file in storage.listing()[0])
+
+
+def _instead(storage: Storage) -> str:
+    name = metadata_file_name()
+    head = storage.file_in_place()
+    if head is not None:
+        return f"it is a file {kind_of_file(head)}"
+    try:
+        if has_data(storage):
+            return (
+                f"data lies there without {name}. The save that wrote it never finished, or is not finished yet, or a "
+                f"copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, by `cp -r`"
+            )
+        return f"there is no {name}, and {contents(storage)}. The path is wrong, or a save there never finished"
+    except NotCommitted:
+        return "there is no such directory"
+    except CheckpointError:
+        return f"there is no {name}. The path is wrong, or the save that wrote there never finished"
+
+
+def kind_of_file(head: bytes) -> str:
+    """Describes a file that was given instead of a checkpoint, and says what to do."""
+    if head.startswith(b"PK\3\4") or looks_like_pickle(head):
+        return "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`"
+    if head.startswith(MAGIC) or is_index(head):
+        return "of a checkpoint: give the directory that it is in"
+    if head[8:10] == b'{"':
+        return "of safetensors: make a checkpoint of it by `dcp-tensorizer convert`, or give open_reader its directory"
+    return "of another kind, and checkpoints are directories. `dcp-tensorizer convert` reads more formats"

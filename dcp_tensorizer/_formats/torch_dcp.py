@@ -1,0 +1,144 @@
+"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, without running code from them.
+
+torch's readers unpickle ``.metadata`` and every object, whatever they contain. Here only DCP's own records are built
+from ``.metadata``, tensors load by torch's weights-only rules, and objects are checked like those of this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from .._index.layouts import Region
+from .._runtime.gc_pause import collector_paused
+from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
+from .._tensor_file.names import StoredItem
+from .._trust.torch_archive import check_saved
+from ..errors import CheckpointError, MetadataError, ReadError, describe
+from .catalog import Catalog, Coder, Piece, copy_part
+from .torch_metadata import read_pickled
+
+if TYPE_CHECKING:
+    from .._storage.base import Storage
+
+
+class TorchCatalog(Catalog):
+    """A checkpoint of torch's own format: the ``torch.save`` bytes of each item, and a pickle with their locations.
+
+    Args:
+        storage: The checkpoint's directory.
+        name: The name of its metadata file.
+        pickled: The contents of that file.
+        allow_pickle: Unpickle them, whatever they hold.
+        extensions: Decode the streams that torch's writer has encoded; None: torch's own.
+
+    Raises:
+        UntrustedObject: the metadata could run code.
+        MetadataError: it is damaged.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        pickled: bytes,
+        *,
+        allow_pickle: bool = False,
+        extensions: ExtensionRegistry | None = None,
+    ) -> None:
+        self.path = f"{storage.path}/{name}"
+        self._storage = storage
+        self._extensions = extensions
+        self._size_of = functools.cache(storage.head)
+        with collector_paused():
+            self._metadata = (_unpickled if allow_pickle else read_pickled)(pickled, self.path)
+
+    def metadata(self) -> Metadata:
+        return self._metadata
+
+    def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
+        """The archives of the items. Raises `ReadError` if a file is missing, or too short for one."""
+        return [[self._archive(item.storage_index)] for item in items]
+
+    def coder(self, item: ReadItem) -> Coder | None:
+        return None if item.type == LoadItemType.BYTE_IO else _TensorArchive(self, item)
+
+    def decoded(self, item: ReadItem, content: bytes) -> bytes:
+        # torch before 2.7 does not have this field.
+        descriptors = getattr(self.info(item.storage_index), "transform_descriptors", None)
+        if not descriptors:
+            return content
+        stream: IO[bytes] = io.BytesIO(content)
+        try:
+            for extension in (self._extensions or ExtensionRegistry()).from_descriptor_list(descriptors):
+                if isinstance(extension, StreamTransformExtension):
+                    stream = extension.transform_from(stream)
+            return stream.read(-1)
+        except Exception as error:
+            raise self.not_loaded(item, error) from error
+
+    def info(self, index: MetadataIndex) -> StorageInfo:
+        """The file, offset and length of a stored item; raises `MetadataError`, naming the key, if it has none."""
+        info: StorageInfo | None = (self._metadata.storage_data or {}).get(index)
+        if info is None:
+            raise MetadataError(f"{self.path} has no data for {index.fqn!r}")
+        return info
+
+    def not_loaded(self, item: ReadItem, error: Exception) -> CheckpointError:
+        """The error for an item that cannot be loaded; names its key and its file."""
+        if isinstance(error, CheckpointError):
+            return error
+        path = f"{self._storage.path}/{self.info(item.storage_index).relative_path}"
+        return ReadError(f"{item.dest_index.fqn!r} in {path} cannot be loaded: {describe(error)}")
+
+    def _archive(self, index: MetadataIndex) -> Piece:
+        info = self.info(index)
+        nbytes, end = self._size_of(info.relative_path), info.offset + info.length
+        if nbytes is None or end > nbytes:
+            found = "does not exist" if nbytes is None else f"has {nbytes:,} bytes"
+            raise ReadError(
+                f"{self._storage.path}/{info.relative_path} {found}, and {index.fqn!r} is at byte {info.offset:,} to "
+                f"{end:,} of it. Load another checkpoint."
+            )
+        whole = Region((0,), (info.length,))
+        item = StoredItem(info.relative_path, index.fqn, info.offset, info.length, "uint8", "object", b"")
+        return Piece(item, whole.size, whole, whole)
+
+
+class _TensorArchive:
+    """A tensor, or a part of one, as ``torch.save`` has stored it."""
+
+    def __init__(self, catalog: TorchCatalog, item: ReadItem) -> None:
+        self._catalog, self._item = catalog, item
+
+    def memory_for(self, target: torch.Tensor) -> torch.Tensor:
+        nbytes = self._catalog.info(self._item.storage_index).length
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
+        content = self._catalog.decoded(self._item, stored.numpy().tobytes())
+        try:
+            check_saved(io.BytesIO(content), len(content))
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"a {type(tensor).__name__} where a tensor belongs")
+            copy_part(self._item, tensor, target)
+        except Exception as error:
+            raise self._catalog.not_loaded(self._item, error) from error
+
+
+def _unpickled(pickled: bytes, path: str) -> Metadata:
+    try:
+        metadata = pickle.loads(pickled)
+    except Exception as error:
+        raise MetadataError(f"{path} cannot be read: {describe(error)}") from error
+    if not isinstance(metadata, Metadata):
+        raise MetadataError(f"{path} holds a {type(metadata).__name__}, and no checkpoint's metadata")
+    return metadata

@@ -1,0 +1,155 @@
+"""Counts failed saves in a row, so that a failure is reported even if its future is dropped."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from dataclasses import dataclass, field
+
+from .._runtime.ranks import is_distributed, rank_of_job
+from .._runtime.threads import is_running
+from ..errors import WriteError, describe
+
+logger = logging.getLogger("dcp_tensorizer")
+
+_UNKNOWN = "it was interrupted, or another rank or a collective failed: the caller of the save has got the error"
+_END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
+_DESTROYED = (
+    "the process group was destroyed before it was over: close the writer or the manager, or leave its `with` block, "
+    "before destroy_process_group()"
+)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    path: str
+    """Empty if there is none."""
+    group: str | None
+    """The name of its process group."""
+    error: str = _UNKNOWN
+    is_coordinator: bool | None = None
+    """None before DCP has set it."""
+    was_distributed: bool = field(default_factory=is_distributed)
+    """There was a process group when it began."""
+
+    @property
+    def cause(self) -> str:
+        is_destroyed = self.was_distributed and not is_distributed()
+        return _DESTROYED if self.error is _UNKNOWN and is_destroyed else self.error
+
+    @property
+    def name(self) -> str:
+        return f"the save to {self.path}" if self.path else "a save without a path"
+
+
+class FailuresInARow:
+    """The saves that were not committed since the last one that was."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last_error = ""
+        self.last_committed = "none"
+
+    def failed(self, error: str) -> None:
+        """Counts a save that was not committed."""
+        self.count += 1
+        self.last_error = error
+
+    def committed(self, path: str) -> None:
+        """Ends the row, with a save that was committed."""
+        self.count, self.last_committed = 0, path
+
+    def check(self, limit: int | None, count: int | None = None) -> None:
+        """Raises `WriteError` when ``limit`` saves in a row have failed; None is no limit. ``count`` is that of another
+        rank.
+        """
+        count = self.count if count is None else count
+        if limit is not None and count >= limit:
+            raise WriteError(
+                f"{count} saves in a row were not committed. The last error was: {self.last_error}. The last "
+                f"checkpoint that was committed: {self.last_committed}. Fix the cause, or pass "
+                f"SaveLimits(max_consecutive_failures=None) to keep training without checkpoints."
+            )
+
+
+class FailureCounter:
+    """Counts failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
+
+    The saves of each process group are counted apart, and so are paths that differ in more than numbers. A save belongs
+    to its thread. It has failed if it is over and `committed` was not called. Only the coordinator can know; on other
+    ranks nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        self._saves: dict[threading.Thread, _Outcome] = {}
+        self._is_coordinator: dict[str | None, bool] = {}
+        self._in_a_row: dict[tuple[str | None, str], FailuresInARow] = {}
+        self._last_committed: str | None = None
+
+    def begin(self, path: str, group: str | None = None) -> None:
+        """Begins a save of a process group on the calling thread, which ends the one before."""
+        self.end()
+        self._saves[threading.current_thread()] = _Outcome(path, group)
+
+    def set_coordinator(self, is_coordinator: bool) -> None:
+        """Sets whether this rank is the coordinator of the calling thread's save, and of later ones of its process
+        group that fail early.
+        """
+        save = self._saves.get(threading.current_thread())
+        if save is not None:
+            save.is_coordinator = self._is_coordinator[save.group] = is_coordinator
+
+    def failed(self, error: BaseException) -> None:
+        """Records and logs why the calling thread's save fails on this rank."""
+        save = self._saves.get(threading.current_thread())
+        if save is not None:
+            save.error = describe(error)
+            logger.error("%s failed: %s", save.name, save.error)
+
+    def committed(self) -> None:
+        """Ends the calling thread's save as committed."""
+        save = self._saves.pop(threading.current_thread(), None)
+        if save is not None:
+            self._last_committed = save.path
+            self._in_a_row.pop(_counted_as(save.path, save.group), None)
+
+    def end(self) -> None:
+        """Ends the saves of the calling thread and of ended threads: unless committed, they have failed."""
+        for thread in list(self._saves):
+            if thread is threading.current_thread() or not is_running(thread):
+                save = self._saves.pop(thread, None)
+                if save is not None and self._coordinates(save):
+                    self._in_a_row.setdefault(_counted_as(save.path, save.group), FailuresInARow()).failed(save.cause)
+                    if save.error is _UNKNOWN:  # otherwise `failed` has logged it
+                        logger.error("%s was not committed: %s", save.name, save.cause)
+
+    def end_at_exit(self) -> None:
+        """Logs, at the end of the program, background saves that were not committed, unless their errors are logged
+        already.
+        """
+        for thread, save in list(self._saves.items()):
+            if thread is threading.current_thread():
+                continue
+            thread.join(_END_SECONDS)
+            if not is_running(thread) and save.error is _UNKNOWN and self._coordinates(save):
+                logger.error("%s was not committed: %s", save.name, save.cause)
+
+    def check(self, limit: int | None, path: str, group: str | None = None) -> None:
+        """Raises `WriteError` when ``limit`` saves in a row of a process group to such paths have failed; None is no
+        limit.
+        """
+        if (in_a_row := self._in_a_row.get(_counted_as(path, group))) is not None:
+            in_a_row.last_committed = self._last_committed or "none"
+            in_a_row.check(limit)
+
+    def _coordinates(self, save: _Outcome) -> bool:
+        if save.is_coordinator is not None:
+            return save.is_coordinator
+        # If a save failed before DCP named its coordinator, it is that of its group's saves before, or else rank 0.
+        return self._is_coordinator.get(save.group, rank_of_job() == 0)
+
+
+def _counted_as(path: str, group: str | None) -> tuple[str | None, str]:
+    """Returns the key under which failures are counted. Many jobs have the step in the path."""
+    return group, re.sub(r"\d+", "#", path)

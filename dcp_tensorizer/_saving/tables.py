@@ -1,0 +1,111 @@
+"""Tables of locations that the coordinator knows from earlier saves, so that ranks need not send them again.
+
+A rank offers the digests of its last tables together with its plan. The coordinator answers, together with the plan
+that it sends back, which of them it knows, and keeps these until the save is over. The answer names the rank's save.
+So an answer that a planner has kept from another save is ignored, and the rank sends its table.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from .._index.locations import RankPlaces
+from .._runtime.recent import Recent
+from ..errors import WriteError
+from .write_plan import plan_with
+
+SAVES = 4
+"""Saves to remember: a job may save its model and its optimizer in turn, and other states between them."""
+
+_MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
+
+
+class Offer(NamedTuple):
+    """A rank's offer in ``SavePlan.storage_data``: the id of its save, and digests of tables.
+
+    The coordinator's answer also has the id of its own save.
+    """
+
+    save_id: str
+    digests: tuple[bytes, ...]
+    save: str = ""
+
+
+class KnownTables:
+    """A rank's memory of its own tables' digests, and a coordinator's of all ranks' tables, up to ``max_bytes``."""
+
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        self._own: deque[bytes] = deque(maxlen=SAVES)
+        self._tables: Recent[bytes] = Recent(max_bytes, size=len)
+
+    @property
+    def own(self) -> tuple[bytes, ...]:
+        """The digests of this rank's last tables."""
+        return tuple(self._own)
+
+    def find(self, digest: bytes) -> bytes | None:
+        """Finds a table by its digest."""
+        return self._tables.find(digest)
+
+    def add_own(self, digest: bytes) -> None:
+        """Remembers a table of this rank."""
+        if digest not in self._own:
+            self._own.append(digest)
+
+    def keep(self, parts: Iterable[RankPlaces]) -> None:
+        """Remembers the tables of a save."""
+        for part in parts:
+            self._tables.keep(part.table_digest, part.table)
+
+
+class SaveTables:
+    """The tables of one save; ``save_id`` is the rank's."""
+
+    def __init__(self, known: KnownTables, save_id: str) -> None:
+        self._known = known
+        self._save_id = save_id
+        self._promised: dict[bytes, bytes] = {}
+
+    def offer(self, plan: SavePlan) -> SavePlan:
+        """On a rank: adds to its plan the digests of its tables."""
+        return plan_with(plan, Offer(self._save_id, self._known.own))
+
+    def answer(self, plan: SavePlan) -> SavePlan:
+        """On the coordinator: adds to a rank's plan the digests that it knows."""
+        offer = plan.storage_data
+        if not isinstance(offer, Offer):
+            return plan
+        found = {digest: table for digest in offer.digests if (table := self._known.find(digest)) is not None}
+        self._promised.update(found)
+        return plan_with(plan, Offer(offer.save_id, tuple(found), self._save_id))
+
+    def save_of(self, plan: SavePlan) -> str:
+        """On a rank: the id of the coordinator's save; empty if unknown."""
+        answer = plan.storage_data
+        return answer.save if isinstance(answer, Offer) and answer.save_id == self._save_id else ""
+
+    def shortened(self, part: RankPlaces, plan: SavePlan) -> RankPlaces:
+        """On a rank: its report, without the table if the coordinator knows it."""
+        self._known.add_own(part.table_digest)
+        answer = plan.storage_data
+        is_known = isinstance(answer, Offer) and answer.save_id == self._save_id and part.table_digest in answer.digests
+        return part._replace(table=b"") if is_known else part
+
+    def completed(self, parts: Sequence[RankPlaces]) -> list[RankPlaces]:
+        """On the coordinator: the ranks' reports with their tables.
+
+        Raises `WriteError`, naming the rank, if a table is unknown.
+        """
+        for part in parts:
+            if not part.table and part.table_digest not in self._promised:
+                raise WriteError(
+                    f"rank {part.rank} has not sent the locations of its data, and the coordinator does not know them: "
+                    f"plans of two saves were mixed up. Give each save the planner's own plans."
+                )
+        whole = [part if part.table else part._replace(table=self._promised[part.table_digest]) for part in parts]
+        self._known.keep(whole)
+        return whole

@@ -1,0 +1,39 @@
+"""The ways of staging: which tensors are copied to the staging buffer, and by which process.
+
+`SharedWay` is in `shared_mappings`, and `DeviceWay` in `_writer_process.gpu_ipc`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from .shared_mappings import SharedTensors
+    from .shared_memory import SharedBuffer
+    from .tensor_copy import Copies
+
+
+class BufferWay:
+    """``staging="buffer"``: this process copies everything. The other ways differ from it by what they override.
+
+    Attributes:
+        copies_from_devices: This process copies from devices. So it pins the buffer, and may cast on the way.
+        holds_training: Training waits for the save, which reads the live state.
+    """
+
+    copies_from_devices = True
+    holds_training = False
+
+    def shared(self, tensors: Sequence[torch.Tensor], omitted: set[int]) -> tuple[set[int], SharedTensors | None]:
+        """Finds the tensors, except those with ``omitted`` numbers, that are not copied: their numbers, and they."""
+        return set(), None
+
+    def copy_elsewhere(self, buffer: SharedBuffer, copies: Copies) -> bool:
+        """Makes the copies from devices in another process, unless `copies_from_devices`; returns whether it could."""
+        raise NotImplementedError
+
+
+BUFFER = BufferWay()

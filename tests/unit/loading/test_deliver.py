@@ -1,0 +1,60 @@
+"""The stored chunks of a plan's items: found once, also for items that a planner has put in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_tensorizer import MetadataError
+from dcp_tensorizer._formats.own import Index
+from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._loading.deliver import Load, LoadOptions
+from dcp_tensorizer._storage.open import open_storage
+
+from ..formats.test_own import chunk_item, file_of, index_of, opened
+
+
+@pytest.fixture
+def index() -> Index:
+    """Of three ranks, each of which has two rows."""
+    return opened(index_of(3))
+
+
+def rows(first: int, count: int, key: str = "w0") -> ReadItem:
+    """A read of so many rows of a tensor."""
+    zeros, offset = torch.Size([0, 0]), torch.Size([first, 0])
+    stored = MetadataIndex(key, zeros)
+    return ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, stored, offset, torch.Size([count, 4]))
+
+
+def load_of(index: Index, items: list[ReadItem], path: Path) -> Load:
+    options = LoadOptions(verify=True, allow_pickle=False, threads=None, page_cache=None)
+    return Load(open_storage(path), index, options, index.metadata(), items, None, False, lambda span: None)
+
+
+def test_each_item_has_its_chunks(index: Index, tmp_path: Path) -> None:
+    """Of two ranks for the second item; no other file is named."""
+    load = load_of(index, [rows(0, 1), rows(1, 2)], tmp_path)
+    one, two = load.pieces
+    assert [piece.item for piece in one] == [chunk_item(0, "w0", 2)]
+    assert [piece.part for piece in two] == [Region((0, 0), (1, 4)), Region((1, 0), (1, 4))]
+    assert load.files == {file_of(0), file_of(1)}
+
+
+def test_a_plan_that_changes_does_not_change_them(index: Index, tmp_path: Path) -> None:
+    """A planner may insert items in the list; then those of the final plan are located again."""
+    items = [rows(0, 1)]
+    load = load_of(index, items, tmp_path)
+    items.insert(0, rows(4, 2))
+    assert load.items == [rows(0, 1)]
+    assert [[piece.item.file for piece in pieces] for pieces in load.pieces] == [[file_of(0)]]
+
+
+def test_what_is_stored_nowhere_is_named(index: Index, tmp_path: Path) -> None:
+    """Before anything is read."""
+    with pytest.raises(MetadataError, match=r"m has no data for 'x'"):
+        load_of(index, [rows(0, 1), rows(0, 1, key="x")], tmp_path)
