@@ -613,7 +613,12 @@ class CheckpointManager:
             self._position = self._agreement.decided(lambda: begin(self._folder, self._names, step))
         decision = self._decide(step, stop=stop, force=force, must_write=must_write)
         if decision.vote.is_lost or decision.vote.memory.is_superseded:
-            raise WriteError(self._agreement.decided(lambda: self._lease.lost or _superseded(self._folder.path)))
+            superseded = (
+                f"{self._folder.path}: a later run of this job has claimed the memory of another host, where this "
+                f"run's states are copied to. This run can no longer save. Stop it; or stop the other run, and restart "
+                f"this one."
+            )
+            raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps
             self._go_back(step)
             decision = self._decide(step, stop=stop, force=force, must_write=must_write)
@@ -708,7 +713,7 @@ class CheckpointManager:
         self._position.advance(self._saves.wait_committed())
 
     def _continue_from(self, step: int) -> None:
-        """Notes that the job resumes from another step than that of its last save."""
+        """Records that the job resumes from another step than that of its last save."""
         assert self._position is not None
         self._saves.forget()
         if self._agreement.is_first:
@@ -814,7 +819,7 @@ class CheckpointManager:
         if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):
             raise ReadError(
                 f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
-                f"What is in the state now may be of neither: make it anew, and restore again. {problem.error}"
+                f"The state may now be a mix of both. Rebuild it, and call restore() again. {problem.error}"
             )
         if number is None:
             return None
@@ -828,10 +833,3 @@ class CheckpointManager:
                 step.number,
             )
         return found.position(number)
-
-
-def _superseded(path: str) -> str:
-    return (
-        f"{path}: a later run of this job has claimed the memory of another host, where this run's states are copied "
-        f"to. This run saves no more: end it. If the other run is the wrong one, end that, and start this one again"
-    )

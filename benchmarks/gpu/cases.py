@@ -38,7 +38,7 @@ from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS
 
 from ..case import Case
-from ..savers import DcpSaver, Ours, State, torch_checkpointing
+from ..savers import DcpSaver, Ours, State, TorchCheckpointing
 from .device import GPU, REHEARSAL, pinned, synchronize, timed
 
 Result = dict[str, list[float]]
@@ -104,7 +104,7 @@ def saver_of(name: str, state: State) -> Any:
         make = None if planner is None else lambda: planner  # one for all saves, as a job has it
         return Ours(dist.group.WORLD, state, prewarm=True, planner=make, overlap_staging="overlap" in name)
     if name.startswith("torch_checkpointing"):
-        return torch_checkpointing(background=name.endswith("background"), pinned=not REHEARSAL)
+        return TorchCheckpointing(background=name.endswith("background"), pinned=not REHEARSAL)
     return TorchStager()
 
 

@@ -59,7 +59,7 @@ SECONDS = (330, 300)
 CALLS: tuple[tuple[Step, ...], ...] = (
     (
         Step("tests", 75, "tests", ("tests/gpu/test_staging.py", "tests/gpu/test_loads.py")),
-        Step("bus", 15, "pinned copy", ("device to host", "host to device")),
+        Step("bus", 30, "pinned copy", ("device to host", "host to device")),
         Step("loads", 90, "load", LOADS),
         Step("staging", 50, "staging", ("300 large", *BATCHES)),
         Step("buffer", 50, "buffer", ("4 threads", "8 threads", "16 threads", "16 threads, huge pages")),

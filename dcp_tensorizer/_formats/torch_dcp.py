@@ -71,9 +71,7 @@ class TorchCatalog(Catalog):
         return None if item.type == LoadItemType.BYTE_IO else _TensorArchive(self, item)
 
     def decoded(self, item: ReadItem, content: bytes) -> bytes:
-        # torch before 2.7 does not have this field.
-        descriptors = getattr(self.info(item.storage_index), "transform_descriptors", None)
-        if not descriptors:
+        if not (descriptors := self.transforms(item)):
             return content
         stream: IO[bytes] = io.BytesIO(content)
         try:
@@ -83,6 +81,11 @@ class TorchCatalog(Catalog):
             return stream.read(-1)
         except Exception as error:
             raise self.not_loaded(item, error) from error
+
+    def transforms(self, item: ReadItem) -> Sequence[str]:
+        """The names of the transforms that torch's writer has applied to an item."""
+        # torch before 2.7 does not have this field.
+        return getattr(self.info(item.storage_index), "transform_descriptors", None) or ()
 
     def info(self, index: MetadataIndex) -> StorageInfo:
         """The file, offset and length of a stored item; raises `MetadataError`, naming the key, if it has none."""
@@ -116,22 +119,29 @@ class _TensorArchive:
     """A tensor, or a part of one, as ``torch.save`` has stored it."""
 
     def __init__(self, catalog: TorchCatalog, item: ReadItem) -> None:
-        self._catalog, self._item = catalog, item
+        self._catalog, self._item, self._stored = catalog, item, io.BytesIO()
 
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
         nbytes = self._catalog.info(self._item.storage_index).length
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._stored = io.BytesIO(bytes(nbytes))
+        # The stream's own bytes: `torch.load` reads them without another copy in memory.
+        return torch.frombuffer(self._stored.getbuffer(), dtype=torch.uint8) if nbytes else torch.empty(0)
 
     def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
-        content = self._catalog.decoded(self._item, stored.numpy().tobytes())
+        catalog, stream = self._catalog, self._stored
+        if catalog.transforms(self._item):
+            stream = io.BytesIO(catalog.decoded(self._item, stream.getvalue()))
         try:
-            check_saved(io.BytesIO(content), len(content))
-            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            nbytes = stream.seek(0, io.SEEK_END)
+            stream.seek(0)
+            check_saved(stream, nbytes)
+            stream.seek(0)
+            tensor = torch.load(stream, map_location="cpu", weights_only=True)
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"a {type(tensor).__name__} where a tensor belongs")
             copy_part(self._item, tensor, target)
         except Exception as error:
-            raise self._catalog.not_loaded(self._item, error) from error
+            raise catalog.not_loaded(self._item, error) from error
 
 
 def _unpickled(pickled: bytes, path: str) -> Metadata:

@@ -64,7 +64,7 @@ class Exports:
         self._continued_from = 0
 
     def continue_from(self, step: int) -> None:
-        """Notes that the job resumes from a step: no export is due for the steps up to it."""
+        """Records that the job resumes from a step: no export is due for the steps up to it."""
         self._continued_from = self._exported = step
 
     def is_due(self, step: int) -> bool:
@@ -78,19 +78,19 @@ class Exports:
         if staged is not None and not self._holds_states and staged.staged_save.buffer is not None:
             staged.staged_save.buffer.is_kept = False
 
-    def keeping(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
-        """Returns a function that keeps a staged state for its export, and then calls ``on_staged``.
+    def retaining(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
+        """Returns a function that retains a staged state for its export, and then calls ``on_staged``.
 
         ``ties`` are the tied tensors of the state.
         """
 
-        def keep(staged: StagedStateDict) -> None:
+        def retain(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
             self._staged = staged
             if on_staged is not None:
                 on_staged(staged)
 
-        return keep
+        return retain
 
     def run(self, saved: Step) -> Exception | None:
         """Exports the state that was staged last, on all ranks; returns why it failed, if it did."""

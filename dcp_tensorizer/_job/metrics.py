@@ -96,7 +96,7 @@ class GoodputClock:
         self._saves = self._failures = 0
 
     def resume(self, record: SaveRecord | None) -> None:
-        """Notes that the job now resumes from a checkpoint with this record; None if no manager has saved it."""
+        """Records that the job now resumes from a checkpoint with this record; None if no manager has saved it."""
         self._resumed = self.now()
         self._lived = 0.0 if record is None else record.lived
         self.restarts = 1 if record is None else record.restarts + (not record.is_end)
@@ -107,23 +107,23 @@ class GoodputClock:
         return self._lived + self.now() - self._resumed
 
     def stalled(self, since: float, *, saves: bool = False) -> None:
-        """Notes that training has waited since a moment; ``saves``: the call has begun a save."""
+        """Records that training has waited since a moment; ``saves``: the call has begun a save."""
         seconds = self.now() - since
         self._stall += seconds
         self._saving += seconds if saves else 0.0
 
     def restored(self, since: float) -> None:
-        """Notes that a restore, begun at a moment, is over."""
+        """Records that a restore, begun at a moment, is over."""
         self._restore += self.now() - since
 
     def saved(self, since: float) -> None:
-        """Notes that a save, begun at a moment, is committed."""
+        """Records that a save, begun at a moment, is committed."""
         with self._lock:
             self._saves += 1
             self._durable += self.now() - since
 
     def failed(self) -> None:
-        """Notes that a save has failed."""
+        """Records that a save has failed."""
         with self._lock:
             self._failures += 1
 

@@ -31,14 +31,14 @@ class Action(enum.Enum):
     JOIN = enum.auto()
     """The last save is of this step: use its result."""
     KEEP = enum.auto()
-    """Keep the checkpoint of this step, which exists already."""
+    """The checkpoint of this step exists already, and stays."""
     HOLD = enum.auto()
-    """Keep the step only in memory: no save is due, or the save before it still runs."""
+    """Hold the step only in memory: no save is due, or the save before it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Facts that a rank knows. In a decision, each tells whether it is true of any rank.
+    """Facts that a rank knows. After the reduction a flag is set if any rank set it.
 
     Those marked "first" count only on the first rank.
 
@@ -72,11 +72,11 @@ class Vote:
 
     def numbers(self, *, is_first: bool) -> list[int]:
         """The numbers whose maximum over all ranks is computed."""
-        own = [getattr(self, name) if is_first or name not in _OF_FIRST else 0 for name in _FLAGS]
+        own = [getattr(self, name) if is_first or name not in _RANK0_FLAGS else 0 for name in _FLAGS]
         return [self.step, -self.step, *own, *self.memory]
 
 
-_OF_FIRST = {"is_due", "is_last", "is_there", "failures", "is_lost"}
+_RANK0_FLAGS = {"is_due", "is_last", "is_there", "failures", "is_lost"}
 _FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in ("step", "memory")]
 
 
@@ -162,13 +162,13 @@ class SavePolicy:
         return every is not None and step // every > self._held // every
 
     def begin(self, step: int, *, is_due: bool) -> None:
-        """Notes that a step is being saved or held. ``is_due``: a save of it was due."""
+        """Records that a step is being saved or held. ``is_due``: a save of it was due."""
         self._held = step
         if is_due:
             self._saved, self._saved_at = step, self._clock.now()
 
     def continue_from(self, step: int) -> None:
-        """Notes that the job resumes from a step. The next save is due relative to that step."""
+        """Records that the job resumes from a step. The next save is due relative to that step."""
         self.begin(step, is_due=True)
 
 
@@ -200,7 +200,7 @@ _SAME_SIGNAL_SECONDS = 5.0
 
 
 class StopSignals:
-    """Notes in ``seen`` that a signal has come, and lets the job go on. A second signal has its usual effect.
+    """Sets ``seen`` when a signal has come, and lets the job run on. A second signal has its usual effect.
 
     Earlier handlers are called as well. Signals within 5 seconds count as one: a scheduler may signal a job and its
     launcher, which signals the job again. Raises `TypeError` unless ``signals`` are signals, and `ValueError` if one
@@ -265,8 +265,8 @@ class StopSignals:
             before(number, frame)
 
 
-# A signal may come to a child before it has restored the handlers. Then a handler would note it, and Python would drop
-# it. So the thread that forks blocks signals meanwhile.
+# A signal may come to a child before it has restored the handlers. Then a handler would set a flag, and Python would
+# drop it. So the thread that forks blocks signals meanwhile.
 
 
 def _block_signals() -> None:

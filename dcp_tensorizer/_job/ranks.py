@@ -155,7 +155,7 @@ class Agreement:
         )
 
     def decided(self, decide: Callable[[], _T]) -> _T:
-        """Gives all ranks the first rank's decision; the others do not call ``decide``.
+        """Sends the first rank's decision to all ranks; the others do not call ``decide``.
 
         An error in it is raised on every rank. Raises `WriteError` if a rank is gone.
         """
@@ -187,7 +187,7 @@ class Agreement:
             self._group.destroy()
 
     def _come(self) -> None:
-        """Notes that this rank has reached the next agreement."""
+        """Records that this rank has reached the next agreement."""
         if self._calls is not None:
             self._number += 1
             self._calls.here(self._number)
@@ -219,15 +219,15 @@ class RollCall:
         self.patience = self.timeout / 10
 
     def here(self, number: int) -> None:
-        """Notes that this rank has reached the operation with this number."""
+        """Records that this rank has reached the operation with this number."""
         with suppress(RuntimeError):  # if the store's host is gone, the collective fails, too, and says why
             self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
-        """Says for which ranks a failed collective has waited, and how long. ``what``: the others were to do it."""
+        """Explains for which ranks a failed collective has waited, and how long. ``what``: the others were to do it."""
         who = f"rank {self._ranks[self._rank]}"
         if _CLOSED in str(error):
-            return f"{who}: the ranks have lost each other before. Start the job again"
+            return f"{who}: the ranks went out of sync in an earlier step. Restart the job."
         words = str(error).partition(" This is typically caused")[0]  # the rest of torch's text does not help
         if "timed out" not in words.lower():
             return f"{who} waited for the others to {what}: another rank has ended, or made other calls. {words}"
@@ -250,11 +250,11 @@ class RollCall:
         They get some time to report.
         """
         self.here(number)
-        self._store.set(f"{self._rank}-waits-no-more", str(number))
+        self._store.set(f"{self._rank}-gave-up", str(number))
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         end = time.monotonic() + min(_LOOK_SECONDS, self.patience.total_seconds())
         while True:
-            silent = [rank for rank in others if not self._has(f"{rank}-waits-no-more", number)]
+            silent = [rank for rank in others if not self._has(f"{rank}-gave-up", number)]
             absent = [rank for rank in silent if not self._has(str(rank), number)]
             if not silent or time.monotonic() > end:
                 return [self._ranks[rank] for rank in absent], [self._ranks[rank] for rank in silent]
@@ -274,7 +274,7 @@ _ERROR_SECONDS = 30.0  # the time to tell the other ranks that a commit took too
 
 
 class Heartbeats:
-    """Tells slow ranks from dead ones: saves and loads wait for a silent rank no longer than the group's timeout.
+    """Distinguishes slow ranks from dead ones: saves and loads wait for a silent rank up to the group's timeout.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
     for a rank that takes minutes, and cannot tell it from a dead one. So there is a small collective of the same group
@@ -355,7 +355,7 @@ class Heartbeats:
         return gone
 
     def _begin(self, calls: RollCall) -> None:
-        """Notes that this rank has begun a save, a load or other work that all ranks do together."""
+        """Records that this rank has begun a save, a load or other work that all ranks do together."""
         assert self.group is not None
         set_group_timeout(self.group, calls.timeout)  # the last commit had another timeout
         self._number += 1

@@ -245,7 +245,7 @@ class Retaining:
         try:
             steps = members(sound(read_steps(folder, self._names)), saved.branch)
             if saved.number not in {step.number for step in steps}:
-                raise ReadError(f"{folder.path} does not show step {saved.number}, which has just been saved")
+                raise ReadError(f"{folder.path} does not list step {saved.number}, which was just saved")
         except CheckpointError as error:
             logger.warning("old checkpoints are not deleted: %s", error)
             return

@@ -145,7 +145,9 @@ class Saves:
         if self._replicas is not None:
             follows = before is not None and before.saved is not None
             omitted = self._replicas.omitted(None if save.refusal else collected, follows=follows)
-        on_staged = self._exporting(collected, on_staged, ties)
+        if self._exports is not None:
+            self._wait_exported()
+            on_staged = self._exports.retaining(ties_in(collected) if ties is None else ties, on_staged)
         description = SaveDescription(save.record, save.refusal, omitted, on_staged, save.files)
         response = async_save(
             collected,
@@ -158,15 +160,6 @@ class Saves:
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         self._last = save
         in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
-
-    def _exporting(
-        self, collected: Mapping[str, Any], on_staged: OnStaged | None, ties: Mapping[str, str] | None
-    ) -> OnStaged | None:
-        """Waits for the last export, and lets the next staged state be kept for its export."""
-        if self._exports is None:
-            return on_staged
-        self._wait_exported()
-        return self._exports.keeping(ties_in(collected) if ties is None else ties, on_staged)
 
     def _wait_exported(self) -> None:
         """Waits for the export of the last save, because the next state is about to be staged."""

@@ -237,7 +237,9 @@ class StepNames:
         lost = [name for step, name in made if self.step_in(name) != step]
         if lost or re.search(r"\d$", prefix) or re.match(r"\d", suffix):
             shown = (lost or [made[-1][1]])[0]
-            raise ValueError(f"name={template!r}: the number cannot be found again in {shown!r}: use {{}} or {{:06}}")
+            raise ValueError(
+                f"name={template!r}: the step cannot be parsed back out of {shown!r}. Use {{}} or {{:06}}."
+            )
 
     def name_of(self, step: int) -> str:
         """The name of a step's directory."""
@@ -334,7 +336,7 @@ class Position:
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
 
     def advance(self, saved: Step | None) -> None:
-        """Notes the result of the last save; None if it failed."""
+        """Records the result of the last save; None if it failed."""
         if saved is not None:
             self.tip, self.left = saved, None
             self.line = (saved.save_id, *self.line)[:_LONGEST_LINE]

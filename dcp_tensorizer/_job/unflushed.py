@@ -40,7 +40,7 @@ class UnflushedPart(NamedTuple):
         return None if self.record.commit is None else self.record.commit.files
 
 
-class Left(NamedTuple):
+class LocalSaves(NamedTuple):
     """The saves in a rank's local folder that are not on the remote yet."""
 
     held: set[str]  # their existing files
@@ -58,7 +58,7 @@ class _Loss(NamedTuple):
 
 
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
-    """Lets the flush go on with saves of an earlier job. Waits for it if they can only be loaded from the remote.
+    """Continues the flush of saves of an earlier job. Waits for it if they can only be loaded from the remote.
 
     If each rank has all files of a save in its local folder, it is loaded from there. Saves of a lost node are given
     up: each rank logs an error, and their files on the remote are removed. Every rank calls it. Returns the ids of the
@@ -70,7 +70,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     can_list, queue = flushing.is_readable, flushing.queue
     held = {name for _, record in own for name in _whole(flushing, record)}
     parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
-    everybody = agreement.gathered(Left(held, parts, can_list))
+    everybody = agreement.gathered(LocalSaves(held, parts, can_list))
     losses = list[_Loss]()
     if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush gives them up later
         losses = agreement.decided(lambda: _losses(flushing, _suspects(everybody)))
@@ -108,7 +108,7 @@ def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
     return whole
 
 
-def _suspects(everybody: Sequence[Left]) -> list[tuple[list[UnflushedPart], set[str]]]:
+def _suspects(everybody: Sequence[LocalSaves]) -> list[tuple[list[UnflushedPart], set[str]]]:
     """The saves that seem to be lost: the known parts of each, and the files that no rank has.
 
     Either no node of this job has some files of a commit, or none has the commit of some parts. Saves of a living

@@ -1,4 +1,4 @@
-"""Reads a kept state as a checkpoint like any other: an index, and files that are in memory.
+"""Reads a state in memory as a checkpoint like any other: an index, and files that are in memory.
 
 So it is planned, read and verified like one on storage: for any number of ranks, and any sharding.
 """
@@ -50,7 +50,7 @@ _STREAMS = 4  # the fewest parallel reads from other hosts, however few cores th
 
 
 class StateCheckpoint(Storage):
-    """The kept states of ranks, as a checkpoint's directory. Nothing is written there.
+    """The states of ranks in memory, as a checkpoint's directory. Nothing is written there.
 
     Args:
         path: The checkpoint's name in messages.
@@ -162,15 +162,15 @@ class _Buffer(RangeReader):
 
 
 class StateReader(TensorizerStorageReader):
-    """Loads a checkpoint that is kept in memory, on each rank by itself.
+    """Loads a state in memory, on each rank by itself.
 
     The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
     memory are left out.
     """
 
     def __init__(self, checkpoint: StateCheckpoint, options: Mapping[str, Any]) -> None:
-        kept = {name: value for name, value in options.items() if name in _READER_OPTIONS}
-        super().__init__("/", **kept, page_cache=False)  # there is none: ranges are read once
+        known = {name: value for name, value in options.items() if name in _READER_OPTIONS}
+        super().__init__("/", **known, page_cache=False)  # there is none: ranges are read once
         self._open = lambda path: checkpoint
         self.checkpoint = checkpoint
 
@@ -179,7 +179,7 @@ class StateReader(TensorizerStorageReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything, and releases the memory, so that a reader that is kept does not keep it."""
+        """Reads everything, and releases the memory, so that a reader that lives longer does not hold it."""
         try:
             return super().read_data(plan, planner)
         finally:
@@ -191,7 +191,7 @@ def _names(head: StateHead) -> list[str]:
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
 
-# --- the description of a kept state ----------------------------------------------------------------------------------
+# --- the description of a state ---------------------------------------------------------------------------------------
 #
 # It is an index of one rank's part, as a checkpoint has one of all parts. Keepers pass it on without decoding it. Its
 # digests are zeros: keepers take the real ones later, and send them beside it.

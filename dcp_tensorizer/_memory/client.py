@@ -14,7 +14,7 @@ from .._runtime.channel import Channel, Done, Failed
 from .._runtime.child import END_SECONDS, ChildProcess
 from .._runtime.forks import Descriptor
 from .._runtime.threads import NEVER, Deadline, in_background
-from ..errors import CheckpointError, ReadError, WriteError, describe
+from ..errors import CheckpointError, ReadError, WriteError
 from .protocol import (
     Answer,
     ClaimRequest,
@@ -41,12 +41,8 @@ _ANSWER_SECONDS = 60.0  # a keeper answers in a millisecond if it gets a core
 _DIGEST_SECONDS = 660.0  # a little longer than the keeper itself waits for digests
 
 
-class KeeperDied(WriteError):
-    """The keeper has ended, or does not answer. Its states are lost."""
-
-
 class KeeperProcess(ChildProcess):
-    """A keeper, and the staging buffers whose states it keeps. It starts at once, and outlives this process.
+    """A keeper, and the staging buffers whose states it holds. It starts at once, and outlives this process.
 
     A keeper that does not answer is ended, because its buffers are about to be overwritten. Then they are free.
 
@@ -58,14 +54,12 @@ class KeeperProcess(ChildProcess):
         timeout: Seconds after which a keeper that does not answer is ended, if that is less than a minute.
 
     Attributes:
-        kept: The buffers of the kept states, by the states' ids. Each has ``is_kept`` set.
-        loss: Why the states were lost; empty if they were not.
+        held: The buffers of the states, by the states' ids, the oldest first. Each has ``is_kept`` set.
     """
 
     def __init__(self, job: str, run: str, seconds: float, timeout: float = _ANSWER_SECONDS) -> None:
         self.timeout = timeout
         self.held: dict[str, SharedBuffer] = {}
-        self.loss = ""
         self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last state, with its digests
         try:
             self._path = socket_path(runtime_directory(), job)
@@ -73,12 +67,12 @@ class KeeperProcess(ChildProcess):
             # A session of its own, because a launcher kills the trainer's process group.
             super().__init__("the keeper", f"{__package__}.keeper", arguments, own_session=True)
         except OSError as error:
-            raise WriteError(f"states cannot be kept in memory: {error.strerror or error}") from error
+            raise WriteError(f"states cannot be held in memory: {error.strerror or error}") from error
 
     def hold(self, state: Hold, buffer: SharedBuffer) -> None:
-        """Lets the keeper keep a state. Nothing writes to the buffer until the state is forgotten or lost.
+        """Hands a state to the keeper. Nothing writes to the buffer until the state is forgotten or lost.
 
-        Raises `WriteError` if the keeper refuses this state, and `KeeperDied` if all its states are lost.
+        Raises `WriteError` if the keeper refuses this state, or has ended, with all its states.
         """
         state_id = state.head.id
         self.held[state_id], buffer.is_kept = buffer, True
@@ -86,13 +80,13 @@ class KeeperProcess(ChildProcess):
             self._ask(state, [buffer.fd])
         except BaseException as error:
             if not isinstance(error, WriteError):  # the keeper may have received the state
-                self._lose(describe(error))
+                self._lose()
             self._release([state_id])
             raise
         self._tell_digests(state_id)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """Passes on the digests of a state that a save has written; the state may be kept only later.
+        """Passes on the digests of a state that a save has written; the state may be held only later.
 
         Returns at once: a keeper that is stopped must not hold up a commit.
         """
@@ -101,18 +95,18 @@ class KeeperProcess(ChildProcess):
             self._tell_digests(state_id)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
-        """Lets the keeper forget states. Their buffers are free, even if this fails.
+        """Makes the keeper forget states. Their buffers are free, even if this fails.
 
         ``but_copied``: the state whose copy is in progress, or was made last, stays. Raises `WriteError` if the keeper
-        does not answer. Then the keeper is ended, and keeps nothing.
+        does not answer. Then the keeper is ended, and holds nothing.
         """
         forgotten = [state_id for state_id in ids if state_id in self.held]
         if not forgotten:
             return
         try:
             answer = self._ask(Forget(tuple(forgotten), but_copied))
-        except BaseException as error:
-            self._lose(describe(error))
+        except BaseException:
+            self._lose()
             raise
         self._release(answer if isinstance(answer, tuple) else forgotten)
 
@@ -126,11 +120,11 @@ class KeeperProcess(ChildProcess):
         return answer
 
     def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
-        """Lets the keeper begin to copy a state to a keeper on another host (`Copy`); raises `WriteError`."""
+        """Begins to copy a state to a keeper on another host (`Copy`); raises `WriteError`."""
         self._ask(Copy(state_id, to, rate, keep))
 
     def drop_copies(self) -> None:
-        """Lets the keeper on the other host forget its copies of this rank's states; raises `WriteError`."""
+        """Makes the keeper on the other host forget its copies of this rank's states; raises `WriteError`."""
         self._ask(Plain.DROP_COPIES)
 
     def copy_status(self) -> CopyStatus:
@@ -171,9 +165,8 @@ class KeeperProcess(ChildProcess):
             remove(self._path)
         return super()._kill()
 
-    def _lose(self, why: str = "") -> None:
+    def _lose(self) -> None:
         """Ends it at once, whatever it does: its buffers are free."""
-        self.loss = self.loss or why
         self._kill()
         self._close_files()
         self._release(list(self.held))
@@ -184,27 +177,27 @@ class KeeperProcess(ChildProcess):
                 buffer.is_kept = False
 
     def _tell_digests(self, state_id: str) -> None:
-        """Tells the keeper the digests of a state, if they are there. It may be told twice."""
+        """Sends the keeper the digests of a state, if they are there. They may be sent twice."""
         written, known = self._written
         if written == state_id:
 
             def tell() -> None:
-                with suppress(WriteError):  # a busy keeper takes the digests itself, and ``loss`` tells of a lost one
+                with suppress(WriteError):  # a busy keeper computes the digests itself
                     self._ask(WrittenDigests(state_id, known))
 
             in_background(tell, name="digests", daemon=True)
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """Sends a request; raises `WriteError` if the keeper refuses, and `KeeperDied`."""
+        """Sends a request; raises `WriteError` if the keeper refuses, or has ended."""
         timeout = min(self.timeout, _ANSWER_SECONDS)
         if not self._lock.acquire(timeout=timeout):  # a signal's handler may have interrupted its holder
             raise WriteError(f"the keeper (pid {self.pid}) is busy")
         try:
             answer: Answer = self._exchange(request, fds, timeout)
         except BaseException as error:
-            self._lose(describe(error))
+            self._lose()
             if isinstance(error, EOFError | TimeoutError):
-                raise KeeperDied(str(error)) from None
+                raise WriteError(str(error)) from None
             raise
         finally:
             self._lock.release()
@@ -240,12 +233,12 @@ class KeeperConnection:
         """Reserves the keeper for this run of a job, as long as this connection is open; returns whether it agrees."""
         answer, _ = self._ask(ClaimRequest(run))
         is_claimed = isinstance(answer, Done)
-        if is_claimed:  # its trainer may have kept a last state meanwhile
+        if is_claimed:  # its trainer may have handed over a last state meanwhile
             self.found = _found(self._ask(Plain.LOOK)[0])
         return is_claimed
 
     def forget_all_but(self, state_id: str) -> None:
-        """Lets the keeper forget all other states. A keeper that has ended has forgotten them."""
+        """Makes the keeper forget all other states. A keeper that has ended has forgotten them."""
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
@@ -280,7 +273,10 @@ def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection]
     Returns the connections, and the sockets of the keepers that do not answer because they are stopped.
     """
     asked, found, silent = dict[Path, KeeperConnection](), list[KeeperConnection](), list[Path]()
-    for path in _sockets(job):
+    paths = list[Path]()
+    with suppress(OSError):  # there is not even a directory for temporary files
+        paths = sockets_of(runtime_directory(), job)
+    for path in paths:
         try:
             connection = connect(path)
             if connection is not None:
@@ -300,12 +296,6 @@ def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection]
         else:
             found.append(keeper)
     return found, silent
-
-
-def _sockets(job: str) -> list[Path]:
-    with suppress(OSError):  # there is not even a directory for temporary files
-        return sockets_of(runtime_directory(), job)
-    return []
 
 
 def _found(answer: Answer) -> Found:

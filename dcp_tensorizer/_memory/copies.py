@@ -100,8 +100,8 @@ def check_copies(copies: object, options: object, seconds: object) -> None:
 class MemoryVote(NamedTuple):
     """Facts about a rank's states in memory. After the reduction a fact is true if it is true of any rank."""
 
-    has_failed: bool = False  # the newest state could not be kept
-    ends: bool = False  # the rank has stopped keeping states
+    has_failed: bool = False  # the newest state could not be held
+    ends: bool = False  # the rank has stopped holding states
     copy_runs: bool = False  # a copy is in progress
     copy_failed: bool = False  # the last copy is not complete
     copies_end: bool = False  # this rank's states are no longer copied
@@ -148,7 +148,7 @@ class PeerCopies:
     # --- all ranks together -----------------------------------------------------------------------------------------
 
     def begin(self, keeper: KeeperProcess | None) -> None:
-        """Finds each rank's partner, and lets the keepers reach each other.
+        """Finds each rank's partner, and opens the keepers to each other.
 
         All ranks call it; a rank without a keeper passes None. Raises `WriteError` if a rank is gone.
         """
@@ -206,7 +206,7 @@ class PeerCopies:
     # --- this rank --------------------------------------------------------------------------------------------------
 
     def start(self, keeper: KeeperProcess, state_id: str) -> None:
-        """Lets the keeper begin to copy a state that it keeps. The other ranks learn of a failure at the next step."""
+        """Begins to copy a state that the keeper holds. The other ranks learn of a failure at the next step."""
         assert self._partner is not None
         try:
             keeper.copy(state_id, self._partner, self._rate, self.confirmed)

@@ -70,7 +70,7 @@ class _State:
 
     def __init__(self, state: Hold, fd: int, *, is_replica: bool = False) -> None:
         if os.fstat(fd).st_size < state.nbytes:
-            raise ValueError(f"it does not have the {state.nbytes:,} bytes that it should have")
+            raise ValueError(f"the buffer is smaller than the announced {state.nbytes:,} bytes")
         self.state = state
         self.fd = fd
         self.is_replica = is_replica
@@ -156,7 +156,7 @@ class Keeper:
             channel.close()
 
     def orphan(self) -> None:
-        """Notes that the trainer is gone, or needs its keeper no longer."""
+        """Records that the trainer is gone, or needs its keeper no longer."""
         with self._changed:
             if not self.is_orphaned:
                 self.is_orphaned = True

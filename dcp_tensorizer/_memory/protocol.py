@@ -21,12 +21,12 @@ class Extent(NamedTuple):
 
 
 class StateHead(NamedTuple):
-    """The facts about a kept state that are needed before it is loaded.
+    """The facts about a state in memory that are needed before it is loaded.
 
     Attributes:
         id: 32 hexadecimal digits; the same on all ranks.
         number: A later state of a run has a larger number.
-        job: The run of the job that kept the state. Each restart begins another run.
+        job: The run of the job that made the state. Each restart begins another run.
         rank: The rank whose state it is.
         world_size: How many ranks the job had.
         record: The manager's record for the index; None without a manager.
@@ -34,7 +34,7 @@ class StateHead(NamedTuple):
         left: If the job went back to an earlier step, the id of the checkpoint that was the newest then; else None.
         folder: The device and the inode of the job's folder, as ``host`` sees them. None if there is no local folder,
             or it did not exist yet.
-        host: The host that kept the state (see `this_host`); empty if it is not known.
+        host: The host that held the state first (see `this_host`); empty if it is not known.
         line: The ids of the checkpoints that the state resumes from, the newest first. Only those that its run saved
             or restored.
     """
@@ -67,7 +67,7 @@ class Hold:
     extents: tuple[Extent, ...]  # all tensors and objects; the digests are theirs
     description: bytes  # the layout, for a load; a keeper does not decode it
     inline: bytes  # the bytes that are not in the buffer
-    seconds: float  # how long the state is kept when the trainer is gone
+    seconds: float  # how long the state is held when the trainer is gone
     digests_follow: bool = False  # a save writes the state, and sends the digests when that is done
 
 

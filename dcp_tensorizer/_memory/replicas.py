@@ -1,4 +1,4 @@
-"""Replicas of kept states in the memory of other hosts: how keepers copy, receive and serve them.
+"""Replicas of states in the memory of other hosts: how keepers copy, receive and serve them.
 
     source                                                  partner
     ReplicaOffer (which state, how large, what to keep) ──▶ looks for memory, and allocates all of it
@@ -190,10 +190,10 @@ class HeldParts(Protocol):
         """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
 
     def content(self, state_id: str, rank: int, seconds: float) -> StateContent | None:
-        """A part; None if it is not kept. Raises `TimeoutError` if there are no digests in time."""
+        """A part; None if it is not held. Raises `TimeoutError` if there are no digests in time."""
 
     def buffer(self, state_id: str, rank: int) -> int | None:
-        """A descriptor of a part's buffer, which the caller closes; None if the part is not kept."""
+        """A descriptor of a part's buffer, which the caller closes; None if the part is not held."""
 
 
 class _Incoming:
@@ -388,7 +388,7 @@ class ReplicaServer:
                 wire.send(Wait())
                 continue
             if content is None:
-                wire.send(ReplicaRefused("it is not kept"))
+                wire.send(ReplicaRefused("it is not held"))
                 return
             record = encoded(content)
             wire.send(Following(len(record)))
@@ -426,7 +426,7 @@ class _PartReader:
                     self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
             self._open = wanted.id, wanted.rank
         if self._memory is None:
-            wire.send(ReplicaRefused("it is not kept"))
+            wire.send(ReplicaRefused("it is not held"))
             return
         stop = wanted.offset + wanted.nbytes
         if stop > self._memory.nbytes:
@@ -555,7 +555,7 @@ def copy_part(
 
 
 def drop_copies(address: Address, head: StateHead) -> None:
-    """Lets a keeper on another host forget its replicas of a rank and run. Raises `OSError`, also if it refuses."""
+    """Makes a keeper on another host forget its replicas of a rank and run. Raises `OSError`, also if it refuses."""
     with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
         if isinstance(answer := wire.ask(Drop(head), Ok | ReplicaRefused), ReplicaRefused):
             raise OSError(answer.why)
@@ -603,7 +603,7 @@ class RemotePart(RangeReader):
             raise ReadError(f"the keeper at {self._address!r} does not give the state: {describe(error)}") from error
         self._give_back(wire)
         if (part.state.head.id, part.state.head.rank) != (self._id, self._rank):
-            raise ReadError(f"the keeper at {self._address!r} gave another state")
+            raise ReadError(f"the keeper at {self._address!r} sent a different state than requested")
         self.nbytes = part.state.nbytes
         return part
 

@@ -1,4 +1,4 @@
-"""Restarts from memory: keeper processes outlive the job and keep its newest states, and a later run loads them.
+"""Restarts from memory: keeper processes outlive the job and hold its newest states, and a later run loads them.
 
 A state is forgotten only when each rank has the next one. So whenever a rank dies, there is a state that all ranks
 have. All ranks decide together which state to load, if any.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,19 +54,19 @@ OnStaged = Callable[[StagedStateDict], object]
 
 
 class _Stage(enum.Enum):
-    """The stages of keeping states, in order."""
+    """The stages of holding states, in order."""
 
     READY = enum.auto()
     """States of earlier runs have not been looked for."""
     ON = enum.auto()
     ENDING = enum.auto()
-    """This rank has stopped keeping states, and tells the other ranks at the next step."""
+    """This rank has stopped holding states, and reports it to the other ranks at the next step."""
     OFF = enum.auto()
-    """No rank keeps states."""
+    """No rank holds states."""
 
 
 class Survival:
-    """Keeps states of a rank in memory, and finds those of earlier runs. Does nothing without ``survive``.
+    """Holds states of a rank in memory, and finds those of earlier runs. Does nothing without ``survive``.
 
     Args:
         saver: Stages the states.
@@ -80,9 +79,9 @@ class Survival:
         copy_options: How they are copied.
 
     Attributes:
-        run: The id of this run of the job, the same on all ranks; empty if nothing is kept.
-        holds: States may be kept that no save writes.
-        has_left: The kept states have been left to a later run.
+        run: The id of this run of the job, the same on all ranks; empty without ``survive``.
+        holds: States may be held that no save writes.
+        has_left: The states have been left to a later run.
         copies: Copies states to other hosts.
         predecessors: The keepers of earlier runs on this host.
     """
@@ -116,10 +115,10 @@ class Survival:
         self.predecessors = Predecessors()
         self._holding: Future[None] | None = None
         self._count = 0
-        self._newest: str | None = None  # the last state, until all ranks have said whether they keep it
+        self._newest: str | None = None  # the last state, until all ranks have reported whether they hold it
         self._written = ""  # the last state that a save writes
 
-    # --- keeping ----------------------------------------------------------------------------------------------------
+    # --- holding states ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Looks for states of earlier runs, on the first call. Every rank calls it.
@@ -133,7 +132,14 @@ class Survival:
             if keeper.found.job == self.run:  # the keeper of another rank of this run
                 keeper.close()
         self.predecessors = Predecessors([keeper for keeper in found if keeper.found.job != self.run])
-        refusal = _stopped(silent[0]) if silent else self.predecessors.claim(self.run)
+        if silent:
+            refusal = (
+                f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at "
+                f"{silent[0]}. If it is stopped, continue it, or kill its processes (that path is in the keeper's "
+                f"command line). Then start again"
+            )
+        else:
+            refusal = self.predecessors.claim(self.run)
         if problem := next(filter(None, self._agreement.gathered(refusal)), ""):
             self.predecessors.close()
             raise WriteError(f"{self._folder.path}: {problem}")
@@ -169,20 +175,20 @@ class Survival:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def wait_held(self) -> tuple[bool, bool]:
-        """Waits until the newest state is kept; returns whether that failed, and whether this rank has stopped."""
+        """Waits until the newest state is held; returns whether that failed, and whether this rank has stopped."""
         holding, self._holding = self._holding, None
         error = None if holding is None else holding.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
             self._stop_holding("the keeper has ended" if error is None else describe(error))
         elif error is not None:
-            logger.warning("a state is not kept in memory: %s", describe(error))
+            logger.warning("a state is not held in memory: %s", describe(error))
         if self._stage is _Stage.ON:
             self._look_for_room()
         has_failed = self._newest is not None and self._newest not in self._held
         return has_failed, self._stage is _Stage.ENDING
 
     def vote(self) -> MemoryVote:
-        """Returns this rank's vote about states in memory; waits until the newest state is kept."""
+        """Returns this rank's vote about states in memory; waits until the newest state is held."""
         has_failed, ends = self.wait_held()
         about_copies = self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
         return about_copies._replace(has_failed=has_failed, ends=ends)
@@ -200,7 +206,7 @@ class Survival:
         if was_on and not self.copies.is_on:
             self.copies.forget(self._keeper)
         if vote.ends:
-            self._stop_holding("another rank has stopped keeping them")
+            self._stop_holding("another rank has stopped holding them")
             self._stage, self.holds = _Stage.OFF, False
             self.end()
         elif newest is not None and vote.has_failed:
@@ -234,7 +240,7 @@ class Survival:
         return self._buffers + self.copies.is_on
 
     def next_state(self, record: SaveRecord, position: Position) -> OnStaged | None:
-        """Returns a function that keeps the next staged state; None if it is not kept.
+        """Returns a function that holds the next staged state; None if no rank holds states.
 
         ``record`` describes the state in the index, and ``position`` is the job's.
         """
@@ -290,13 +296,13 @@ class Survival:
                 )
             return None
         head = max(reached, key=lambda h: (h.step, h.number, h.id))
-        is_other = any(offer.has_other_folder(head) for offer in offers)
-        is_known = any(offer.knows(head) for offer in offers)
+        own = [(part.folder, offer.folder) for offer in offers for part in offer.own(head)]
+        is_other = any(then not in (None, now) for then, now in own)
 
         def refusal() -> str:
-            if is_known:
+            if own:
                 return outdated(head, tip, None if is_other else head.folder, ids, lost)
-            # The hosts that kept it are gone. Other hosts number devices in another way, but see the same inode.
+            # The hosts that held it are gone. Other hosts number devices in another way, but see the same inode.
             is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
             return outdated(head, tip, head.folder if is_same else None, ids, lost)
 
@@ -329,7 +335,7 @@ class Survival:
         self._saver.engine.saves.spares.pop(self, None)
 
     def leave(self, deadline: Deadline = NEVER) -> None:
-        """Leaves the kept states to a later run, because this run has failed. Idempotent."""
+        """Leaves the states to a later run, because this run has failed. Idempotent."""
         if self._holding is not None:
             wait_for([self._holding], deadline.left)
         self.has_left = True
@@ -340,7 +346,7 @@ class Survival:
 
     @property
     def _held(self) -> dict[str, SharedBuffer]:
-        """The buffers of the kept states, by the states' ids, the oldest first."""
+        """The buffers of the states, by the states' ids, the oldest first."""
         return {} if self._keeper is None else self._keeper.held
 
     def _hold(self, head: StateHead, staged: StagedStateDict, *, is_copied: bool) -> None:
@@ -362,7 +368,7 @@ class Survival:
             self.copies.start(self._keeper, head.id)
 
     def _look_for_room(self) -> None:
-        """Frees kept states if there is too little memory to stage the next one beside them."""
+        """Frees states if there is too little memory to stage the next one beside them."""
         if len(self._held) > 1:  # the older one is about to be forgotten
             return
         saves = self._saver.engine.saves
@@ -374,18 +380,18 @@ class Survival:
         if self._held:
             self._stop_holding(why)
         else:
-            logger.warning("what an earlier run has kept in memory is freed: %s", why)
+            logger.warning("what an earlier run has left in memory is freed: %s", why)
             self.predecessors.end()
 
     def _stop_holding(self, why: str) -> None:
-        """Stops keeping states on this rank. The other ranks learn of it at the next step."""
+        """Stops holding states on this rank. The other ranks learn of it at the next step."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
-            logger.warning("states are no longer kept in memory, and survive=%g is off: %s", self._seconds, why)
+            logger.warning("states are no longer held in memory, and survive=%g is off: %s", self._seconds, why)
         self._forget_all_but([])
 
-    def _forget_all_but(self, kept: Sequence[str], *, but_copied: bool = False) -> None:
-        forgotten = [state_id for state_id in self._held if state_id not in kept]
+    def _forget_all_but(self, staying: Sequence[str], *, but_copied: bool = False) -> None:
+        forgotten = [state_id for state_id in self._held if state_id not in staying]
         try:
             if self._keeper is not None:
                 self._keeper.forget(forgotten, but_copied=but_copied)
@@ -401,14 +407,6 @@ def _lack_of_room(saves: StagedSaves, nbytes: int) -> str:
     if available is None or available > _ROOM * nbytes:
         return ""
     return f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
-
-
-def _stopped(path: Path) -> str:
-    return (
-        f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at {path}. "
-        f"If it is stopped, continue it, or kill its processes (that path is in the keeper's command line). Then start "
-        f"again"
-    )
 
 
 # --- the states of earlier runs ---------------------------------------------------------------------------------------
@@ -458,7 +456,7 @@ class Predecessors:
     ) -> StateCheckpoint:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
-        ``elsewhere`` says where other hosts have parts, by the parts' ranks. ``damaged`` are the rank and the holder of
+        ``elsewhere`` has the holders on other hosts, by the parts' ranks. ``damaged`` are the rank and the holder of
         parts that are not used. Raises `ReadError` if no keeper has the state any more, or it cannot be read.
         """
         holders: dict[int, list[KeeperConnection | Address]] = {}
@@ -483,7 +481,7 @@ class Predecessors:
                 (buffer.release if isinstance(buffer, RemotePart) else buffer.close)()
             if not isinstance(error, Exception):  # a KeyboardInterrupt
                 raise
-            # For example, it was kept by another release.
+            # For example, a keeper of another release holds it.
             raise ReadError(f"{path} cannot be read: {describe(error)}") from error
         checkpoint.holders = used
         last = parts[-1][1]
@@ -491,7 +489,7 @@ class Predecessors:
         return checkpoint
 
     def forget_all_but(self, state_id: str) -> None:
-        """Lets the keepers forget all other states."""
+        """Makes the keepers forget all other states."""
         for keeper in self._keepers:
             keeper.forget_all_but(state_id)
 
@@ -510,7 +508,7 @@ class Predecessors:
 
 
 def _name_of(holder: KeeperConnection | Address) -> str:
-    """The name of a holder that has a part, for messages."""
+    """The name of a holder, for messages."""
     if isinstance(holder, Address):
         return f"the keeper at {holder!r}"
     return f"the keeper of process {holder.found.trainer} on {socket.gethostname()}"
@@ -552,26 +550,23 @@ class AllMemory:
 
         A keeper without an address serves only its own host.
         """
-        first = [parts[min(parts)] for parts in self._parts.values()]
-        return [head for head in first if self._is_whole(head) and self._serves_all(head)]
+        found = []
+        for state_id, parts in self._parts.items():
+            head, given = parts[min(parts)], self._holders.get(state_id, {}).keys()
+            here = [
+                {part.rank for keeper in keepers for part in keeper.heads if part.id == state_id}
+                for keepers in self._found
+            ]
+            is_reached = all(given | own >= self._needed(head, rank) for rank, own in enumerate(here))
+            if len(parts) == head.world_size and is_reached:
+                found.append(head)
+        return found
 
     def holders(self, head: StateHead, rank: int | None = None) -> dict[int, list[Address]]:
         """The keepers that give parts of a state to other hosts, by the parts' ranks; with ``rank`` those it needs."""
         holders = self._holders.get(head.id, {})
-        return (
-            holders if rank is None else {part: holders[part] for part in self._needed(head, rank) if part in holders}
-        )
-
-    def _is_whole(self, head: StateHead) -> bool:
-        return len(self._parts[head.id]) == head.world_size
-
-    def _serves_all(self, head: StateHead) -> bool:
-        given = set(self._holders.get(head.id, ()))
-        for rank, keepers in enumerate(self._found):
-            here = {part.rank for keeper in keepers for part in keeper.heads if part.id == head.id}
-            if not given | here >= self._needed(head, rank):
-                return False
-        return True
+        needed = holders.keys() if rank is None else holders.keys() & self._needed(head, rank)
+        return {part: holders[part] for part in sorted(needed)}
 
     def _needed(self, head: StateHead, rank: int) -> set[int]:
         """The parts that a rank needs: its own, or all if another number of ranks had saved."""
@@ -590,14 +585,9 @@ class _Offer(NamedTuple):
         """The heads of all parts."""
         return [head for keeper in self.keepers for head in keeper.heads]
 
-    def knows(self, head: StateHead) -> bool:
-        """Returns whether this host kept a part of the state itself, and so knows the folder's identity of then."""
-        return any(own.id == head.id and own.host in ("", self.host) for own in self.heads)
-
-    def has_other_folder(self, head: StateHead) -> bool:
-        """Returns whether this host kept a part of the state itself, for a folder that has been replaced since."""
-        own = [own for own in self.heads if own.id == head.id and own.host in ("", self.host)]
-        return any(part.folder not in (None, self.folder) for part in own)
+    def own(self, head: StateHead) -> list[StateHead]:
+        """The parts of a state that this host held itself. Only it can compare their folder with that of now."""
+        return [part for part in self.heads if part.id == head.id and part.host in ("", self.host)]
 
 
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
@@ -632,14 +622,8 @@ def outdated(
         return "" if parent is None else "the checkpoint that it resumes from is gone: it is not used"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
         return ""  # the job has gone back to before that one, and no run has saved since
-    if parent != tip.save_id and not _has_saved(head, tip):
+    is_newer = head.parent_step is None or tip.number > head.parent_step
+    is_of_run = tip.record is not None and tip.record.job == head.job and tip.branch == record.branch
+    if parent != tip.save_id and not (is_newer and is_of_run):
         return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
-
-
-def _has_saved(head: StateHead, tip: Step) -> bool:
-    """Returns whether the run that kept a state has saved a checkpoint after that state's parent."""
-    assert head.record is not None
-    is_newer = head.parent_step is None or tip.number > head.parent_step
-    is_same_run = tip.record is not None and tip.record.job == head.job
-    return is_same_run and tip.branch == head.record.branch and is_newer

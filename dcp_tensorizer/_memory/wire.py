@@ -78,7 +78,7 @@ class Wire:
         if is_server:
             hello = self._read(len(_MAGIC) + 1 + _NONCE)
             if not hello.startswith(_MAGIC):
-                raise WireError("it is no keeper, or one of another version")
+                raise WireError("the peer is not a keeper, or runs an incompatible version")
             both = ciphers & hello[len(_MAGIC)]
             if not both:
                 raise WireError("it has no cipher that this end has")
@@ -200,7 +200,7 @@ class Wire:
 
 
 def _set_timeout(sock: socket.socket, seconds: float) -> None:
-    """Lets the kernel end waits. With Python's own timeouts, each call polls first, and then reads what there is."""
+    """Makes the kernel end waits. With Python's own timeouts, each call polls first, and then reads what there is."""
     sock.settimeout(None)
     timeout = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)

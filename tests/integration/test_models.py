@@ -344,7 +344,7 @@ def test_a_checkpoint_is_not_joined_by_a_model(tmp_path: Path) -> None:
     """A reader would have to choose between them."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save({"a": torch.ones(2)}, storage_writer=writer)
-    assert "holds a checkpoint: save the model to another path" in refused(tmp_path, state(), overwrite=True)
+    assert "holds a checkpoint. Save the model to another path" in refused(tmp_path, state(), overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"every": 2}, ValueError, "every= exports several models to one path: put {} for the step into it"),
+        ({"every": 2}, ValueError, "every= exports several models to one path. Put {} for the step into it"),
         ({"every": 0}, ValueError, "every must be an int of at least 1, or None, got 0."),
         ({"include": "model.*"}, TypeError, "include must be a list of patterns, got 'model.*'"),
         ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),

@@ -24,7 +24,7 @@ from .states import dtype_name, raw
 
 
 def wait_held(manager: CheckpointManager) -> None:
-    """Waits until the newest state is kept in memory (``survive``)."""
+    """Waits until the newest state is held in memory (``survive``)."""
     manager._survival.wait_held()
 
 

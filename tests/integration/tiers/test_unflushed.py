@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer._job.ranks import Agreement
-from dcp_tensorizer._job.unflushed import Left, finish_unflushed
+from dcp_tensorizer._job.unflushed import LocalSaves, finish_unflushed
 from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._tiers.queue import Commit, FlushRecord, Queue
@@ -32,7 +32,7 @@ class _Ranks(Agreement):
 
     def __init__(self, *, can_list: bool = True) -> None:
         super().__init__(None)
-        self.other = Left(set(), [], can_list)
+        self.other = LocalSaves(set(), [], can_list)
         self.told: list[Any] = []
 
     def gathered(self, own: Any) -> list[Any]:
@@ -59,7 +59,7 @@ def test_a_rank_that_cannot_list_its_folder_has_nothing(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         unlistable(patch, run)
         finish_unflushed(flushing, ranks)
-    assert ranks.told == [Left(set(), [], can_list=False), (0,)]
+    assert ranks.told == [LocalSaves(set(), [], can_list=False), (0,)]
     assert run.states() == ["unflushed"]
 
 

@@ -37,7 +37,7 @@ def test_names_are_known_by_their_number(name: str, step: int | None) -> None:
 @pytest.mark.parametrize("template", ["step-{:,}", "step-{:_}", "step-{:x}", "step-{:o}", "step-{:g}"])
 def test_a_template_that_shows_large_numbers_otherwise(template: str) -> None:
     """Steps beyond a thousand would not be found again, or be taken for others."""
-    with pytest.raises(ValueError, match=r"the number cannot be found again in .*: use \{\} or \{:06\}"):
+    with pytest.raises(ValueError, match=r"the step cannot be parsed back out of .*\. Use \{\} or \{:06\}"):
         StepNames(template)
 
 

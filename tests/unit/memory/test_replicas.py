@@ -129,7 +129,7 @@ def test_a_state_is_copied_and_read_from_afar(
     with pytest.raises(OSError, match="it has fewer bytes"):
         remote.read_into(pieces, 2 * BLOCK)
     remote.release()
-    with pytest.raises(ReadError, match="it is not kept"):
+    with pytest.raises(ReadError, match="it is not held"):
         RemotePart(address, "a", 1).record()
 
 
