@@ -7,6 +7,7 @@ from contextlib import closing
 from datetime import timedelta
 from decimal import Decimal
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, StagingError, StateMismatch, UntrustedObject, WriteError
 from dcp_tensorizer._memory.replicas import TakeRecord
+from dcp_tensorizer._memory.wire import Address
 from dcp_tensorizer.integrations import torchft
-from dcp_tensorizer.integrations.torchft import TensorizerTransport, _address_in, _state_id
+from dcp_tensorizer.integrations.torchft import TensorizerTransport, _state_id
 
 from ..lab.ranks import eventually, run_ranks
 from ..lab.states import ALL_DTYPES, filled
@@ -172,7 +174,7 @@ def test_a_secret_serves_for_one_state(make):
     source.send_checkpoint([1], 1, {"weight": torch.ones(10)}, SECONDS)
     assert source.metadata() == before
     source.disallow_checkpoint()
-    with closing(_address_in(before).connect()) as connected:  # by somebody who has read the metadata in a log
+    with closing(msgspec.json.decode(before, type=Address).connect()) as connected:  # by somebody who has read the metadata in a log
         after = source.metadata()
         assert (after != before, source._keeper.pid) == (True, keeper)
         with pytest.raises(ConnectionError):
