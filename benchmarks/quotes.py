@@ -186,8 +186,10 @@ _TABLES: dict[str, Callable[[], str]] = {
 
 
 def _figure(source: str) -> str:
-    """One figure: ``soak: PART`` for its rounds, and ``BENCHMARK: TITLE`` for a ratio."""
+    """One figure: ``soak: PART`` for its rounds, ``gpu: STEP: NAME: VALUE``, and ``BENCHMARK: TITLE`` for a ratio."""
     name, _, what = source.partition(": ")
+    if name == "gpu":
+        return _gpu(*what.split(": "))
     content = stored(name)
     if name == "soak":
         return f"{content['parts'][what]['tally']['rounds']:,}"
