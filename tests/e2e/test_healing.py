@@ -174,9 +174,8 @@ def test_a_secret_serves_for_one_state(make):
     source.send_checkpoint([1], 1, {"weight": torch.ones(10)}, SECONDS)
     assert source.metadata() == before
     source.disallow_checkpoint()
-    with closing(
-        msgspec.json.decode(before, type=Address).connect()
-    ) as connected:  # by somebody who has read the metadata in a log
+    address = msgspec.json.decode(before, type=Address)  # as any reader of the metadata in a log can do
+    with closing(address.connect()) as connected:
         after = source.metadata()
         assert (after != before, source._keeper.pid) == (True, keeper)
         with pytest.raises(ConnectionError):
