@@ -8,11 +8,13 @@ data      the tensors' elements, without gaps
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Raw, Struct
 
 SINGLE = "model.safetensors"
@@ -25,6 +27,13 @@ LENGTH = struct.Struct("<Q")
 MAX_HEADER = 100_000_000
 """The library's own limit of a header."""
 
+_MAX_NESTING = (
+    500  # what every release of Python can decode: from 3.14 on the interpreter's own limit is in the millions
+)
+_STEPS = np.zeros(256, np.int8)
+_STEPS[[*b"[{"]] = 1
+_STEPS[[*b"]}"]] = -1
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _MAX_NAME = 255
 _T = TypeVar("_T")
@@ -112,6 +121,8 @@ def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:
 
     ``decode`` is the method of a `msgspec.json.Decoder`, which has an error of its own for each kind of damage.
     """
+    if _nesting(content) > _MAX_NESTING < _nesting(_STRING.sub(b"", content)):
+        raise ValueError("it is nested too deeply")
     try:
         return decode(content)
     except UnicodeDecodeError as error:
@@ -120,3 +131,13 @@ def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _nesting(content: bytes) -> int:
+    """Returns how deep brackets are nested, those in strings included."""
+    most = depth = 0
+    marks = np.frombuffer(content, np.uint8)
+    for start in range(0, len(marks) if len(marks) > _MAX_NESTING else 0, 1 << 20):
+        depths = np.cumsum(_STEPS[marks[start : start + (1 << 20)]], dtype=np.int32) + depth
+        most, depth = max(most, int(depths.max())), int(depths[-1])
+    return most
