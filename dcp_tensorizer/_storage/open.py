@@ -105,7 +105,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
             with _translated(resolved, scrub):
                 # The library is imported, and raises whatever it raises.
                 if re.match(_SFTP, resolved):
-                    from . import sftp  # noqa: F401
+                    from .sftp import SftpStorage  # noqa: F401
                 else:
                     from .fsspec import check_url
 

@@ -310,7 +310,7 @@ def test_keys_that_do_not_fit(saved, plain, by_two):
         "no key": "is encrypted. Give its key (encryption=tensorizer.DecryptionParams",
         "another key": "another key or passphrase",
         "another passphrase": "another key or passphrase",
-        "a key for a plain one": "is not encrypted, and a key was given",
+        "a key for a plain one": "is not encrypted, but a key was given",
     }
     for failures in by_two[1]:
         for case, message in messages.items():

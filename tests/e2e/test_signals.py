@@ -19,7 +19,6 @@ from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._saving.saver import Saver
 from dcp_tensorizer._staging.staged_save import StagedSave
 from dcp_tensorizer._staging.buffer_pool import StagedSaves
-from dcp_tensorizer._staging.stager import Stager
 from dcp_tensorizer._staging.tensor_copy import Copies
 
 folder, timeout = sys.argv[1], float(sys.argv[2])
@@ -81,7 +80,7 @@ def asking_whether_it_lives(writer):
 def closing(writer):
     suspend(writer)
     save(writer)
-    signal_in(Stager, "drain")
+    signal_in(StagedSaves, "drain")
     writer.close()
 
 def saving_without_staging(writer):

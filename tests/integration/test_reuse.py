@@ -245,17 +245,17 @@ def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFix
             save(writer, tmp_path / f"step-{step}", step)
     shared = largest(tmp_path / "step-1").stat().st_size
     assert [info.shared_nbytes for info in list_checkpoints(tmp_path)] == [shared, shared, shared, shared, 0]
-    show_listing(list_checkpoints(tmp_path), str(tmp_path), as_json=False)
+    show_listing(list_checkpoints(tmp_path), str(tmp_path))
     header, first, *_, last_line = capsys.readouterr().out.splitlines()
     assert header.split() == ["checkpoint", "state", "saved", "size", "shared", "ranks", "tensors"]
     assert first.split()[-4:-2] == ["2.26", "MB"]
     assert last_line.split()[-4:-2] == ["0", "B"]
-    planned, removed = (collect(tmp_path, keep=2, dry_run=dry_run) for dry_run in (True, False))
+    planned, removed = (collect(tmp_path, keep_latest=2, dry_run=dry_run) for dry_run in (True, False))
     assert [os.path.basename(removal.path) for removal in removed] == ["step-2", "step-1", "step-0"]
     sizes = [removal.nbytes for removal in removed]
     assert [removal.nbytes for removal in planned] == sizes
     assert sizes[0] == sizes[1] < shared < sizes[2]
-    (last,) = collect(tmp_path, keep=1)
+    (last,) = collect(tmp_path, keep_latest=1)
     assert last.nbytes == sizes[0]
     check(tmp_path / "step-4", 4)
 

@@ -371,7 +371,7 @@ def test_encrypted_checkpoints_without_their_key(encrypted: Path) -> None:
     for command in (["diff", encrypted, encrypted], ["convert", encrypted, encrypted.parent / "x", "--to", "torch"]):
         code, _, error = run(*command)
         assert code == 2
-        assert "is encrypted: give its key" in " ".join(error.split())
+        assert "is encrypted. Give its key" in " ".join(error.split())
 
 
 @pytest.mark.parametrize("option", ["key", "passphrase"])

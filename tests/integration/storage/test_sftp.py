@@ -260,7 +260,7 @@ def test_a_password_that_is_not_quoted(secret: str) -> None:
     with pytest.raises(WriteError) as caught:
         open_storage(f"sftp://trainer:{secret}@127.0.0.1:1/ckpt", {"look_for_keys": False}, 1.0)
     assert not [part for part in ("trainer", "hunter2", "secret") if part in str(caught.value)]
-    assert ("percent-encoded" in str(caught.value)) == (" " not in secret)
+    assert ("Percent-encode" in str(caught.value)) == (" " not in secret)
 
 
 # --- directories -----------------------------------------------------------------------------------------------------

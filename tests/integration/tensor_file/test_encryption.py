@@ -86,7 +86,7 @@ def test_a_tool_takes_nothing_else_for_a_key(tmp_path: Path, tool: Callable[...,
         dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     path, to = tmp_path / "step-1", tmp_path / "output"
     arguments = {inspect: (path,), diff: (path, path), report: ([path], to), convert: (path, to, "safetensors")}
-    with pytest.raises(TypeError, match=r"must be tensorizer\.DecryptionParams, and is bytes"):
+    with pytest.raises(TypeError, match=r"must be tensorizer\.DecryptionParams, got bytes"):
         tool(*arguments[tool], encryption=KEY)
     assert not to.exists()
 
