@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .integrations.install import uninstall as uninstall
     from .manager import CheckpointManager as CheckpointManager
     from .models import Export as Export
+    from .models import Parts as Parts
     from .models import SafetensorsStorageWriter as SafetensorsStorageWriter
     from .planner import LoadPlanner as LoadPlanner
     from .planner import SavePlanner as SavePlanner
@@ -34,7 +35,7 @@ _NAMES = {
         "_writer_process.options": "SaveLimits",
         "integrations.install": "install installed uninstall",
         "manager": "CheckpointManager",
-        "models": "Export SafetensorsStorageWriter",
+        "models": "Export Parts SafetensorsStorageWriter",
         "planner": "LoadPlanner SavePlanner",
         "reader": "TensorizerStorageReader open_reader",
         "writer": "TensorizerStorageWriter",

@@ -103,5 +103,5 @@ def test_the_reference_shows_every_public_name() -> None:
     shown = set(re.findall(r"^::: dcp_tensorizer\.(\w+)", reference, re.MULTILINE))
     public = {name for name in dcp_tensorizer.__all__ if not name.startswith("__")}
     assert shown == (public - set(dcp_tensorizer.errors.__all__)) | {
-        *("errors", "manager", "models", "reader", "run", "storage", "testing", "tools", "writer")
+        *("errors", "manager", "reader", "run", "storage", "testing", "tools", "writer")
     }

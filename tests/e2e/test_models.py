@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcp_tensorizer import (
     CheckpointManager,
     Export,
+    Parts,
     Publish,
     SafetensorsStorageWriter,
     SavePlanner,
@@ -28,7 +29,6 @@ from dcp_tensorizer import (
 from dcp_tensorizer._models import pieces as model_pieces
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._storage.s3 import S3Storage
-from dcp_tensorizer.models import Parts
 from dcp_tensorizer.tools import list_versions
 
 from ..lab.ranks import attempt, kill_self, run_ranks

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from dcp_tensorizer import SafetensorsStorageWriter, open_reader
-from dcp_tensorizer.models import Parts
+from dcp_tensorizer import Parts, SafetensorsStorageWriter, open_reader
 
 from .jobs import digests, run_job
 

@@ -35,6 +35,7 @@ from dcp_tensorizer import (
     DecryptionError,
     MetadataError,
     NotCommitted,
+    Parts,
     ReadError,
     SavePlanner,
     TensorizerStorageWriter,
@@ -43,7 +44,6 @@ from dcp_tensorizer import (
     open_reader,
     unwrap,
 )
-from dcp_tensorizer.models import Parts
 from dcp_tensorizer.tools import convert
 
 from ..lab.servers import S3Server

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-from dcp_tensorizer import ReadError, open_reader, unwrap
-from dcp_tensorizer.models import Parts
+from dcp_tensorizer import Parts, ReadError, open_reader, unwrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -77,6 +77,7 @@ def test_exported_names_are_pinned() -> None:
         "LoadPlanner",
         "MetadataError",
         "NotCommitted",
+        "Parts",
         "Publish",
         "ReadError",
         "SafetensorsStorageWriter",
