@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer import CheckpointManager, CopyOptions
 
 from .lab import SHARED, Host, Job, Lab
 
@@ -38,6 +38,7 @@ def main(words: str) -> None:
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
     options = _OPTIONS | json.loads(words)
+    options["copy_options"] = CopyOptions(**options.get("copy_options", {}))
     last, more, waits = options.pop("last", 0), options.pop("more", 0), options.pop("waits", True)
     in_step = options.pop("in_step", True)
     full, name = torch.arange(_NUMBERS, dtype=torch.float32), options.pop("name", "run")
