@@ -332,7 +332,7 @@ def test_buffers_are_saved_as_they_were(tmp_path, kind):
 def _bad_fabric(rank, folder):
     del rank
     fabric, model, _ = _fabric(1)
-    for state, words in (({"step": 1}, "has 0"), ({"a": model, "b": model}, "has 2")):
+    for state, words in (({"step": 1}, "got 0"), ({"a": model, "b": model}, "got 2")):
         with pytest.raises(ValueError, match=words):
             fabric.save(folder / "a", state)
     with pytest.raises(TypeError, match="filter is not supported"):
