@@ -72,20 +72,40 @@ class Fault:
 Rule = Callable[[Request], "Fault | None"]
 
 
-class S3Proxy:
-    """Forwards to an S3 server. ``rule`` says what goes wrong, and may be replaced at any time."""
+class _Proxy:
+    """Listens on a port that the system gives, until `close`."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._upstream = _address(endpoint)
+    def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0), backlog=512)
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self.connections = 0  # so far
+
+    def cut(self) -> None:
+        """Ends every connection, whatever is on its way."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._ended.set()
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(10)
+
+
+class S3Proxy(_Proxy):
+    """Forwards to an S3 server. ``rule`` says what goes wrong, and may be replaced at any time."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self._upstream = _address(endpoint)
         self._sockets: set[socket.socket] = set()
         self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
         self.rule: Rule = lambda request: None
         self.requests: list[Request] = []
-        self.connections = 0  # so far
         self.sent_bytes = 0  # in the bodies of answers whose length their heads say
         self.most_at_once = 0
         self._at_once = 0
@@ -102,17 +122,11 @@ class S3Proxy:
             self.requests.clear()
             self.most_at_once = 0
 
-    def close(self) -> None:
-        self._ended.set()
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+    def cut(self) -> None:
         with self._lock:
             for open_socket in self._sockets:
                 with suppress(OSError):
                     open_socket.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
 
     def _accept(self) -> None:
         while True:
@@ -323,41 +337,27 @@ def _relay(source: socket.socket, target: socket.socket, count: int, rate: float
         os.close(write)
 
 
-class TcpProxy:
+class TcpProxy(_Proxy):
     """Forwards connections, cuts them, and falls silent."""
 
     def __init__(self, port: int) -> None:
+        super().__init__()
         self._upstream = port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.port = self._server.getsockname()[1]
-        self.connections = 0
         self.forwarded = 0
         self.cut_after: int | None = None
         """After this many bytes, in both directions, every connection ends, once."""
         self.silent_until: float = 0
         """Nothing is forwarded any more on connections up to this number, counted from 1."""
-        self._ended = threading.Event()
         start_thread(self._accept, self._threads)
 
     def cut(self) -> None:
-        """Ends every connection, whatever is on its way."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for end in (end for pair in pairs for end in pair):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it, which then closes it
-
-    def close(self) -> None:
-        self._ended.set()
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self.cut()
-        for thread in self._threads:
-            thread.join(10)
 
     def _accept(self) -> None:
         while True:
