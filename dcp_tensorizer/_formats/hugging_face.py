@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .._index.layouts import Region
 from .._tensor_file.dtypes import dtype_name, named_dtype
 from .._tensor_file.names import StoredItem
+from .._tensor_file.regions import Region
 from ..errors import MetadataError, ReadError, listed
 from .catalog import Catalog, Coder, Piece, check_chunks, check_length
 from .rename import Box, Placed, Renaming, Rules, Shape, place

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from .._index import container
 from .._index.container import IndexFile, data_files, decoded, find_index, nonsense
 from .._index.entries import TensorValue, Value, values_of
-from .._index.layouts import ChunkLayout, Region
+from .._index.layouts import ChunkLayout
 from .._index.locations import PlaceTable, hash_of, known_dtype
 from .._index.schema import (
     Head,
@@ -44,9 +44,11 @@ from .._index.schema import (
 from .._runtime.gc_pause import collector_paused
 from .._runtime.threads import in_threads
 from .._tensor_file.names import StoredItem, metadata_file_name
+from .._tensor_file.regions import Region
 from .._trust.objects import load_object
 from ..errors import CheckpointError, MetadataError
 from .catalog import Catalog, Piece
+from .recognise import nothing_committed
 
 if TYPE_CHECKING:
     from .._storage.base import Storage
@@ -90,6 +92,23 @@ def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
     """The whole index, as `Index.stored_metadata` returns it; raises what `read_index` raises."""
     index = read_index(storage, rank)
     return None if index is None else index.stored_metadata()
+
+
+def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
+    """Checks that a checkpoint whose ranks each saved for themselves is loaded by as many ranks.
+
+    All ranks look at the same files, so that all find the same. ``has_own`` says whether this rank's own metadata
+    exists. Raises `NotCommitted` if not even the first rank's exists, and `MetadataError` if another number of ranks
+    saved it.
+    """
+    if storage.head(metadata_file_name(0)) is None:
+        raise nothing_committed(storage)
+    has_last = storage.head(metadata_file_name(world_size - 1)) is not None
+    if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
+        raise MetadataError(
+            f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
+            f"than the {world_size} that load it: load it with as many"
+        )
 
 
 _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]

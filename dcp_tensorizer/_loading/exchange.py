@@ -28,10 +28,8 @@ from .._staging.shared_memory import aligned
 from .._tensor_file.dtypes import host_bytes
 from .._tensor_file.names import StoredItem
 from ..errors import CheckpointError, ReadError, describe
-from .read_planner import ReadLimits, Segment, by_tensor, wanted_bytes
+from .plan import ReadLimits, ReadTarget, Segment, by_tensor, overlapping, wanted_bytes
 from .run import scatter
-from .targets import ReadTarget, overlapping
-from .validate import ReadFrom
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -322,6 +320,14 @@ def _digest(data: torch.Tensor) -> torch.Tensor:
 
 _T = TypeVar("_T")
 _ID_BYTES = 16
+
+
+class ReadFrom(NamedTuple):
+    """The part of a rank's load plan that tells the coordinator which save it is for."""
+
+    save_id: str
+    group: str = ""  # name and ranks of the ``exchange`` group; empty for none
+    group_size: int = 0
 
 
 def members_of(group: object) -> dist.ProcessGroup | None:

@@ -26,8 +26,7 @@ from .._runtime.threads import cores
 from .._staging.device import CUDA, Device, Event, SideStream, pin_if_possible
 from .._staging.shared_memory import aligned
 from ..errors import ReadError, StagingError
-from .read_planner import ReadLimits, ReadOperation
-from .targets import ReadTarget
+from .plan import ReadLimits, ReadOperation, ReadTarget
 
 DEVICE_BYTES = 32 << 20
 """Bytes of one read for a GPU where there are cores for several."""

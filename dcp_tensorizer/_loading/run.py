@@ -21,26 +21,45 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from .._index.layouts import regions_of_range
 from .._runtime.forks import free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.spans import Span
-from .._runtime.threads import Workers, ranks_of_node
+from .._runtime.threads import Workers, in_threads, ranks_of_node
 from .._staging.shared_memory import aligned
 from .._staging.tensor_copy import unit_of
 from .._storage.base import UNLIMITED, MemoryReader, RangeReader, Storage
 from .._tensor_file.digests import DigestCheck, all_match, check_digests
 from .._tensor_file.dtypes import memories_of, named_dtype
 from .._tensor_file.encryption import Cipher
+from .._tensor_file.regions import part_of, regions_of_range, strides_of
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .gpu import POOLS, PinnedPool, PinnedPools, Slot
-from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
-from .targets import ReadTarget, in_turns, part_of
+from .plan import (
+    MAX_SCRATCH_BYTES,
+    ReadLimits,
+    ReadOperation,
+    ReadTarget,
+    Segment,
+    non_overlapping_groups,
+    plan_reads,
+)
 
 
 def limits_of(storage: Storage) -> ReadLimits:
     """The limits by which reads of a storage are joined and cut."""
     return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
+
+
+def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]) -> None:
+    """Checks that data files exist with their sizes; raises `ReadError`, naming the file."""
+    ordered = sorted(names)
+    for name, nbytes in zip(ordered, in_threads(storage.head, ordered), strict=True):
+        expected = sizes[name]
+        if nbytes != expected:
+            state = "is missing" if nbytes is None else f"has {nbytes:,} bytes instead of {expected:,}"
+            raise ReadError(
+                f"{storage.path}/{name} {state}. The checkpoint is damaged, or is being overwritten: load another one."
+            )
 
 
 def fetch(
@@ -83,7 +102,7 @@ def fetch(
         limits = limits_of(storage)
         if storage.reads.min_threads < UNLIMITED:  # the page cache may answer, and requests need not be many
             limits = pools.limits(targets, limits, max_threads)
-    turns = [plan_reads(turn, limits, verify=verify) for turn in in_turns(targets)]
+    turns = [plan_reads(turn, limits, verify=verify) for turn in non_overlapping_groups(targets)]
     operations = [operation for turn in turns for operation in turn]
     total = sum(operation.nbytes for operation in operations)
     if page_cache is None:
@@ -443,7 +462,7 @@ def _parts(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor
     content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
     elements = content.view(named_dtype(target.item.dtype))
     first = segment.start // target.itemsize
-    strides = _strides(target.shape)
+    strides = strides_of(target.shape)
     for run in regions_of_range(first, first + elements.numel(), target.shape):
         region = run.intersect(target.region)
         if region is None:
@@ -464,16 +483,6 @@ def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
     if target.dtype == source.dtype and source.itemsize == 1:
         return target.view(torch.uint8), source.view(torch.uint8)
     return target, source
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-ordered array."""
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 # --- the threads of a load --------------------------------------------------------------------------------------------

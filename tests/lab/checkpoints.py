@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._index.schema import ItemKey, item_key
 from dcp_tensorizer._saving.commit import commit
@@ -30,6 +29,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.dtypes import host_bytes
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import StoredItem, data_file_rank
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import TensorSource

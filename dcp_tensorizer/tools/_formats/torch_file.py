@@ -21,11 +21,11 @@ from typing import IO, Any
 
 import torch
 
-from ..._index.layouts import Region
 from ..._publish.model import written_file
 from ..._runtime.torch_compat import NEVER_FAKE, FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ..._storage.base import Storage
 from ..._tensor_file.dtypes import host_bytes
+from ..._tensor_file.regions import Region
 from ..._trust.objects import load_object, unsafe_globals
 from ..._trust.torch_archive import check_saved
 from ...errors import ConversionError, UntrustedObject, WriteError

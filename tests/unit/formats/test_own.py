@@ -20,10 +20,10 @@ from dcp_tensorizer import MetadataError
 from dcp_tensorizer._formats.catalog import Piece
 from dcp_tensorizer._formats.own import Index
 from dcp_tensorizer._index.container import FIRST_BYTES, IndexFile, open_index, read_head
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._index.locations import InlineItem, RankPlaces, hash_of
 from dcp_tensorizer._index.write import encode
 from dcp_tensorizer._tensor_file.names import StoredItem, data_file_name
+from dcp_tensorizer._tensor_file.regions import Region
 
 COLUMNS = 4
 

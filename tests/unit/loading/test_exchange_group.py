@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_tensorizer import CheckpointError, ChecksumMismatch, ReadError
-from dcp_tensorizer._loading.exchange import ExchangeGroup, ExchangeVote, Told, identity_of, reads_alone
-from dcp_tensorizer._loading.validate import ReadFrom
+from dcp_tensorizer._loading.exchange import ExchangeGroup, ExchangeVote, ReadFrom, Told, identity_of, reads_alone
 
 
 @pytest.fixture

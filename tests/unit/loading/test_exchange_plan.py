@@ -7,11 +7,10 @@ import itertools
 import pytest
 import torch
 
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._loading.exchange import Want, Window, spans_of, total_bytes, wants_of
-from dcp_tensorizer._loading.read_planner import ReadLimits
-from dcp_tensorizer._loading.targets import ReadTarget
+from dcp_tensorizer._loading.plan import ReadLimits, ReadTarget
 from dcp_tensorizer._tensor_file.names import StoredItem
+from dcp_tensorizer._tensor_file.regions import Region
 
 LIMITS = ReadLimits(max_gap_bytes=0)
 

@@ -1,27 +1,32 @@
-"""The targets of a load: a region of each stored tensor, and the tensor that receives it."""
+"""Plans a load, without any I/O: the targets of its items, and which bytes are read for them in which order.
+
+A target is a region of a stored tensor, and the tensor that receives it. Its bytes become segments. A segment is a run
+of bytes of one tensor that is read once: either straight into the target's memory, if the bytes are the same there, or
+into a scratch buffer from which regions are copied out. Segments that lie close together in a file are read in one
+operation.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-import pickle
-import uuid
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakValueDictionary
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from .._formats.catalog import Piece, check_length
-from .._index.layouts import Region
+from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import is_fake, is_plain
 from .._tensor_file.dtypes import named_dtype
 from .._tensor_file.names import StoredItem
+from .._tensor_file.regions import Interval, Region, merged, part_of, runs_with_gaps, widened
 from ..errors import ReadError, listed
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -83,11 +88,6 @@ def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return tensor.is_cpu and tensor.dtype == dtype and is_plain(tensor)
 
 
-def is_object(pieces: Sequence[Piece]) -> bool:
-    """Returns whether a value was stored by ``torch.save``."""
-    return bool(pieces) and pieces[0].item.kind != "tensor"
-
-
 def targets_of(
     path: str,
     metadata: Metadata,
@@ -129,13 +129,6 @@ def targets_of(
     return targets
 
 
-def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
-    """The view of ``region`` in a tensor that holds the region ``whole``."""
-    for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
-        tensor = tensor.narrow(dim, start - origin, size)
-    return tensor
-
-
 def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tensor: torch.Tensor, casts: Casts) -> None:
     if tensor.shape != size:
         raise ReadError(f"{key!r}: stored {size} do not fit a target of {tuple(tensor.shape)}")
@@ -173,7 +166,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def in_turns(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
+def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
     """The groups of targets that may be read at the same time, in order.
 
     Targets that share memory, such as tied weights, are read one by one, in the order of the plan. So the last one is
@@ -219,70 +212,185 @@ def _memory(target: ReadTarget) -> tuple[int, int, int]:
     return tensor.get_device(), first, first + elements * tensor.itemsize
 
 
-# --- a load plan whose items stay on their rank -----------------------------------------------------------------------
-#
-# DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but hardly any does. So
-# the items travel as one piece. It is decoded only if a planner accesses it, and comes back only then.
+# --- from targets to reads --------------------------------------------------------------------------------------------
 
-_at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
-"""The plans that ranks of this process have made and still have."""
+MAX_SCRATCH_BYTES = 8 << 20
+"""The size of one operation: enough for a disk's full speed, and small enough to keep several threads busy."""
+
+MAX_SEGMENTS = 512
+"""Segments of one operation: half of the buffers that one ``preadv`` takes, because each gap takes a buffer, too."""
 
 
-class RetainedPlan(LoadPlan):
-    """A load plan whose items stay on their rank. The plan that `keep` returns must be kept until it has come back.
+class ReadLimits(NamedTuple):
+    """The limits by which reads are joined and cut."""
 
-    Its fields are those of `LoadPlan`. To change the items elsewhere, set them, or make a new plan.
+    max_gap_bytes: int  # reading this many unneeded bytes is faster than another request
+    max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads straight into targets
+    max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads into scratch memory
+    max_segments: int = MAX_SEGMENTS  # of one operation
+
+
+class Segment(NamedTuple):
+    """A run of bytes of one stored tensor. Start and stop are relative to the tensor's first byte.
+
+    It is read into the memory of its only target, ``target_offset`` bytes from the beginning; None: into scratch
+    memory.
     """
 
-    def __init__(self, items: list[ReadItem], storage_data: Any = None, planner_data: Any = None) -> None:
-        self._items: list[ReadItem] | None = items
-        self._packed = b""
-        self._token = ""
-        self._rank = -1
-        self.storage_data = storage_data
-        self.planner_data = planner_data
-
-    @classmethod
-    def keep(cls, plan: LoadPlan, rank: int, storage_data: Any) -> RetainedPlan:
-        """The plan of a rank, with other ``storage_data``."""
-        kept = cls(plan.items, storage_data, plan.planner_data)
-        kept._token, kept._rank = uuid.uuid4().hex, rank
-        _at_home[kept._token] = kept
-        return kept
+    item: StoredItem
+    start: int
+    stop: int
+    targets: tuple[ReadTarget, ...]  # that want some of the bytes
+    target_offset: int | None
 
     @property
-    def items(self) -> list[ReadItem]:
-        if self._items is None:
-            self._items = pickle.loads(zlib.decompress(self._packed))
-        if _at_home.get(self._token) is not self:
-            self._token = ""  # the caller may change them, so these are sent from now on
-        return self._items
+    def nbytes(self) -> int:
+        return self.stop - self.start
 
-    @items.setter
-    def items(self, items: list[ReadItem]) -> None:
-        self._items, self._token = items, ""
+    @property
+    def offset(self) -> int:
+        """The position of its first byte in the file."""
+        return self.item.offset + self.start
 
-    def send_to(self, rank: int) -> None:
-        """Sends the items along if a planner has given the plan to another rank than the one that made it."""
-        if rank != self._rank:
-            self.items = self.items
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        data = self.storage_data, self.planner_data
-        if not self._token:
-            return RetainedPlan, (self.items, *data)
-        if self._items is None:
-            return _back, (self._token, *data)
-        return _sent, (self._token, self._rank, zlib.compress(pickle.dumps(self._items), 1), *data)
+    @property
+    def scratch_bytes(self) -> int:
+        return self.nbytes if self.target_offset is None else 0
 
 
-def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """Rebuilds the plan on the coordinator, with its items in one piece."""
-    plan = RetainedPlan([], storage_data, planner_data)
-    plan._items, plan._packed, plan._token, plan._rank = None, packed, token, rank
-    return plan
+@dataclass(slots=True)
+class ReadOperation:
+    """One read of consecutive bytes of a file: segments in order, with small gaps between them."""
+
+    file: str
+    offset: int
+    stop: int = 0
+    segments: list[Segment] = field(default_factory=list)
+    scratch_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.offset
+
+    @property
+    def targets(self) -> Iterator[ReadTarget]:
+        """The targets of its segments. A target may appear several times."""
+        return (target for segment in self.segments for target in segment.targets)
+
+    def take(self, segment: Segment, limits: ReadLimits) -> bool:
+        """Adds a segment that follows in the file; returns False if it must be read in another operation."""
+        item, start, stop = segment[:3]
+        stop += item.offset
+        if self.segments and (
+            item.offset + start - self.stop > limits.max_gap_bytes
+            or stop - self.offset > limits.max_coalesced_bytes
+            or self.scratch_bytes + segment.scratch_bytes > limits.max_scratch_bytes
+            or len(self.segments) == limits.max_segments
+        ):
+            return False
+        self.segments.append(segment)
+        self.stop = stop
+        self.scratch_bytes += segment.scratch_bytes
+        return True
+
+    def batches(self, max_bytes: int) -> Iterator[slice]:
+        """Cuts the operation into reads that fit into a processor's cache, so that the data is hashed there.
+
+        Yields slices of the segments: as many as fit into ``max_bytes``, or a larger one by itself.
+        """
+        first, start = 0, self.offset
+        for number, (item, begin, stop, _, _) in enumerate(self.segments):
+            if item.offset + stop - start > max_bytes and number > first:
+                yield slice(first, number)
+                first, start = number, item.offset + begin
+        yield slice(first, len(self.segments))
 
 
-def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """Rebuilds the plan on the rank that made it, with the items that it has kept."""
-    return RetainedPlan(_at_home[token].items, storage_data, planner_data)
+@collector_paused()
+def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[ReadOperation]:
+    """Plans the bytes to read, in the order of files and offsets, none of them twice.
+
+    ``verify`` reads whole blocks, so that their digests can be checked. Encrypted items are always read by whole
+    blocks.
+    """
+    operations: list[ReadOperation] = []
+    current: ReadOperation | None = None
+    for file, of_tensor in by_tensor(targets):
+        for segment in _segments(of_tensor, limits, verify):
+            if current is None or current.file != file or not current.take(segment, limits):
+                current = ReadOperation(file, segment.offset)
+                current.take(segment, limits)
+                operations.append(current)
+    return operations
+
+
+def by_tensor(targets: Iterable[ReadTarget]) -> Iterator[tuple[str, list[ReadTarget]]]:
+    """The targets of each stored tensor, with its file, in the order of files and offsets."""
+    found: dict[tuple[str, int], list[ReadTarget]] = defaultdict(list)
+    for target in targets:
+        found[target.item.file, target.item.offset].append(target)
+    for place in sorted(found):
+        yield place[0], found[place]
+
+
+def wanted_bytes(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[Interval]:
+    """The bytes of one stored tensor that its targets need, widened and joined as by `plan_reads`.
+
+    They depend on the regions, not on the targets' memory.
+    """
+    item = targets[0].item
+    step = item.block if verify or item.nonce_and_macs else 1
+    runs = (run for t in targets for run in runs_with_gaps(t.shape, t.region, t.itemsize, limits.max_gap_bytes))
+    return merged(widened(run, step, item.length) for run in runs)
+
+
+def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -> list[Segment]:
+    """The runs of one stored tensor that its targets need, in order."""
+    first = targets[0]
+    item = first.item
+    is_alone = len(targets) == 1 and first.in_place
+    if is_alone and first.region.size == first.shape and item.length <= limits.max_coalesced_bytes:  # most tensors
+        return [Segment(item, 0, item.length, (first,), 0)]
+    step = item.block if verify or item.nonce_and_macs else 1
+    if is_alone and (run := first.run) is not None:
+        return _in_place_segments(first, run, step, _whole_steps(limits.max_coalesced_bytes, step))
+    runs = [
+        (target, runs_with_gaps(target.shape, target.region, target.itemsize, limits.max_gap_bytes))
+        for target in targets
+    ]
+    to_read = merged(widened(run, step, item.length) for _, of_target in runs for run in of_target)
+    segments = []
+    for start, stop in _cut(to_read, _whole_steps(limits.max_scratch_bytes, step)):
+        users = tuple(target for target, of_target in runs if _touches(of_target, start, stop))
+        segments.append(Segment(item, start, stop, users, None))
+    return segments
+
+
+def _in_place_segments(target: ReadTarget, run: Interval, step: int, max_bytes: int) -> list[Segment]:
+    """A run that is read straight into its target, except for blocks at its ends of which the target has only a
+    part.
+    """
+    first, last = run
+    start, stop = widened(run, step, target.item.length)
+    inner_start = start if start == first else min(start + step, stop)
+    inner_stop = stop if stop == last else max(last // step * step, inner_start)
+    parts: list[tuple[int, int, int | None]] = [(start, inner_start, None)] if start < inner_start else []
+    parts += [(a, b, a - first) for a, b in _cut([(inner_start, inner_stop)], max_bytes)]
+    parts += [(inner_stop, stop, None)] if inner_stop < stop else []
+    return [Segment(target.item, a, b, (target,), target_offset) for a, b, target_offset in parts]
+
+
+def _whole_steps(max_bytes: int, step: int) -> int:
+    """The largest size up to ``max_bytes`` that is a multiple of ``step``, or one step."""
+    return max(step, max_bytes // step * step)
+
+
+def _cut(intervals: Iterable[Interval], max_bytes: int) -> Iterator[Interval]:
+    for start, stop in intervals:
+        for begin in range(start, stop, max_bytes):
+            yield begin, min(begin + max_bytes, stop)
+
+
+def _touches(runs: Sequence[Interval], start: int, stop: int) -> bool:
+    """Returns whether one of several sorted, disjoint runs has bytes in a range."""
+    first = bisect_right(runs, start, key=lambda run: run[1])
+    return first < len(runs) and runs[first][0] < stop
