@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from .._tensor_file.regions import Region, covers
 from .schema import Layout, Run, encode_rows
 
-_MOST = 1 << 26
+MAX_NUMBERS = 1 << 26
 """The most numbers in all runs of an index: half a gibibyte, so that a tiny file cannot make a reader allocate more."""
 
 
@@ -40,14 +40,14 @@ def check_numbers(layouts: Iterable[Layout], owners: Iterable[Sequence[Run]]) ->
     """Raises `ValueError` if an index has more numbers than any job needs, before its runs are expanded."""
     sides = [side for row in layouts for side in (row.offsets, row.sizes) if side is not None]
     lists = itertools.chain(owners, *sides)
-    if (count := sum(run[2] for runs in lists for run in runs)) > _MOST:
-        raise ValueError(f"the index expands to {count:,} numbers; the limit is {_MOST:,}")
+    if (count := sum(run[2] for runs in lists for run in runs)) > MAX_NUMBERS:
+        raise ValueError(f"the index expands to {count:,} numbers; the limit is {MAX_NUMBERS:,}")
 
 
 def expand(runs: Sequence[Run]) -> np.ndarray:
     """The numbers of some runs; raises `ValueError` if they are too many, or too large."""
     count = sum(run[2] for run in runs)
-    if count > _MOST or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
+    if count > MAX_NUMBERS or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
         raise ValueError(f"a run of {count:,} numbers is too long, or exceeds 62 bits")
     return np.concatenate([first + step * np.arange(times, dtype="i8") for first, step, times in runs] or [_NONE])
 

@@ -28,7 +28,6 @@ from .._storage.base import Storage
 from .._tensor_file.dtypes import detached, is_wrapper, named_dtype
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.names import StoredItem
-from .._tensor_file.regions import Region
 from .._trust.objects import advice, unsafe_globals
 from ..errors import CheckpointError, MetadataError, ReadError, UntrustedObject, describe, listed
 from .exchange import Exchange, ReadFrom
@@ -103,7 +102,7 @@ class Load:
         exchange = None
         if group is not None:
             name = type(planner).__name__
-            one_by_one = f"a planner of type {name} gets one tensor after the other"
+            one_by_one = f"planner {name} resolves tensors one at a time"
             reason = "" if delivers_at_once(planner) else one_by_one
             path, limits = self.storage.path, limits_of(self.storage)
             exchange = Exchange(group, path, read, limits, verify=verify, in_memory=in_memory, reason=reason)
@@ -201,7 +200,7 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
 
 
 EMPTY_DICT = (
-    "the state has an empty dict there, which loads nothing. If it is of a new optimizer, give the optimizer "
+    "the target state dict is empty there, so nothing is loaded. For a new optimizer, pass the optimizer "
     "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
     "Other dicts need the keys that are to be loaded"
 )
@@ -255,15 +254,12 @@ def read_objects(
     """Reads the bytes of objects without unpickling them; returns each item with its bytes, and how many bytes were
     read.
     """
-    objects = [(read_item, _target(read_item, item)) for read_item, item in items]
+    objects = []
+    for read_item, item in items:
+        memory = torch.empty(item.length, dtype=torch.uint8, device="cpu")
+        objects.append((read_item, ReadTarget.of_bytes(read_item.dest_index.fqn, item, 0, memory)))
     nbytes = fetch([target for _, target in objects if target.item.length])
     return [(read_item, bytes(target.tensor.numpy().data)) for read_item, target in objects], nbytes
-
-
-def _target(read_item: ReadItem, item: StoredItem) -> ReadTarget:
-    tensor = torch.empty(item.length, dtype=torch.uint8, device="cpu")
-    shape = (item.length,)
-    return ReadTarget.of(read_item.dest_index.fqn, item._replace(dtype="uint8"), shape, Region((0,), shape), tensor)
 
 
 def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
@@ -353,8 +349,8 @@ def read_tensors(
                 else:
                     targets += targets_of(read_item, pieces, memory)
                 resolved_items.append((read_item, tensor, memory, coder))
-        tell = progress if len(batch) == len(items) else _within(progress, done, total)
-        done += read(targets, progress=tell)
+        report = progress if len(batch) == len(items) else _within(progress, done, total)
+        done += read(targets, progress=report)
         for read_item, tensor, memory, coder in resolved_items:
             if coder is not None and memory is not tensor:
                 coder.decode(memory, tensor)

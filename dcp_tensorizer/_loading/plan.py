@@ -187,10 +187,10 @@ def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
         order = np.argsort(starts)
         if (stops[order[:-1]] <= starts[order[1:]]).all():
             return set()
-    placed = sorted((*_memory(t), n) for n, t in enumerate(targets) if t.in_place or type(t.tensor) is torch.Tensor)
+    by_memory = sorted((*_memory(t), n) for n, t in enumerate(targets) if t.in_place or type(t.tensor) is torch.Tensor)
     overlapping: set[ReadTarget] = set()
     furthest = reached_device = reached = -1
-    for device, start, stop, number in placed:
+    for device, start, stop, number in by_memory:
         if device != reached_device or start >= reached:
             furthest, reached_device, reached = number, device, stop
             continue
@@ -328,8 +328,8 @@ def by_tensor(targets: Iterable[ReadTarget]) -> Iterator[tuple[str, list[ReadTar
     found: dict[tuple[str, int], list[ReadTarget]] = defaultdict(list)
     for target in targets:
         found[target.item.file, target.item.offset].append(target)
-    for place in sorted(found):
-        yield place[0], found[place]
+    for location in sorted(found):
+        yield location[0], found[location]
 
 
 def wanted_bytes(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[Interval]:

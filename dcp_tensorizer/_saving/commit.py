@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._index.container import data_files, find_index
-from .._index.locations import RankPlaces
+from .._index.locations import RankLocations
 from .._index.schema import SaveRecord
 from .._index.write import encode
 from .._runtime.recent import Recent
@@ -126,7 +126,7 @@ def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[
 def commit(
     storage: Storage,
     metadata: Metadata,
-    parts: Sequence[RankPlaces],
+    parts: Sequence[RankLocations],
     *,
     rank: int | None,
     sync: bool,
@@ -209,7 +209,7 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     return set()
 
 
-def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
+def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankLocations], **options: Any) -> bytes:
     """Returns the index of a save as bytes; takes the options of `encode`, and raises `Refused`."""
     try:
         return encode(metadata, parts, **options)
@@ -316,7 +316,7 @@ def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -
 # --- encryption keys: with different ones on the ranks, no reader could load the checkpoint ---------------------------
 
 
-def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: Storage) -> None:
+def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations], storage: Storage) -> None:
     """Raises `WriteError`, and removes the save's files, if a rank has another key than the coordinator's
     ``cipher``.
     """

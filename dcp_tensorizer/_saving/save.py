@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._index.locations import RankPlaces
+from .._index.locations import RankLocations
 from .._index.schema import SaveRecord
 from .._runtime.spans import Span
 from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
@@ -369,7 +369,7 @@ class Save:
         if self._files is not None:
             self._files.set(self.storage, [file.name for file in written.files])
 
-    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+    def commit(self, metadata: Metadata, parts: Sequence[RankLocations]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
         removed.
 
@@ -377,7 +377,7 @@ class Save:
         """
         return self._in_time(functools.partial(self._commit, metadata, parts))
 
-    def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+    def _commit(self, metadata: Metadata, parts: Sequence[RankLocations]) -> set[str]:
         saver, storage = self._saver, self.storage
         agree_on_key(saver.options.cipher, parts, storage)
         assert self._replaced is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .._index.locations import RankPlaces
+from .._index.locations import RankLocations
 from .._runtime.forks import Finalizer
 from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
@@ -187,7 +187,7 @@ class TieredSave(Save):
 
     # --- the commit -------------------------------------------------------------------------------------------------
 
-    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+    def commit(self, metadata: Metadata, parts: Sequence[RankLocations]) -> set[str]:
         """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the
         remote.
         """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._index.locations import RankLocations
 from dcp_tensorizer._saving.commit import agree_on_key
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
@@ -18,10 +18,10 @@ CIPHER = Cipher(bytes(range(32)))
 OTHER = Cipher(bytes(32))
 
 
-def part(rank: int, cipher: Cipher | None) -> RankPlaces:
+def part(rank: int, cipher: Cipher | None) -> RankLocations:
     """What a rank with a key says of what it has written."""
     check = b"" if cipher is None else cipher.check_value()
-    return RankPlaces.of(rank, {}, {data_file_name(rank, 0, "a" * 32): 100}, check=check)
+    return RankLocations.of(rank, {}, {data_file_name(rank, 0, "a" * 32): 100}, check=check)
 
 
 @pytest.fixture
