@@ -107,7 +107,7 @@ class Exchange:
         return bool(self._turns)
 
     def _read(self, targets: Sequence[ReadTarget], progress: Progress, *, of_tensors: bool) -> int:
-        requests: dict[bytes, Request] = {}
+        requests: dict[bytes, ExchangeRequest] = {}
         error: BaseException | None = None
         try:
             alone = overlapping(targets)  # these must be read in the order of the plan
@@ -140,7 +140,7 @@ class Exchange:
             CUDA.side_streams.synchronize(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
-    def _log(self, common: Sequence[Request], requests: Mapping[bytes, Request], reason: str) -> None:
+    def _log(self, common: Sequence[ExchangeRequest], requests: Mapping[bytes, ExchangeRequest], reason: str) -> None:
         """Logs, on the first rank, what is exchanged, and why the rest is not."""
         if self._group.rank:
             return
@@ -150,7 +150,9 @@ class Exchange:
         what = f"{shared / 1e6:,.1f} of {wanted / 1e6:,.1f} MB"
         logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
 
-    def _exchange(self, common: Sequence[Request], device: torch.device, progress: Callable[[int], object]) -> int:
+    def _exchange(
+        self, common: Sequence[ExchangeRequest], device: torch.device, progress: Callable[[int], object]
+    ) -> int:
         """Lets each rank read its span, and distributes all spans to all ranks; returns the bytes that this rank has
         read.
         """
@@ -179,7 +181,7 @@ class Exchange:
         spans: Sequence[Sequence[Window]],
         windows: _Windows,
         rounds: _Rounds,
-        common: Sequence[Request],
+        common: Sequence[ExchangeRequest],
         progress: Callable[[int], object],
     ) -> int:
         """Exchanges one window of each rank after the other, in pieces; returns the number of bytes."""
@@ -218,7 +220,7 @@ class _Windows:
     def __init__(
         self,
         windows: Sequence[Window],
-        requests: Sequence[Request],
+        requests: Sequence[ExchangeRequest],
         fetch: Callable[..., int],
         limits: ReadLimits,
         device: torch.device,
@@ -298,7 +300,7 @@ class _Rounds:
                 raise ReadError(f"data from rank {rank} of the exchange was damaged on the way: load it again")
 
 
-def _deliver(windows: Sequence[Window], requests: Sequence[Request], start: int, rounds: _Rounds) -> int:
+def _deliver(windows: Sequence[Window], requests: Sequence[ExchangeRequest], start: int, rounds: _Rounds) -> int:
     """Copies received bytes to the targets; returns how many."""
     nbytes = 0
     for window, received in zip(windows, rounds.received, strict=True):
@@ -480,7 +482,7 @@ _UNITS_PER_RANK = 16  # with fewer units, spans are less even
 _MAX_UNIT = 4 << 20
 
 
-class Request(NamedTuple):
+class ExchangeRequest(NamedTuple):
     """The bytes of one stored tensor that a rank needs."""
 
     id: bytes  # the same on all ranks that need the same bytes
@@ -489,19 +491,19 @@ class Request(NamedTuple):
     targets: tuple[ReadTarget, ...]
 
 
-def requests_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, Request]:
+def requests_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, ExchangeRequest]:
     """The bytes that targets need, by their id, in the order of files and offsets."""
     requests = {}
     for file, of_tensor in by_tensor(targets):
         item = of_tensor[0].item
         intervals = wanted_bytes(of_tensor, limits, verify=verify)
         contents = f"{file}\0{item.offset}\0{item.length}\0{intervals}"
-        request = Request(xxhash.xxh3_128_digest(contents.encode()), item, intervals, tuple(of_tensor))
+        request = ExchangeRequest(xxhash.xxh3_128_digest(contents.encode()), item, intervals, tuple(of_tensor))
         requests[request.id] = request
     return requests
 
 
-def total_bytes(requests: Iterable[Request]) -> int:
+def total_bytes(requests: Iterable[ExchangeRequest]) -> int:
     """The bytes in all intervals."""
     return sum(stop - start for request in requests for start, stop in request.intervals)
 
@@ -540,7 +542,7 @@ class Window(NamedTuple):
             yield WindowPart(part.request, origin + begin, origin + end, begin)
 
 
-def spans_of(requests: Sequence[Request], ranks: int, window_bytes: int) -> list[list[Window]]:
+def spans_of(requests: Sequence[ExchangeRequest], ranks: int, window_bytes: int) -> list[list[Window]]:
     """The windows of each rank, for the requests that all ranks share.
 
     A window is only larger than ``window_bytes`` for one block.
@@ -556,7 +558,7 @@ def spans_of(requests: Sequence[Request], ranks: int, window_bytes: int) -> list
     return spans
 
 
-def _units(requests: Sequence[Request], nbytes: int) -> Iterator[tuple[int, int, int]]:
+def _units(requests: Sequence[ExchangeRequest], nbytes: int) -> Iterator[tuple[int, int, int]]:
     """Cuts the requests into pieces of whole blocks, of about ``nbytes`` bytes."""
     for number, request in enumerate(requests):
         block = request.item.block

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dcp_tensorizer._loading.exchange import Request, Window, requests_of, spans_of, total_bytes
+from dcp_tensorizer._loading.exchange import ExchangeRequest, Window, requests_of, spans_of, total_bytes
 from dcp_tensorizer._loading.plan import ReadLimits, ReadTarget
 from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer._tensor_file.regions import Region
@@ -21,7 +21,7 @@ def _target(length: int, offset: int = 0, region: Region | None = None, file: st
     return ReadTarget.of("x", item, (length,), region, torch.empty(region.size, dtype=torch.uint8))
 
 
-def _requests(*lengths: int) -> list[Request]:
+def _requests(*lengths: int) -> list[ExchangeRequest]:
     offsets = itertools.accumulate(lengths, initial=0)
     targets = [_target(length, offset) for length, offset in zip(lengths, offsets, strict=False)]
     return list(requests_of(targets, LIMITS, verify=True).values())
