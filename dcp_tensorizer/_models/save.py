@@ -26,6 +26,7 @@ from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._index.layouts import Region
 from .._index.schema import item_key
 from .._runtime.direct_memory import direct_memory
+from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
 from .._saving.commit import (
@@ -521,12 +522,12 @@ class ModelSaver(Saver):
     def begin(
         self,
         path: str | os.PathLike[str] | None,
-        directory: str | None,
         staged_save: StagedSave | None,
+        context: ProcessContext | None = None,
         error: StagingError | None = None,
     ) -> Save:
         """Begins a save of what was staged for it, or of `source`: see `Saver.begin`."""
-        return super().begin(path, directory, staged_save or self.source, error)
+        return super().begin(path, staged_save or self.source, context, error)
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and for what is being published: see `Saver.close`."""

@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._index.locations import RankPlaces
 from .._index.schema import SaveRecord
+from .._index.write import encode
 from .._runtime.spans import Span
 from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.open import open_storage
-from .._tensor_file.names import metadata_file_name, save_id_in
+from .._tensor_file.names import metadata_file_name
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
@@ -38,7 +38,6 @@ from .commit import (
     drop_record,
     failed_before_commit,
     put_records,
-    remove_records,
     remove_with_records,
     replaced_files,
 )
@@ -268,12 +267,21 @@ class Save:
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
+        files = dict(file for part in parts for file in part.files)
+        cipher, sections = self._saver.options.cipher, self._saver.engine.sections
         try:
             self._begin_commit(metadata)
+            agree_on_key(cipher, parts)
+            try:
+                index = encode(
+                    metadata, parts, rank=self.metadata_rank, cipher=cipher, record=self._record, recent=sections
+                )
+            except Exception as error:
+                raise WriteError(f"{self.path}: the checkpoint's metadata cannot be stored: {error}") from error
         except CheckpointError:  # nothing has been committed or will be
-            self.remove([name for part in parts for name, _ in part.files])
+            self.remove(files)
             raise
-        replaced = self.commit(metadata, parts)
+        replaced = self.commit(index, files)
         if self._record is not None:
             warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
         return replaced
@@ -369,45 +377,34 @@ class Save:
         if self._files is not None:
             self._files.set(self.storage, [file.name for file in written.files])
 
-    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+    def commit(self, index: bytes, files: dict[str, int]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
         removed.
 
-        ``parts`` are the ranks' reports. Raises `WriteError`; see `commit.commit`.
+        ``files`` has the sizes of all ranks' files. Raises `WriteError`; see `commit.commit`.
         """
-        return self._in_time(functools.partial(self._commit, metadata, parts))
-
-    def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         saver, storage = self._saver, self.storage
-        agree_on_key(saver.options.cipher, parts, storage)
-        assert self._replaced is not None
-        replaced = self._replaced.result()
-        if storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
-            replaced |= replaced_files(storage, self.metadata_rank)
-        put_records(storage, map(save_id_in, replaced))
-        try:
+
+        def put() -> set[str]:
+            assert self._replaced is not None
+            replaced = self._replaced.result()
+            if storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
+                replaced |= replaced_files(storage, self.metadata_rank)
             commit(
                 storage,
-                metadata,
-                parts,
+                index,
+                files,
+                replaced,
+                save_id=self.id,
+                rank=self.metadata_rank,
                 sync=saver.options.sync_files,
                 overwrite=saver.options.overwrite,
                 check=self._check_commit,  # at the last moment, because checking all ranks' data may have taken seconds
                 is_owned=saver.owner is not None,
-                **self._index_options(),
             )
-        except Exception:  # not KeyboardInterrupt, after which it may be committed
-            remove_records(storage, map(save_id_in, replaced))  # the checkpoint before stays
-            raise
-        return replaced
+            return replaced
 
-    def _index_options(self) -> dict[str, Any]:
-        return {
-            "rank": self.metadata_rank,
-            "cipher": self._saver.options.cipher,
-            "record": self._record,
-            "recent": self._saver.engine.sections,
-        }
+        return self._in_time(put)
 
     def _check_wanted(self) -> None:
         if self.is_given_up:
