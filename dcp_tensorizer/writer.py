@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ._tensor_file.encryption import EncryptionParams
     from .errors import StagingError
 
-_NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads
+_PER_PROCESS = {"_saver", "_local"}  # tied to this process, or to one of its threads
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 """Environment variables that DCP has set in its own process, for its process group."""
 
@@ -484,7 +484,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process."""
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
-        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["_closed"] = self._saver.closed
         if staged_save is not None:
             state |= {"_error_of_trainer": staged_save.error, "_context_of_trainer": staged_save.context}

@@ -11,7 +11,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ from .pieces import (
     round_count,
     split,
 )
-from .ties import live_state, ties_of
+from .ties import ties_of
 from .versions import SavedModel, VersionsOfWriter
 
 _WEIGHTS = re.compile(
@@ -129,7 +129,8 @@ class ModelSave(Save):
             self.open()
             if self.commits:
                 self._order = {item.index.fqn: number for number, item in enumerate(plan.items)}
-            if self._staged is None and (state := live_state(state_of_save())) is not None:
+            state = state_of_save() if self._staged is None else None
+            if isinstance(state, Mapping) and not isinstance(state, StagedStateDict):  # the model's own tensors
                 self._ties = ties_of(state)
             tied = {*self._ties, *self._ties.values()}
             untied = [(item.index.fqn, item.tensor_data) for item in plan.items if item.index.fqn not in tied]
@@ -194,15 +195,18 @@ class ModelSave(Save):
             raise WriteError(f"{self.path}: {layout.ranks} ranks have planned the save, and its group has {ranks.size}")
         job = _RankJob(self, layout)
         with ExitStack() as shown:
-            others_failed = job.run(plan, planner, ranks, lambda own: shown.enter_context(self._progress(own)))
+            progress = self._saver.callbacks.progress
+            others_failed = job.run(
+                plan,
+                planner,
+                ranks,
+                lambda own: shown.enter_context(progress(self.path, lambda: int(own.nbytes.sum()))),
+            )
             if (job.error is not None or others_failed) and self.commits:
                 self._drop_files()
             if job.error is not None:
                 raise job.error
         return job
-
-    def _progress(self, own: Pieces) -> AbstractContextManager[Callable[[int], object]]:
-        return self._saver.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
@@ -630,20 +634,18 @@ class _RankJob:
         if rows[:, 0].any():
             return True
         assert exchange is not None
-        received = exchange.swap(number, rows[:, 1:])
+        pieces, received, content = exchange.swap(number, rows[:, 1:])
         try:
-            pieces = received.own
-            if len(received.others):
-                self._add(f"received {number}", torch.from_numpy(received.content))
-                source = np.full(len(received.others), len(self._sources) - 1, dtype=np.int64)
-                came = received.others
-                came = Pieces(came.file, came.offset, came.nbytes, source, came.start)
-                pieces = Pieces.joined([pieces, came])
+            if len(received):
+                self._add(f"received {number}", torch.from_numpy(content))
+                source = np.full(len(received), len(self._sources) - 1, dtype=np.int64)
+                moved = Pieces(received.file, received.offset, received.nbytes, source, received.start)
+                pieces = Pieces.joined([pieces, moved])
             self._write(pieces)
         except BaseException as error:
             self.error = error
         finally:
-            if len(received.others):
+            if len(received):
                 del self._sources[-1], self._dtypes[-1]
         return False
 

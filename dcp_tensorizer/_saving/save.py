@@ -92,7 +92,7 @@ class Save:
 
     meta = StorageMeta
     """The class of the storage's metadata that DCP sends to all ranks when the save is committed."""
-    has_one_id = False
+    shares_id = False
     """True if the file names of all ranks contain the coordinator's id of the save."""
 
     def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
@@ -109,7 +109,7 @@ class Save:
         self._spans, self._lapped = [*description.spans], time.perf_counter()
         self._written: WriteDone | None = None
         self._has_own_thread = staged is not None and staged.is_on_own_thread
-        self._turns = ShortSwitchInterval() if self._has_own_thread else None
+        self._interval = ShortSwitchInterval() if self._has_own_thread else None
         self._tables = SaveTables(saver.engine.tables, save_id)
         self._lock: DirectoryLock | None = None
         self._replaced: concurrent.futures.Future[set[str]] | None = None
@@ -155,14 +155,14 @@ class Save:
         Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
         """
         self._lap("plan")
-        if self.has_one_id:
+        if self.shares_id:
             self.id = self._tables.save_of(plan) or self.id
         with self.whole_or_nothing():
             items = self._resolved(plan, planner)
             self._record_files(items)
             written = self.write_items(items)
             try:
-                self._tell_digests(items, written)
+                self._report_digests(items, written)
                 saver, record = self._saver, self._record
                 compare = None if record is None else functools.partial(saver.freshness.compare, record.step)
                 results = write_results(items, written, self.rank, planner, saver.options.cipher, compare)
@@ -216,7 +216,7 @@ class Save:
         self._spans += written.spans
         self._written = written
         if not self.commits:
-            self._end_turns()
+            self._end_interval()
             self._publish(self._report(written))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -242,7 +242,7 @@ class Save:
 
     def end(self) -> None:
         """Releases the directory, so that others may clean up there. Idempotent."""
-        self._end_turns()
+        self._end_interval()
         self._release()
 
     # --- the parts of the hooks -------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Save:
         omitted = frozenset[str]() if self._staged is None else self._staged.omitted
         return resolve(plan, planner, lambda tensor: buffer is not None and buffer.locate(tensor) is not None, omitted)
 
-    def _tell_digests(self, items: list[Item], written: WriteDone) -> None:
+    def _report_digests(self, items: list[Item], written: WriteDone) -> None:
         """Passes the digests to the object that keeps the staged state, which then need not take them."""
         save = self._staged
         if save is None or save.on_written is None or save.buffer is None:
@@ -311,9 +311,9 @@ class Save:
     def _publish(self, report: SaveReport) -> None:
         self._saver.reports.publish(report)
 
-    def _end_turns(self) -> None:
-        if self._turns is not None:
-            self._turns.end()
+    def _end_interval(self) -> None:
+        if self._interval is not None:
+            self._interval.end()
 
     @contextmanager
     def or_fail(self) -> Iterator[None]:

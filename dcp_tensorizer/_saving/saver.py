@@ -46,7 +46,7 @@ class Saver:
 
     Args:
         options: The writer's options.
-        callbacks: Told of the writer's saves.
+        callbacks: Called with the reports and the progress of the writer's saves.
         closed: The writer has been closed, and stages nothing.
 
     Attributes:

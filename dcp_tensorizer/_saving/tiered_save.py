@@ -44,7 +44,7 @@ class TieredSave(Save):
     """
 
     meta = CommittedMeta
-    has_one_id = True  # so that the files of a lost node are recognised
+    shares_id = True  # so that the files of a lost node are recognised
 
     def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
         assert saver.flushing is not None

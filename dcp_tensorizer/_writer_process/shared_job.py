@@ -155,11 +155,8 @@ class SharedWriteJob:
             for sink in self._sinks.values():
                 sink.abort()  # of an incomplete part, it closes the file
 
-    def abandon(self) -> None:
-        """Leaves everything as it is. The trainer's other processes, or the next save, drop the files."""
-
     def _threads(self, sizes: Integers, pieces: Pieces) -> int:
-        """How many threads copy and write: as many as make the storage fast, if there is memory for them."""
+        """Returns how many threads copy and write: as many as make the storage fast, if there is memory for them."""
         if not len(pieces):
             return 1
         wanted = max(self._sink(int(number)).concurrency for number in np.unique(pieces.file)[:1])
