@@ -249,8 +249,8 @@ class PieceExchange:
         pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
         self._owner = np.array([owners.owner(*pair) for pair in pairs], dtype=np.int64)
         # By the block's beginning, so that all of a block is in one window.
-        place = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
-        self._window = place // (_WINDOW * layout.ranks)
+        begins = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
+        self._window = begins // (_WINDOW * layout.ranks)
         self._shared = shared
 
     def counts(self, number: int) -> list[int]:

@@ -543,7 +543,7 @@ class ModelSaver(Saver):
 class _RankJob:
     """The part of a rank in writing a model: first its own blocks, then in rounds those that it shares with others.
 
-    A rank that fails still takes part in the next collective, to tell the others, so that no rank waits for it in vain.
+    A rank that fails still takes part in the next collective, to report it, so that no rank waits for it in vain.
     """
 
     def __init__(self, save: ModelSave, layout: RankLayout) -> None:

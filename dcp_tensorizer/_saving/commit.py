@@ -174,9 +174,7 @@ def commit(
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
-    """Checks that the data of all ranks is at its place, as every load will; otherwise raises `Refused`, naming
-    ranks.
-    """
+    """Checks that the data of all ranks is there, as every load will; otherwise raises `Refused`, naming ranks."""
     names = list(files)
     try:
         sizes = in_threads(storage.head, names)

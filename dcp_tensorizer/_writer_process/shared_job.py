@@ -1,6 +1,4 @@
-"""One process's part of files that several processes write: pieces of tensors are written to their places in the
-files.
-"""
+"""One process's part of files that several processes write: pieces of tensors are written to their offsets."""
 
 from __future__ import annotations
 
@@ -58,13 +56,13 @@ class Pieces:
         none = [np.zeros(0, dtype=np.int64)] * 5
         return cls(*(np.concatenate(column) for column in zip(none, *columns, strict=True)))
 
-    def cut(self, places: Integers) -> Pieces:
-        """Cuts the pieces at multiples of ``places``, one number for each piece, in the file."""
-        first, last = self.offset // places, (self.offset + self.nbytes - 1) // places
+    def cut(self, sizes: Integers) -> Pieces:
+        """Cuts the pieces at offsets that are multiples of ``sizes``, one number for each piece."""
+        first, last = self.offset // sizes, (self.offset + self.nbytes - 1) // sizes
         counts = np.maximum(0, last - first + 1)
         rows = np.repeat(np.arange(len(self)), counts)
         number = first[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        step = places[rows]
+        step = sizes[rows]
         begin = np.maximum(self.offset[rows], number * step)
         end = np.minimum(self.offset[rows] + self.nbytes[rows], (number + 1) * step)
         start = self.start[rows] + begin - self.offset[rows]
