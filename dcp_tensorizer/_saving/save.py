@@ -269,13 +269,18 @@ class Save:
         """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         files = dict(file for part in parts for file in part.files)
-        cipher, sections = self._saver.options.cipher, self._saver.engine.sections
+        cipher = self._saver.options.cipher
         try:
             self._begin_commit(metadata)
             agree_on_key(cipher, parts)
             try:
                 index = encode(
-                    metadata, parts, rank=self.metadata_rank, cipher=cipher, record=self._record, recent=sections
+                    metadata,
+                    parts,
+                    rank=self.metadata_rank,
+                    cipher=cipher,
+                    record=self._record,
+                    recent=self._saver.engine.sections,
                 )
             except Exception as error:
                 raise WriteError(f"{self.path}: the checkpoint's metadata cannot be stored: {error}") from error
