@@ -31,10 +31,10 @@ def save(writer: TensorizerStorageWriter) -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "write_items", "commit"])
-def test_an_error_that_nobody_has_foreseen(
+def test_an_unforeseen_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
-    """It is raised as it is, logged and counted, and nobody says that another rank failed."""
+    """It is raised as it is, logged and counted, and not blamed on another rank."""
 
     def fails(*arguments: object, **options: object) -> None:
         raise RuntimeError("a bug")

@@ -247,9 +247,9 @@ def test_a_save_that_is_given_up_at_the_last_moment(storage, tmp_path):
 
     def refuse():
         assert (tmp_path / new).exists()
-        raise Refused("nobody wants it")
+        raise Refused("it was given up")
 
-    with pytest.raises(WriteError, match="nobody wants it"):
+    with pytest.raises(WriteError, match="it was given up"):
         commit_file(storage, new, save_id="b" * 32, check=refuse)
     assert set(os.listdir(tmp_path)) == {".metadata", old}
     assert read_metadata(storage).storage_meta.save_id == "a" * 32

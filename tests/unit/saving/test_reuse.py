@@ -111,7 +111,7 @@ def test_the_third_save_adopts_what_does_not_change() -> None:
 
 
 def test_an_adopted_file_has_a_name_of_its_own() -> None:
-    """It says where the tensors are in it, and knows the names that it had before, the newest first."""
+    """It has the locations of its tensors, and the names that it had before, the newest first."""
     job = Job()
     saves = [job.save({"base": 1, "lora": step}) for step in range(8)]
     name = data_file_name(0, 0, save_id(8))
@@ -260,7 +260,7 @@ def test_a_file_that_is_too_large_to_be_adopted_is_cut() -> None:
 
 
 def test_files_without_identity_are_not_adopted() -> None:
-    """Where nothing says whether a file is still the same."""
+    """A storage that cannot identify a file does not adopt it."""
     job = Job()
     assert [job.save({"a": 1}, identify=lambda name: None).adopted for _ in range(3)] == [[]] * 3
 

@@ -173,7 +173,7 @@ def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
+def test_a_disks_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
     """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""
 
     def fail(*args: object) -> None:
@@ -212,7 +212,7 @@ def test_no_files_is_no_work(storage: Storage) -> None:
 
 
 def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
-    """What a backend says is cleaned of the options it was given."""
+    """A backend's message is cleaned of the options that it was given."""
     storage = open_storage(f"memory://{tmp_path.name}", {"key": "correct-horse"})
 
     def fail(*args: Any, **kwargs: Any) -> Any:
