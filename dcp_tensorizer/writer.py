@@ -366,6 +366,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path for the staged state, or the writer is closed.
         """
+        self._saver.before_save()
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
         if staged_save is not None:
             self._local.begun = self.checkpoint_id, self._begin_save(staged_save)
@@ -423,7 +424,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: names path, rank and, where known, key; this rank's files are removed.
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._save.write(plan, planner))
+        with self._saver.around_write():
+            future.set_result(self._save.write(plan, planner))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
