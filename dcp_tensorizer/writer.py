@@ -362,6 +362,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path for the staged state, or the writer is closed.
         """
+        self._saver.before_save()
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
         if staged_save is not None:
             try:
@@ -429,7 +430,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: names path, rank and, where known, key; this rank's files are removed.
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._saver.save.write(plan, planner))
+        with self._saver.around_write():
+            future.set_result(self._saver.save.write(plan, planner))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

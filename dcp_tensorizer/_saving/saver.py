@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class Saver:
         freshness: Compares each save with the one before.
         owner: The run's claim to the folder of the saves; None without a claim.
         refusal: The error that `raise_refusal` raises next.
+        before_save: Called in DCP's first hook of each save.
+        around_write: Makes the context in which each save writes this rank's data.
     """
 
     def __init__(self, options: SaveOptions, callbacks: SaveCallbacks, *, closed: bool = False) -> None:
@@ -91,6 +93,8 @@ class Saver:
         self._numbering = free_in_child(threading.RLock())
         self._of_thread = threading.local()
         self.refusal: WriteError | None = None
+        self.before_save: Callable[[], object] = lambda: None
+        self.around_write: Callable[[], AbstractContextManager[object]] = nullcontext
         self._alive_mark: AliveMark | None = None
         self._ends_engine = False
         self._flushes = False
