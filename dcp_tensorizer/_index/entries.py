@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._runtime.recent import Recent
 from .._tensor_file.dtypes import dtype_name
-from .._tensor_file.regions import Integers
+from .._tensor_file.regions import Integers, Region
 from ..errors import WriteError
-from .layouts import ChunkLayout, Region, check_numbers, expand, runs_of
+from .layouts import ChunkLayout, check_numbers, expand, runs_of
 from .locations import RankLocations, hashes_of
 from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_places, encode_rows, from_key, to_key
 
