@@ -3,10 +3,10 @@
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
     head      MessagePack: when and by which versions it was saved, the data files, and where each section is
     sections  MessagePack, one after the other: the entries of the state dict, the planner's data, small values,
-              and for each rank the places of what it wrote
+              and for each rank the locations of what it wrote
 
 The head has a digest of each section, so that a section can be read, checked and decoded by itself. A rank of a load
-reads only the places of the ranks whose data it needs. Nothing in the file is code. `schema` has the types of the
+reads only the locations of the ranks whose data it needs. Nothing in the file is code. `schema` has the types of the
 contents, and ``docs/reference/format.md`` describes them for other programs.
 """
 
@@ -44,7 +44,7 @@ _OLD_TRAILER = b"\x00DCPTZR1"  # the end of the pickles that this package wrote 
 
 
 class Part(NamedTuple):
-    """A section to be packed; ``files`` are the data files that its places refer to."""
+    """A section to be packed; ``files`` are the data files that its locations refer to."""
 
     kind: SectionKind
     rank: int | None
@@ -156,7 +156,7 @@ def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> Ind
         return IndexFile(path, read_head(data, path), data)
     data = _at_least(head_end(data), data, read)
     head = read_head(data, path, whole=False)
-    # Every load needs all sections but the places: one more request reads them all.
+    # Every load needs all sections but the locations: one more request reads them all.
     sections = max((s.offset + s.nbytes for s in head.sections if s.kind != "places"), default=0)
     return IndexFile(path, head, _at_least(head_end(data) + sections, data, read), read)
 
@@ -216,12 +216,12 @@ def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memo
     try:
         return decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise nonsense(path, str(error)) from None
+        raise invalid_index(path, str(error)) from None
 
 
-def nonsense(path: str, what: str) -> MetadataError:
+def invalid_index(path: str, what: str) -> MetadataError:
     """The error for an index whose digests match, but that no writer would write."""
-    return MetadataError(f"{path} is not an index that dcp_tensorizer writes: {what}")
+    return MetadataError(f"{path} is not a valid dcp_tensorizer index: {what}")
 
 
 def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
@@ -239,22 +239,22 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
-            raise nonsense(path, "its sections are not one after the other, or not all of them have a strong digest")
+            raise invalid_index(path, "its sections leave gaps, or not all of them have a strong digest")
         end += section.nbytes
     if end != nbytes:
-        raise nonsense(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
+        raise invalid_index(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
     kinds = [section.kind for section in head.sections]
     first = [kind for kind in kinds if kind != "places"]
     if first != kinds[: len(first)] or len(set(first)) < len(first) or {"paths", "planner"} <= set(first):
-        raise nonsense(path, f"it has sections {first}, or they come after those of places")
+        raise invalid_index(path, f"it has sections {first}, or they come after those of locations")
     if "entries" not in first:
-        raise nonsense(path, "it does not say what the state dict was")
+        raise invalid_index(path, "it has no section of entries")
     names = [file.name for section in head.sections for file in section.files]
     if len(set(names)) < len(names):
-        raise nonsense(path, "it names a data file twice")
+        raise invalid_index(path, "it names a data file twice")
     for name in names:
         if not is_data_file_name(name):
-            raise nonsense(path, f"it names a data file {name!r}")
+            raise invalid_index(path, f"it names a data file {name!r}")
 
 
 def _not_an_index(path: str, data: bytes) -> MetadataError:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-_WORK_PER_BYTE = 16  # members that are hashed or copied; without shared values it is less than 2
-_MAX_DEPTH = 64  # nested tuples in a key, which Python hashes by unlimited recursion
+WORK_PER_BYTE = 16  # members that are hashed or copied; without shared values it is less than 2
+MAX_DEPTH = 64  # nested tuples in a key, which Python hashes by unlimited recursion
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
@@ -118,7 +118,7 @@ def hash_cost(key: Any, most: int) -> int:
         if own is None or kind in (list, dict, set):
             raise Malformed("it has a key that cannot be hashed")
         cost += own
-        if cost > most or depth > _MAX_DEPTH:
+        if cost > most or depth > MAX_DEPTH:
             raise Malformed("it has keys that take too much time or memory to be hashed")
     return cost
 
@@ -134,7 +134,7 @@ class Inert:
         self._pickled = pickled
         self._newest = protocol
         self._names: dict[tuple[str, str], Named] = {}
-        self._work_left = 1000 + _WORK_PER_BYTE * len(pickled)
+        self._work_left = 1000 + WORK_PER_BYTE * len(pickled)
 
     def read(self, max_opcodes: int | None = None) -> Any:
         """Reads the value; None if the pickle has more than ``max_opcodes`` opcodes.

@@ -21,7 +21,7 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 # of a record's header: the lengths of its name, and of the extra field before its data
 _LOCAL = struct.Struct("<26xHH")
-_MAX_DIMENSIONS = 255
+_MAX_DIMENSIONS = 255  # as `_tensor_file.names.MAX_DIMENSIONS`, which this room does not import
 _HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 

@@ -722,14 +722,14 @@ def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: p
     with manager_of(tmp_path) as manager:
         manager.save(1, state | {"losses": {1: 0.5, 2: 0.25}}, wait=True)
         new = trainer("momentum")
-        with pytest.raises(StateMismatch, match=rf"{lost}.*give the optimizer itself"):
+        with pytest.raises(StateMismatch, match=rf"{lost}.*pass the optimizer itself"):
             manager.restore({"optimizer": new["optimizer"].state_dict(), "losses": {1: 0.0, 2: 0.0}})
-        with pytest.raises(StateMismatch, match=r"'losses\.1', 'losses\.2', and the state has an empty dict there"):
+        with pytest.raises(StateMismatch, match=r"'losses\.1', 'losses\.2', and the target state dict is empty there"):
             manager.restore(new | {"losses": {}})
         assert said(caplog) == ""
         manager.restore(new | {"losses": {}}, strict=False)
         assert_same(new, state)
-        assert re.findall(r"has ('losses.*'), and the state has an empty dict", said(caplog)) == [
+        assert re.findall(r"has ('losses.*'), and the target state dict is empty", said(caplog)) == [
             "'losses.1', 'losses.2'"
         ]
         losses = {1: 0.0}  # less than there is, on purpose

@@ -28,8 +28,8 @@ from dcp_tensorizer import (
     open_reader,
 )
 from dcp_tensorizer._formats.own import decode
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._saving import write_plan
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.reader import LoadReport
 from dcp_tensorizer.tools import verify
 

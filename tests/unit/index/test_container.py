@@ -186,7 +186,7 @@ def test_heads_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
     data = index_of()
     head = msgspec.msgpack.decode(msgspec.msgpack.encode(read_head(data, "m")))
     assert read_head(with_head(data, head), "m").sections == [Section(*section())]
-    with pytest.raises(MetadataError, match="m is not an index that dcp_tensorizer writes"):
+    with pytest.raises(MetadataError, match="m is not a valid dcp_tensorizer index"):
         read_head(with_head(data, head | change), "m")
     with pytest.raises(MetadataError):
         read_head(with_head(data, [b"\x91" * 10_000]), "m")
@@ -310,5 +310,5 @@ def test_records_that_make_no_sense_are_refused(record: Any) -> None:
     """Values of other types are no record."""
     data = index_of()
     head = msgspec.msgpack.decode(data[START : START + struct.unpack_from("<8sQQQ", data)[2]])
-    with pytest.raises(MetadataError, match="not an index that dcp_tensorizer writes"):
+    with pytest.raises(MetadataError, match="not a valid dcp_tensorizer index"):
         read_head(with_head(data, head | {"record": record}), "x")
