@@ -12,7 +12,7 @@ import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
-from .._index.container import data_files, find_index
+from .._index.container import committed
 from .._index.locations import RankPlaces
 from .._index.schema import SaveRecord
 from .._index.write import encode
@@ -240,9 +240,9 @@ def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """Returns the data files that a metadata file names, read only from its head; raises `CheckpointError`."""
-    file = find_index(storage, name)
-    return set() if file is None else set(data_files(file.head))
+    """Returns the data files of the checkpoint in a directory; raises `CheckpointError`."""
+    file = committed(storage, name)
+    return set() if file is None else set(file.files)
 
 
 # --- uploads of a model's files, where no lock tells whether a save is in progress -----------------------------------
