@@ -23,7 +23,20 @@ from .._storage.lease import read_lease
 from .._storage.local import LocalStorage
 from .._tensor_file.names import data_file_rank, metadata_file_name
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, listed_ranks
-from .queue import LOST, OPEN, REMOTE, SENT, TOLD, UNFLUSHED, WRITING, Commit, FlushEntry, FlushRecord, Queue, Writing
+from .queue import (
+    LOST,
+    OPEN,
+    REMOTE,
+    REPORTED,
+    SENT,
+    UNFLUSHED,
+    WRITING,
+    Commit,
+    FlushEntry,
+    FlushRecord,
+    Queue,
+    Writing,
+)
 from .target import FlushTarget, below
 
 _FIRST_WAIT = 0.2
@@ -480,9 +493,9 @@ def clean_up(queue: Queue) -> None:
                 if record is not None:
                     _remove_written(queue, record)
                     queue.remove(entry)
-        elif entry.state in (LOST, TOLD):
+        elif entry.state in (LOST, REPORTED):
             record = queue.record(entry)
-            if entry.state == TOLD and record is not None:
+            if entry.state == REPORTED and record is not None:
                 drop(queue, entry, record)
 
 
