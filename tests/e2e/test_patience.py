@@ -9,6 +9,7 @@ from datetime import timedelta
 from unittest import mock
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -83,6 +84,7 @@ def _job(rank, folder):
     return told
 
 
+@pytest.mark.promise("rank-stopped")
 def test_a_rank_that_is_stopped(tmp_path):
     """A save, a wait and a restore fail within the job's timeout, and name the rank; one that is slow fails nothing."""
     told, _ = run_ranks(2, _job, tmp_path, distributed=False)
