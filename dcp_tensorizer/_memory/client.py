@@ -119,9 +119,9 @@ class KeeperProcess(ChildProcess):
         assert isinstance(answer, Address)
         return answer
 
-    def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
+    def copy(self, state_id: str, to: Address, rate: float, confirmed: str) -> None:
         """Begins to copy a state to a keeper on another host (`Copy`); raises `WriteError`."""
-        self._ask(Copy(state_id, to, rate, keep))
+        self._ask(Copy(state_id, to, rate, confirmed))
 
     def drop_copies(self) -> None:
         """Makes the keeper on the other host forget its copies of this rank's states; raises `WriteError`."""

@@ -322,7 +322,7 @@ class Keeper:
             digests = held.digests.result(_DIGEST_SECONDS)
             throttle = Throttle(request.rate)
             content = StateContent(held.state, digests)
-            copy_part(request.to, content, fd, request.keep, throttle, lambda: not held.is_forgotten)
+            copy_part(request.to, content, fd, request.confirmed, throttle, lambda: not held.is_forgotten)
         except NotCopied as error:
             status = CopyStatus(
                 request.id,
@@ -353,13 +353,16 @@ class Keeper:
             self._held[content.state.head.id, content.state.head.rank] = held
             self._wait_anew()
 
-    def drop_replicas(self, head: StateHead, keep: str) -> list[tuple[int, int]]:
-        """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
+    def drop_replicas(self, head: StateHead, confirmed: str) -> list[tuple[int, int]]:
+        """Forgets the replicas of a rank and run, except the ``confirmed`` one.
+
+        Returns their buffers with their sizes; the caller closes them.
+        """
         with self._changed:
             keys = [
                 (state_id, rank)
                 for (state_id, rank), held in self._held.items()
-                if held.is_replica and rank == head.rank and held.state.head.job == head.job and state_id != keep
+                if held.is_replica and rank == head.rank and held.state.head.job == head.job and state_id != confirmed
             ]
             dropped = [self._held.pop(key) for key in keys]
         return [(held.fd, held.state.nbytes) for held in dropped]

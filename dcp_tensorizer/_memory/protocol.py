@@ -103,7 +103,7 @@ class Copy:
     id: str
     to: Address
     rate: float  # bytes a second; 0: any number
-    keep: str = ""  # the newest state that all hosts have confirmed; empty if there is none
+    confirmed: str = ""  # the newest state that all hosts have confirmed; empty if there is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from .._runtime.forks import Descriptor
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.saver import Saver
-from .._staging.buffer_pool import StagedSaves
+from .._staging.saves import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage

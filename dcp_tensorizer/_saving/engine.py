@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 from .._runtime.forks import free_in_child, in_child
 from .._runtime.recent import Recent
 from .._runtime.threads import Deadline
-from .._staging.buffer_pool import StagedSaves
+from .._staging.saves import StagedSaves
 from .._tiers.target import FlushTarget
 from .._version import environment
 from .failures import FailureCounter

@@ -206,7 +206,8 @@ class Save:
             if self._staged is not None:
                 self._staged.on_written = None  # it refers to the object that keeps the state
                 self._staged.release()
-                saver.stager.written(self._staged)
+                if not self._staged.keeps_buffer and self._staged.buffer is not None:
+                    self._staged.buffer.close()  # its memory is freed when the save is over
             if not saver.options.cache_staged_state_dict:
                 saver.engine.client.free()
 

@@ -234,7 +234,7 @@ class WriterClient:
     ) -> WriteDone:
         tensors = {item.name: item.tensor for item in items}
         # Several threads read them, with current streams of their own.
-        self._device.side_streams.settle(tensors.values())
+        self._device.side_streams.synchronize(tensors.values())
 
         def contents(source: TensorSource) -> memoryview:
             return host_bytes(tensors[source.name])

@@ -140,11 +140,10 @@ class Snapshots:
         staged = [_copy_in(tensor, memory) for tensor in request.tensors]
         sources = [_open(tensor, storages[tensor.storage]) for tensor in request.tensors]
         self._streams.follow(sources)
-        places = list(map(self._streams.device.index_of, sources))
         with torch.no_grad():
-            copies = Copies(self._streams, 1)
+            copies = Copies(self._streams, sources)
             try:
-                copies.add(staged, sources, places)
+                copies.add(staged)
                 copies.start()
             finally:
                 copies.wait()  # no copy may arrive after the trainer has gone on
