@@ -67,7 +67,7 @@ def test_the_umask_is_read_and_stays(mask: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("looks", "expected"),
+    ("readings", "expected"),
     [
         ([0o022, 0o666, *[0o022] * 7], 0o022),
         ([0o666, 0o666, *[0o022, 0o666] * 3, 0o666], 0o022),
@@ -77,15 +77,15 @@ def test_the_umask_is_read_and_stays(mask: int) -> None:
     ],
 )
 def test_a_umask_that_is_set_for_a_moment_is_not_taken(
-    looks: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
+    readings: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread reads the umask by setting another one: files of that would have the mode 0000."""
-    monkeypatch.setattr(process_context, "_look", iter(looks).__next__)
+    monkeypatch.setattr(process_context, "_read_umask", iter(readings).__next__)
     assert current_umask() == expected
 
 
 def test_variables_that_another_thread_removes() -> None:
-    """One that goes between two looks is left out, and is no error."""
+    """One that goes between two readings is left out, and is no error."""
 
     class Going(dict[str, str]):
         def get(self, name: str, default: object = None) -> str | None:  # type: ignore[override]
@@ -105,14 +105,18 @@ def test_nobody_sees_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_thread_that_reads_the_umask_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As packages do: by setting 0666, and back, at any moment of a look. Each look finds the umask of the process."""
-    phases, look, mask = itertools.cycle([0o666, 0o666, 0o022, 0o022, 0o022]), process_context._look, os.umask(0o022)
+    """As packages do: by setting 0666, and back. Each reading shows the umask of the process."""
+    phases, read, mask = (
+        itertools.cycle([0o666, 0o666, 0o022, 0o022, 0o022]),
+        process_context._read_umask,
+        os.umask(0o022),
+    )
 
-    def look_meanwhile() -> int | None:
+    def read_meanwhile() -> int | None:
         os.umask(next(phases))
-        return look()
+        return read()
 
-    monkeypatch.setattr(process_context, "_look", look_meanwhile)
+    monkeypatch.setattr(process_context, "_read_umask", read_meanwhile)
     try:
         assert {current_umask() for _ in range(20)} == {0o022}
     finally:
