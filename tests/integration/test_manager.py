@@ -844,6 +844,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         assert state["step"] == 1
 
 
+@pytest.mark.promise("step-deleted")
 @pytest.mark.parametrize("survive", [0, 60])
 def test_a_step_that_somebody_has_deleted_is_saved_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, survive: float
