@@ -10,7 +10,7 @@
                                                         ◀── Answer
 
 After a restart, a rank reads the record of a part of a state from any keeper that holds the part, and then ranges of
-its bytes (`Read`). Each `Answer` says how many bytes follow.
+its bytes (`Read`). Each `ReplicaAnswer` says how many bytes follow.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Read(Struct, tag="read", array_like=True):
     nbytes: _Count | None = None  # None: the record
 
 
-class Answer(Struct, tag="answer", array_like=True):
+class ReplicaAnswer(Struct, tag="answer", array_like=True):
     """The answer to each of the others, if need be after some that only say that it ``takes_longer``."""
 
     nbytes: _Count = 0  # the bytes that follow
@@ -114,7 +114,7 @@ class Answer(Struct, tag="answer", array_like=True):
 
 
 class NotCopied(Exception):
-    """A state was not copied; `Answer` has the same attributes."""
+    """A state was not copied; `ReplicaAnswer` has the same attributes."""
 
     def __init__(self, why: str, *, is_claimed: bool = False, is_full: bool = False) -> None:
         super().__init__(why)
@@ -254,7 +254,7 @@ class ReplicaServer:
                             wire.receive_bytes(data)
                             copy.put(block, data)
                             if block.is_last:
-                                wire.send(Answer())
+                                wire.send(ReplicaAnswer())
                         case Record(digest):
                             wire.send(self._recorded(wire, own, digest))
                         case Read(nbytes=None) as wanted:
@@ -275,28 +275,28 @@ class ReplicaServer:
 
     # --- taking replicas --------------------------------------------------------------------------------------------
 
-    def _offered(self, offer: ReplicaOffer, own: list[_Incoming]) -> tuple[_Incoming | None, Answer]:
+    def _offered(self, offer: ReplicaOffer, own: list[_Incoming]) -> tuple[_Incoming | None, ReplicaAnswer]:
         """Begins or joins a copy; returns it, and the answer. ``own`` are the copies that this connection began."""
         if offer.copy:
             joined = self._copies.get(offer.copy)
-            return joined, Answer(refusal="no such copy") if joined is None else Answer()
+            return joined, ReplicaAnswer(refusal="no such copy") if joined is None else ReplicaAnswer()
         if why := self._keeper.refusal():  # the later run may load its replicas
-            return None, Answer(refusal=why, is_claimed=True)
+            return None, ReplicaAnswer(refusal=why, is_claimed=True)
         if not offer.record_nbytes:
             for fd, _ in self._keeper.drop_replicas(offer.head, offer.confirmed):
                 os.close(fd)
-            return None, Answer()
+            return None, ReplicaAnswer()
         for other in list(self._copies.values()):
             if other.offer.head.rank == offer.head.rank:  # the source begins again
                 other.abandon()
         with self._allocating:
-            fd, why = self._allocated(offer)
-        if fd is None:
-            return None, Answer(refusal=why, is_full=True)
-        copy = _Incoming(offer, fd)
+            memory, why = self._allocated(offer)
+        if memory is None:
+            return None, ReplicaAnswer(refusal=why, is_full=True)
+        copy = _Incoming(offer, memory)
         self._copies[copy.name] = copy
         own.append(copy)
-        return copy, Answer(copy=copy.name)
+        return copy, ReplicaAnswer(copy=copy.name)
 
     def _allocated(self, offer: ReplicaOffer) -> tuple[int | None, str]:
         """Returns memory for a replica, or None and why there is none. Memory of an old replica is used again."""
@@ -312,7 +312,7 @@ class ReplicaServer:
         except (OSError, MemoryError) as error:
             return None, f"there is no memory for a replica of {offer.nbytes:,} bytes: {error}"
 
-    def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> Answer:
+    def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> ReplicaAnswer:
         if len(own) != 1:
             raise WireError("a record without an offer")
         (copy,) = own
@@ -324,12 +324,12 @@ class ReplicaServer:
         if content.state.head != copy.offer.head or content.state.nbytes != copy.offer.nbytes:
             raise WireError("the record of another state")
         if why := self._keeper.refusal():
-            return Answer(refusal=why, is_claimed=True)
+            return ReplicaAnswer(refusal=why, is_claimed=True)
         fd = copy.complete()
         own.clear()
         self._copies.pop(copy.name, None)
         self._keeper.add_replica(content, fd)
-        return Answer()
+        return ReplicaAnswer()
 
     # --- giving parts -----------------------------------------------------------------------------------------------
 
@@ -338,13 +338,13 @@ class ReplicaServer:
             try:
                 content = self._keeper.content(wanted.id, wanted.rank, _WAIT_SECONDS)
             except (TimeoutError, FutureTimeout):
-                wire.send(Answer(takes_longer=True))
+                wire.send(ReplicaAnswer(takes_longer=True))
                 continue
             if content is None:
-                wire.send(Answer(refusal="it is not held"))
+                wire.send(ReplicaAnswer(refusal="it is not held"))
                 return
             record = encoded(content)
-            wire.send(Answer(len(record)))
+            wire.send(ReplicaAnswer(len(record)))
             wire.send_bytes(memoryview(record))
             return
 
@@ -370,14 +370,14 @@ class _PartReader:
                     self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
             self._open = wanted.id, wanted.rank
         if self._memory is None:
-            wire.send(Answer(refusal="it is not held"))
+            wire.send(ReplicaAnswer(refusal="it is not held"))
             return
         assert wanted.nbytes is not None, "a record is not in the buffer"
         stop = wanted.offset + wanted.nbytes
         if stop > self._memory.nbytes:
-            wire.send(Answer(refusal="it has fewer bytes"))
+            wire.send(ReplicaAnswer(refusal="it has fewer bytes"))
             return
-        wire.send(Answer(wanted.nbytes))
+        wire.send(ReplicaAnswer(wanted.nbytes))
         wire.send_bytes(self._memory[wanted.offset : stop])
 
 
@@ -503,9 +503,9 @@ def copy_part(
         raise NotCopied(f"the keeper at {address!r} cannot be reached, or has ended: {describe(error)}") from error
 
 
-def _answer(wire: Wire) -> Answer:
+def _answer(wire: Wire) -> ReplicaAnswer:
     """Receives an answer; raises `NotCopied` if the request is refused."""
-    answer: Answer = wire.receive(Answer)
+    answer: ReplicaAnswer = wire.receive(ReplicaAnswer)
     if answer.refusal:
         raise NotCopied(answer.refusal, is_claimed=answer.is_claimed, is_full=answer.is_full)
     return answer
@@ -514,7 +514,7 @@ def _answer(wire: Wire) -> Answer:
 def drop_copies(address: Address, head: StateHead) -> None:
     """Makes a keeper on another host forget its replicas of a rank and run. Raises `OSError`, also if it refuses."""
     with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
-        answer: Answer = wire.ask(ReplicaOffer(head), Answer)
+        answer: ReplicaAnswer = wire.ask(ReplicaOffer(head), ReplicaAnswer)
         if answer.refusal:
             raise OSError(answer.refusal)
 
@@ -537,20 +537,20 @@ class RemotePart(RangeReader):
         """Reads the record of the part; raises `ReadError` if the part is not there within some seconds."""
         deadline = time.monotonic() + seconds
         try:
-            wire = self._taken() or self._address.connect()
+            wire = self._idle_wire() or self._address.connect()
             try:
                 wanted = Read(self._id, self._rank)
-                answer: Answer = wire.ask(wanted, Answer)
+                answer: ReplicaAnswer = wire.ask(wanted, ReplicaAnswer)
                 while answer.takes_longer or answer.refusal:
                     if answer.takes_longer:
-                        answer = wire.receive(Answer)
+                        answer = wire.receive(ReplicaAnswer)
                         continue
                     if time.monotonic() >= deadline:
                         raise OSError(
                             f"{answer.refusal} (timed out after {seconds:g} s)" if seconds else answer.refusal
                         )
                     time.sleep(_ASK_SECONDS)
-                    answer = wire.ask(wanted, Answer)
+                    answer = wire.ask(wanted, ReplicaAnswer)
                 if answer.nbytes > _MAX_RECORD:
                     raise WireError("a record that is too large")
                 content = memoryview(bytearray(answer.nbytes))
@@ -572,7 +572,7 @@ class RemotePart(RangeReader):
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
         """Asks for a range. Its bytes arrive while the caller uses those before them."""
-        wire = self._taken()
+        wire = self._idle_wire()
         if wire is not None:  # the other end may have closed an idle connection
             with suppress(OSError):
                 return self._asked(wire, offset, nbytes)
@@ -580,7 +580,7 @@ class RemotePart(RangeReader):
 
     def _asked(self, wire: Wire, offset: int, nbytes: int) -> RangeReader:
         try:
-            answer: Answer = wire.ask(Read(self._id, self._rank, offset, nbytes), Answer)
+            answer: ReplicaAnswer = wire.ask(Read(self._id, self._rank, offset, nbytes), ReplicaAnswer)
             if answer.refusal:
                 raise OSError(f"the keeper at {self._address!r}: {answer.refusal}")
         except BaseException:
@@ -590,7 +590,7 @@ class RemotePart(RangeReader):
             self._bringing.add(wire)
         return _Arriving(wire, offset, nbytes, self._give_back)
 
-    def _taken(self) -> Wire | None:
+    def _idle_wire(self) -> Wire | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
