@@ -258,8 +258,8 @@ class WriterClient:
                 sources.append(item.source(buffer.id))
             elif (offset := buffer.locate(item.tensor)) is not None:
                 sources.append(item.source(buffer.id, offset))
-            elif shared is not None and (place := shared.locate(item.tensor)) is not None:
-                sources.append(item.source(*place))
+            elif shared is not None and (location := shared.locate(item.tensor)) is not None:
+                sources.append(item.source(*location))
             else:
                 made[len(sources)] = item
                 sources.append(item.source())

@@ -401,7 +401,7 @@ def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
 
     Raises `OSError` if there is no file, or the path is something else.
     """
-    status = path.stat()
+    status = os.stat(path)
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFREG or (or_directory and kind == stat.S_IFDIR):
         return status

@@ -130,7 +130,7 @@ class Snapshots:
         self._unpin: dict[int, Callable[[], None]] = {}
 
     def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:
-        """Copies everything to its place in a shared buffer, and closes the handles."""
+        """Copies everything to its offset in a shared buffer, and closes the handles."""
         if request.buffer not in self._unpin:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             self._unpin[request.buffer] = lambda: None

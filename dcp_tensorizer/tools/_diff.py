@@ -18,7 +18,7 @@ from .._tensor_file.dtypes import dtype_name, host_bytes
 from .._trust.objects import is_small, load_object
 from ._formats.registry import open_all
 from ._inspect import shown_value
-from ._view import CheckpointView, Chunk, StoredObject, StoredTensor, blocks_of
+from ._view import CheckpointView, StoredObject, StoredTensor, blocks_of
 
 if TYPE_CHECKING:
     from .._tensor_file.encryption import DecryptionParams
@@ -164,14 +164,14 @@ def diff_views(
 
 def proved_same(a: StoredTensor, b: StoredTensor) -> bool:
     """Returns whether two tensors were saved in the same chunks with the same digests."""
-    known = _digests(a.chunks)
-    return bool(known) and known == _digests(b.chunks)
+    known = _digests(a)
+    return bool(known) and known == _digests(b)
 
 
-def _digests(chunks: tuple[Chunk, ...]) -> dict[tuple[int, ...], tuple[tuple[int, ...], str, bytes]] | None:
-    if any(chunk.item.length and not chunk.item.digests for chunk in chunks):
+def _digests(tensor: StoredTensor) -> dict[tuple[int, ...], tuple[tuple[int, ...], str, bytes]] | None:
+    if any(chunk.item.length and not chunk.item.digests for chunk in tensor.chunks):
         return None
-    return {chunk.region.start: (chunk.region.size, chunk.item.dtype, chunk.item.digests) for chunk in chunks}
+    return {chunk.part.start: (chunk.part.size, chunk.item.dtype, chunk.item.digests) for chunk in tensor.chunks}
 
 
 def _object_change(a: StoredObject, b: StoredObject) -> Change | None:

@@ -174,7 +174,7 @@ def inspect(
         if (foreign := open_foreign(checkpoint, storage_options, encryption)) is None:
             raise
         return inspect_view(*foreign, pattern)
-    ciphers = None if encryption is None else unlock_parts(storage, parts, encryption)
+    ciphers = {} if encryption is None else unlock_parts(storage, parts, encryption)
     inspected = inspect_view(view_checkpoint(storage, parts, ciphers), data_files(parts), pattern)
     record = record_of(parts)
     if record is None:
@@ -220,7 +220,7 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
                 dtype_name(tensor.dtype),
                 tensor.nbytes,
                 tuple(
-                    ChunkInfo(chunk.region.start, chunk.region.size, chunk.item.length, *_location(chunk.item))
+                    ChunkInfo(chunk.part.start, chunk.part.size, chunk.item.length, *_location(chunk.item))
                     for chunk in tensor.chunks
                 ),
             )

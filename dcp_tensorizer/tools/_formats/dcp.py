@@ -30,12 +30,13 @@ from ..._formats.catalog import check_chunks
 from ..._formats.torch_dcp import TorchCatalog
 from ..._index.layouts import Region
 from ..._loading.run import copy_elements
+from ..._loading.targets import part_of
 from ..._runtime.torch_compat import FsspecWriter, StorageInfo
 from ..._storage.base import Storage
 from ..._tensor_file.names import metadata_file_name
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from .._atomic_output import new_directory, shown_path
-from .._view import CheckpointView, Chunk, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
+from .._view import CheckpointView, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
 from .common import ConvertOptions, FileRange, naming
 from .torch_file import check_lists, check_names, check_paths, load_fake, locate, nested
 
@@ -171,29 +172,34 @@ def _tensor(
     check_chunks(path, key, shape, regions)
     chunks = list(zip(regions, infos, strict=True))
 
-    @functools.cache
-    def located(number: int) -> Chunk:
-        return _located(storage, key, *chunks[number])
+    located = functools.cache(lambda number: _located(storage, key, *chunks[number]))
 
     def read(region: Region) -> torch.Tensor:
-        touched = [located(number) for number, (own, _) in enumerate(chunks) if own.intersect(region) is not None]
-        return read_region(storage, key, dtype, touched, region, verify=False)
+        touched = [
+            (own, *located(number)) for number, (own, _) in enumerate(chunks) if own.intersect(region) is not None
+        ]
+        plain = [stored.chunks[0]._replace(part=own) for own, stored, is_plain in touched if is_plain]
+        target = read_region(storage, key, dtype, plain, region, verify=False)
+        for own, stored, is_plain in touched:
+            if not is_plain and (common := own.intersect(region)) is not None:
+                copy_elements(part_of(target, common, region), stored.read(common.within(own)))
+        return target
 
     return StoredTensor(*named, dtype, shape, read)
 
 
-def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> Chunk:
-    """The place of a chunk's elements."""
+def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> tuple[StoredTensor, bool]:
+    """Locates the elements of a chunk; returns whether they are stored in C order, too."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
     with naming(storage, path + purpose), storage.reading(info.relative_path, purpose) as reader:
         value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
         raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")
-    stored = locate(storage, (key,), value, (info.relative_path, info.offset))
+    stored = locate(storage, (key,), value, info.relative_path, info.offset)
     if not stored.chunks:
         raise ConversionError(f"{key!r} in {path} is conjugated or negated, which cannot be converted")
-    return Chunk(region, stored.chunks[0].item, stored.chunks[0].strides)
+    return stored, value.is_contiguous()
 
 
 def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:

@@ -68,7 +68,7 @@ def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTenso
         raise ValueError(f"damaged in its index: {str(entry.name)!r} has more bytes than the file")
     if entry.data_length != math.prod(entry.shape) * dtype.itemsize:
         raise ValueError(f"without data for {str(entry.name)!r}, or damaged in its index")
-    tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), (file, entry.data_offset))
+    tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), file, entry.data_offset)
     return replace(tensor, read=_VerifiedReads(storage, file, entry, tensor).read) if entry.data_length else tensor
 
 

@@ -1,18 +1,21 @@
 """Reads and writes the files of ``torch.save`` without ever having a whole file in memory.
 
 Such a file is a zip archive: a pickle of the state dict, and a record with each tensor's elements. With fake tensors,
-``torch.load`` gives the places of these records instead of reading them, and ``torch.save`` makes an archive in which
-they are empty space. The other parts of that archive are copied to the result, which Python's zipfile writes: it does
-not seek, and computes the CRC-32s.
+``torch.load`` gives the locations of these records instead of reading them, and ``torch.save`` makes an archive in
+which they are empty space. The other parts of that archive are copied to the result, which Python's zipfile writes: it
+does not seek, and computes the CRC-32s.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import io
+import math
 import pickle
 import struct
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,11 +24,15 @@ from typing import IO, Any
 
 import torch
 
+from ..._formats.catalog import Piece
 from ..._index.layouts import Region
+from ..._loading.run import copy_elements
+from ..._loading.targets import part_of
 from ..._publish.model import written_file
+from ..._runtime.forks import free_in_child
 from ..._runtime.torch_compat import NEVER_FAKE, FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ..._storage.base import Storage
-from ..._tensor_file.dtypes import host_bytes
+from ..._tensor_file.dtypes import host_bytes, named_dtype
 from ..._trust.objects import load_object, unsafe_globals
 from ..._trust.torch_archive import check_saved
 from ...errors import ConversionError, UntrustedObject, WriteError
@@ -39,9 +46,12 @@ from .._view import (
     StoredTensor,
     StoredValue,
     blocks_of,
+    empty,
     key_of,
     plain_tensor,
+    read_region,
     refused,
+    run_of,
 )
 from .common import ConvertOptions, FileRange, naming
 
@@ -74,35 +84,39 @@ def read(storage: Storage, name: str) -> CheckpointView:
     paths = exact_paths(state, paths)
     stored: dict[str, StoredValue] = {}
     for key, value in values.items():
-        place = tuple(paths[key])
+        at = tuple(paths[key])
         if is_located(value):
-            stored[key] = locate(storage, place, value, (name, 0))
+            stored[key] = locate(storage, at, value, name)
         elif isinstance(value, torch.Tensor):
-            stored[key] = refused(path, place, f"is {_NOT_LOCATED}")
+            stored[key] = refused(path, at, f"is {_NOT_LOCATED}")
         elif tensors_in(value):
-            stored[key] = refused(path, place, f"is a {type(value).__name__} with tensors in it")
+            stored[key] = refused(path, at, f"is a {type(value).__name__} with tensors in it")
         else:
             stream = io.BytesIO()
             torch.save(value, stream)
-            stored[key] = StoredObject(key, place, len(stream.getvalue()), stream.getvalue)
+            stored[key] = StoredObject(key, at, len(stream.getvalue()), stream.getvalue)
     return CheckpointView(path, "torch", stored)
 
 
-def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str, int]) -> StoredTensor:
-    """A tensor of `load_fake` with the place of its bytes; raises `ConversionError` if its elements are not plain
-    bytes.
+def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start: int = 0) -> StoredTensor:
+    """Makes the tensor at a path from one of `load_fake`, whose ``torch.save`` bytes begin at ``start`` in a file.
 
-    ``place`` is the file, and the offset in it of the ``torch.save`` bytes.
+    Raises `ConversionError` if its elements are not plain bytes.
     """
-    key = key_of(path)
     if not is_located(tensor):
-        raise ConversionError(f"{key!r} in {storage.path}/{place[0]} is {_NOT_LOCATED}, which cannot be converted")
+        message = f"{key_of(path)!r} in {storage.path}/{file} is {_NOT_LOCATED}, which cannot be converted"
+        raise ConversionError(message)
     shape = tuple(tensor.shape)
     if not tensor.numel():
-        return plain_tensor(storage, path, tensor.dtype, shape, place)
-    offset = place[1] + checkpoint_offset(tensor) + int(tensor.storage_offset()) * tensor.itemsize
-    strides = None if tensor.is_contiguous() else (tuple(tensor.stride()), 0)
-    stored = plain_tensor(storage, path, tensor.dtype, shape, (place[0], offset), strides)
+        return plain_tensor(storage, path, tensor.dtype, shape, file, start)
+    offset = start + checkpoint_offset(tensor) + int(tensor.storage_offset()) * tensor.itemsize
+    stored = plain_tensor(storage, path, tensor.dtype, shape, file, offset)
+    if not tensor.is_contiguous():
+        strides = tuple(tensor.stride())
+        count = 1 + sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
+        (piece,) = stored.chunks
+        piece = piece._replace(item=piece.item._replace(length=count * tensor.itemsize))
+        stored = replace(stored, read=functools.partial(_read_strided, storage, piece, strides), chunks=(piece,))
     is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
     if not is_conj and not is_neg:
         return stored
@@ -113,6 +127,53 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, place: tuple[str,
         return value.neg() if is_neg else value
 
     return replace(stored, read=read_resolved, chunks=())
+
+
+LAST_STRIDED: list[tuple[Piece, torch.Tensor]] = []
+"""The last tensor that was read whole because its elements are not stored in C order, until its last block is read."""
+_STRIDED_LOCK = free_in_child(threading.Lock())
+_RUN = 32 << 20  # bytes of a file to read at once for elements that are not adjacent
+
+
+def _read_strided(storage: Storage, piece: Piece, strides: Sequence[int], region: Region) -> torch.Tensor:
+    """Reads a region of a tensor that has these strides in a file: reads the whole tensor, once for all its blocks."""
+    with _STRIDED_LOCK:
+        elements = LAST_STRIDED[0][1] if LAST_STRIDED and LAST_STRIDED[0][0] is piece else None
+        LAST_STRIDED.clear()  # first, so that two are never in memory
+        if elements is None:
+            elements = _read_whole(storage, piece, strides)
+        if any(a + n != extent for a, n, extent in zip(region.start, region.size, piece.shape, strict=True)):
+            LAST_STRIDED.append((piece, elements))
+    part = empty(region.size, elements.dtype)
+    copy_elements(part, part_of(elements, region, piece.part))
+    return part
+
+
+def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch.Tensor:
+    run = run_of(piece.item)
+    dtype = named_dtype(piece.item.dtype)
+
+    def read_run(start: int, count: int) -> torch.Tensor:
+        return read_region(storage, piece.item.name, dtype, [run], Region((start,), (count,)), verify=False)
+
+    def gather(target: torch.Tensor, first: int) -> None:
+        """Reads elements that are not adjacent, in runs: by halves, quarters, and so on."""
+        extents = [(n - 1) * step for n, step in zip(target.shape, strides, strict=True)]
+        count = 1 + sum(extents)
+        if count * target.itemsize <= _RUN:
+            copy_elements(target, read_run(first, count).as_strided(target.shape, strides, 0))
+            return
+        dim = max(range(len(extents)), key=extents.__getitem__)
+        half = target.shape[dim] // 2
+        gather(target.narrow(dim, 0, half), first)
+        gather(target.narrow(dim, half, target.shape[dim] - half), first + half * strides[dim])
+
+    if run.shape[0] <= math.prod(piece.shape):
+        return read_run(0, run.shape[0]).as_strided(piece.shape, strides, 0)
+    # For example a few columns of a large matrix: only these stay in memory, not the bytes between them.
+    elements = empty(piece.shape, dtype)
+    gather(elements, 0)
+    return elements
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import torch
 
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import ConvertOptions, _view
-from dcp_tensorizer.tools._formats import safetensors
+from dcp_tensorizer.tools._formats import safetensors, torch_file
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
-from dcp_tensorizer.tools._view import STRIDED
 
 from ...lab.checkpoints import tensors_of
 from ...lab.states import filled, same
@@ -29,7 +28,7 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(LocalStorage, "open", lambda *file: [reads.append(1), open_file(*file)][1])
     safetensors.write(view, str(tmp_path / "b.safetensors"), {}, ConvertOptions(), block_bytes=1000)
     assert len(reads) == 2
-    assert STRIDED._elements is None
+    assert torch_file.LAST_STRIDED == []
     assert same(tensors_of(tmp_path / "b.safetensors")["x"], tensor.contiguous())
 
 
@@ -50,16 +49,17 @@ def test_what_lies_between_elements_does_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
     """A part of a matrix takes its own memory and that of a piece, and is right in every bit."""
-    monkeypatch.setattr(_view, "_PIECE", 1000)
+    monkeypatch.setattr(torch_file, "_RUN", 1000)
     tensor = view(filled(dtype, (100, 100)))
     torch.save({"x": tensor}, tmp_path / "a.pt")
     asked: list[int] = []
-    empty = _view._empty
+    empty = _view.empty
 
     def counted(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         asked.append(math.prod(size) * dtype.itemsize)
         return empty(size, dtype)
 
-    monkeypatch.setattr(_view, "_empty", counted)
+    for module in (_view, torch_file):
+        monkeypatch.setattr(module, "empty", counted)
     assert same(tensors_of(tmp_path / "a.pt")["x"], tensor.contiguous())
     assert max(asked) <= max(1000, tensor.nbytes)

@@ -142,9 +142,9 @@ def test_a_passphrase_makes_one_key_for_all_ranks(tmp_path: Path) -> None:
         make_checkpoint(tmp_path, {f"x{rank}": torch.ones(3)}, None, None, encryption_cipher(params), rank=rank)
     storage = open_storage(tmp_path)
     ciphers = unlock_parts(storage, read_parts(storage), DecryptionParams.from_string("walrus"))
-    assert ciphers.keys() == {0, 1, 2}
-    assert ciphers[0] is not None
-    assert all(cipher is ciphers[0] for cipher in ciphers.values())
+    first, *others = ciphers.values()
+    assert first is not None
+    assert [cipher is first for cipher in others] == [True, True]
 
 
 def test_a_chunk_without_a_location_is_named(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
 def test_after_two_deaths_no_snapshot_is_asked_for(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each save would kill and start a process: an error says what to pass instead."""
+    """Each save would kill and start a process: an error names the option to pass instead."""
     monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
     process = Refusing([WriterProcessDied("died")] * 3)
     client = client_of(lambda **options: process)
