@@ -14,13 +14,13 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target check tests
 
-# A file at a time in each of some processes, more than there are cores: each waits now and then for others that it starts.
+# Each process runs one file of tests at a time. There are more processes than cores, because tests wait for programs that they start.
 PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 tests: $(READY)
 	$(PYTEST)
 
-# While you work: what needs no process and no server.
+# While you work: the tests that need no other process and no server.
 quick: $(READY)
 	$(PYTEST) tests/unit
 
@@ -67,7 +67,7 @@ frameworks: BIN = .venv-frameworks/bin
 $(APART):
 	$(BIN)/python -m pytest tests/$@
 
-# Whole for every release, so that all figures are of one commit: 40 to 50 minutes. Up to 8,192 ranks are simulated by
+# 40 to 50 minutes. Run it whole for every release, so that all figures are of one commit. Up to 8,192 ranks are simulated by
 # `python -m benchmarks.scale --large`, which takes 90 minutes: its figures stay until the next such run.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
@@ -75,8 +75,8 @@ bench: $(READY)
 		"scale --only items --sizes 1000 5000 20000" "scale --only ranks --sizes 2 8" "scale --only replicas --sizes 2 4"; \
 		do $(BIN)/python -m benchmarks.$$name; done
 
-# The tests under every Python that is here, with the oldest torch and the newest: some GB for each, and hours. Or under
-# one: `make compat PYTHONS=3.13 TORCH=newest`.
+# The tests under every installed Python, with the oldest torch and the newest: some GB for each, and hours. Or under one
+# Python: `make compat PYTHONS=3.13 TORCH=newest`.
 compat: $(READY)
 	$(BIN)/python -m benchmarks.compat $(PYTHONS:%=--pythons %) $(TORCH:%=--torch %)
 
@@ -94,8 +94,8 @@ gpu:
 gpu-parcel: $(READY)
 	$(BIN)/python -m benchmarks.gpu.parcel build/gpu-parcel
 
-# All of the plan on the CPU, from the parcel alone, by a Python 3.12 that has torch 2.11 and nothing else of ours. Its
-# CUDA build of torch takes some GB, and the whole some ten minutes.
+# The whole plan on the CPU, from the parcel alone, by a Python 3.12 that has only NumPy and torch 2.11. The CUDA build of
+# torch takes some GB, and the run about ten minutes.
 gpu-rehearsal: $(READY) .venv-gpu/.ready
 	$(BIN)/python -m benchmarks.gpu.parcel build/gpu-parcel --rehearse .venv-gpu/bin/python
 

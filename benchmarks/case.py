@@ -1,4 +1,4 @@
-"""Runs one case in a process of its own: ``python -m benchmarks.case MODULE:FUNCTION CASE``, the case as JSON.
+"""Runs one case in a separate process: ``python -m benchmarks.case MODULE:FUNCTION CASE``, the case as JSON.
 
 The function gets the case and an empty folder, and returns what it has measured, as JSON can hold it: a list with what
 each rank has measured, or anything else. `harness.run_case` calls this module, and reads what it prints last.

@@ -112,7 +112,7 @@ _WHAT = (
     "Cold: they are not, and the disk is read."
 )
 _AHEAD_NOTE = (
-    "`safetensors` and `verify=False` do not check checksums. `dcp_tensorizer` checks all of them. "
+    "`safetensors` and `verify=False` do not check checksums. `dcp_tensorizer` checks all checksums. "
     "Memory is compared for the default only."
 )
 _WHO = {

@@ -376,7 +376,7 @@ _OF_FOLLOWERS = {"stall": "training waits", "durable": "until it is durable"}
 def _exporting(case: Case, folder: Path) -> dict[str, Any]:
     """Saves in each way in turn, and measures each save from the call until it is durable.
 
-    ``seconds``: how long it takes; ``megabytes``: how much more memory of its own the trainer has at its peak.
+    ``seconds``: how long it takes; ``megabytes``: how much more private memory the trainer has at its peak.
     """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -463,7 +463,7 @@ def _hashing(folder: Path) -> Iterator[None]:
 
 
 class _PeakMemory:
-    """The most memory of its own that this process has, beyond what it had before. The staging buffer is shared."""
+    """The most private memory that this process has, beyond what it had before. The staging buffer is shared."""
 
     def __enter__(self) -> Self:
         self._process = psutil.Process()
@@ -783,8 +783,8 @@ CASES: dict[str, Option] = {
         lambda c: (
             f"how long it takes until {c['megabytes']} MB of bfloat16, sharded over the ranks, are durable: as a "
             f"model of Hugging Face that all ranks write in place, as a checkpoint of this package, and by torch's "
-            f"`HuggingFaceStorageWriter` with consolidation, whose files are not fsynced. And how much memory of its "
-            f"own the first rank's trainer takes meanwhile, beyond the staging buffer."
+            f"`HuggingFaceStorageWriter` with consolidation, whose files are not fsynced. And how much memory "
+            f"the trainer of rank 0 takes meanwhile, beyond the staging buffer."
         ),
         lambda c: f"{c['saves']} saves of each kind, in turns, after one that does not count.",
         {"saves": 5, "megabytes": 2000},
@@ -797,7 +797,7 @@ CASES: dict[str, Option] = {
         "Versions for inference",
         "the bytes of what `publish` writes for each step of a small transformer, in per cent of its weights in "
         "bfloat16, and whether a copy that follows has the SHA-256 of each export. A copy that begins at the end "
-        "applies all of them at once.",
+        "applies all deltas at once.",
         lambda c: (
             f"{c['versions']} steps of AdamW at each learning rate. Before that, {c['parameters']:,} parameters "
             f"were trained from their configuration for {c['steps']:,} steps, at most at {_TRAINING_RATE:g}, until the "

@@ -501,7 +501,7 @@ def _of_healing(gib: float, of: Callable[[str, str], Spread | None]) -> tuple[st
     staged = cell(of("healing", "staged"), "{:.3f}".format)
     return (
         f"A replica of torchft that joins, with {gib:g} GiB, by `dcp_tensorizer.integrations.torchft`, and the "
-        f"training of the one that sends. `send_checkpoint` took {staged} s. The time until the replica has the state "
+        f"training of the sending replica. `send_checkpoint` took {staged} s. The time until the replica has the state "
         "begins after that, "
         "and has the sender's digests in it. Raw sockets are served by a process beside the training, too:",
         table(("", "seconds", "steps a second of the sender"), rows),

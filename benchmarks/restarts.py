@@ -54,8 +54,8 @@ _SLICE = 1 << 20  # as loads from memory have it
 _STEP_SECONDS = 0.25
 _REMOTE = 0.1e9  # bytes a second
 _WHAT = (
-    "how long a job that has crashed takes to have its state back, what it costs to keep that while nothing fails, and "
-    "how many steps a kill loses where the storage is slow."
+    "how long a crashed job takes to load its state, what it costs to hold that state in memory while nothing fails, "
+    "and how many steps a kill loses where the storage is slow."
 )
 
 
@@ -289,7 +289,7 @@ def render(content: Content) -> str:
         "restarts",
         goals(wanted, form="{:.2f}".format),
         table(("restored", "seconds"), rows(_LOADS, {"seconds": "{:.3f}"})),
-        f"Two ranks with {half} under torchrun, which starts them again when one is killed after step 4, in seconds; "
+        f"Two ranks with {half} under torchrun, which restarts them when one is killed after step 4, in seconds; "
         "the step that they had then:",
         table(("", *forms, "step"), rows(_LAUNCHES, {**forms, "step": "{:.0f}"})),
         f"Saves of {half} that nothing disturbs; CPU time of the last one, of all processes:",

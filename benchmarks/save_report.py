@@ -48,8 +48,8 @@ def render(content: dict[str, Any]) -> str:
 
 _WHAT = (
     "asynchronous saves of a model's tensors to a local disk. A stand-in for training runs meanwhile: a loop of small "
-    "matrix products, or a pure Python loop where this is said. All ranks share the cores of one machine. Two peers "
-    "save synchronously, for comparison."
+    "matrix products, or a pure Python loop where the title of a table names it. All ranks share the cores of one "
+    "machine. Two peers save synchronously, for comparison."
 )
 _AHEAD_NOTE = (
     "`torch_checkpointing, background` is compared with `overlap_staging`. Peers were not prewarmed. So their first "
@@ -62,12 +62,12 @@ _WHO = {
     PLANNED: "the same, prewarmed, with this package's planner, as the manager has it. DCP's own makes objects of each "
     "tensor, and sends them to all ranks as a pickle.",
     ENCRYPTED: "the same, prewarmed and with a key.",
-    OVERLAPPED: "the same, prewarmed. It copies the tensors while training goes on.",
-    UNPREPARED: "the same, not prewarmed. It also makes the staging buffer while training goes on.",
+    OVERLAPPED: "the same, prewarmed. It copies the tensors while training continues.",
+    UNPREPARED: "the same, not prewarmed. It also makes the staging buffer while training continues.",
     THREAD: "`dcp.async_save` with torch's own writer, in a thread.",
     PROCESS: "the same in a process, with torch's stager in shared memory.",
     CHECKPOINTING: "Meta's package. Training waits while it copies the tensors.",
-    BACKGROUND: "the same. It copies the tensors while training goes on.",
+    BACKGROUND: "the same. It copies the tensors while training continues.",
     "torch FileSystemWriter, dcp.save": "`dcp.save` with torch's own writer. Training waits for all of it.",
     "tensorizer alone": "tensorizer's own serializer with an fsync. Training waits for all of it.",
 }
@@ -111,7 +111,7 @@ def _how_often(results: list[dict[str, Any]]) -> str:
     return (
         f"{rounds} rounds of those that the wanted figures compare on one rank, and one of all others, in turns. In a "
         f"round each has a first save, later saves while training runs, and {quiet} saves without training "
-        f"({_later_saves(results)}). Each rank gives a value of its own."
+        f"({_later_saves(results)}). Each rank gives one value."
     )
 
 

@@ -39,22 +39,22 @@ from ._job.options import (
     options_of_reader,
     split_limits,
 )
-from ._job.policy import Action, Decision, SaveInterval, SavePolicy, StopSignals, Vote, decide
+from ._job.policy import Action, SaveInterval, SavePolicy, StopSignals, Vote, decide
 from ._job.ranks import Agreement, Heartbeats, make_groups
-from ._job.restore import Problem, Selection, StatePart, load_first, load_from_memory
+from ._job.restore import Problem, Selection, load_first, load_from_memory
 from ._job.retention import Retaining, Retention
-from ._job.saves import Saves, StepSave
+from ._job.saves import Collect, Saves, StepSave, collected_part
 from ._job.steps import (
     Position,
     RestoreChoice,
     Step,
     StepNames,
-    begin,
-    choose,
-    leave,
+    first_position,
+    new_branch,
     newest_of,
     read_members,
     read_steps,
+    restorable,
 )
 from ._job.unflushed import finish_unflushed
 from ._memory.copies import CopyOptions, check_copies
@@ -210,7 +210,7 @@ class CheckpointManager:
                     "limits": self._max_failures,
                 }
             )
-            heartbeats.watch_saves(self._writer, limits.timeout)
+            heartbeats.watch_saves(self._writer.saver)
             self._writer.saver.freshness.must_change = must_change
             self._save_at_end = save_at_end
             self._buffers, self._copies, self._copy_options = buffers, copies, copy_options
@@ -221,13 +221,13 @@ class CheckpointManager:
             self._position: Position | None = None  # the job's position; None before its first save or restore
             self._serial = 0  # of the last save of this run
             self._has_lease = False
-            self._begin(agreement, heartbeats, survive, export)
+            self._make_parts(agreement, heartbeats, survive, export)
         except BaseException:
             self._writer.close()
             raise
         self._signals.install()
 
-    def _begin(self, agreement: Agreement, heartbeats: Heartbeats, survive: float, export: Export | None) -> None:
+    def _make_parts(self, agreement: Agreement, heartbeats: Heartbeats, survive: float, export: Export | None) -> None:
         """Makes the parts that do the work in this process. Those of a forked child only restore."""
         saver, is_copy = self._writer.saver, self._is_copy
         folder = self._folder
@@ -323,16 +323,15 @@ class CheckpointManager:
         check_state(state)
         check_flags(force=force, wait=wait, trainable_only=trainable_only)
         step, recorded = check_step(step), check_metrics(metrics)
-        part = StatePart(check_patterns("exclude", exclude), trainable_only)
-        save = functools.partial(self._step, step, state, part, recorded)
+        collect = functools.partial(collected_part, state, check_patterns("exclude", exclude), trainable_only)
+        save = functools.partial(self._step, step, collect, recorded)
         self._last_step = step
         if self._save_at_end:
             self._save_last = functools.partial(save, stop=False, force=True, must_write=True)
-        decision, future = save(stop=self._signals.seen, force=force, must_write=wait)
-        self._stopping = decision.vote.stop
-        if decision.action is not Action.NOTHING and (wait or self._stopping):
+        action, future = save(stop=self._signals.seen, force=force, must_write=wait)
+        if action is not Action.NOTHING and (wait or self._stopping):
             self._wait(until_published=False)  # for which all ranks would have to come here
-        self._clock.stalled(since, saves=decision.action is Action.SAVE)
+        self._clock.stalled(since, saves=action is Action.SAVE)
         return future
 
     def restore(
@@ -397,7 +396,7 @@ class CheckpointManager:
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
         if restored is not None and is_whole and not self._is_copy:  # a part may be all that is saved, too
-            self._saves.warm_up(state, StatePart())
+            self._saves.warm_up(lambda: collected_part(state))
         return restored
 
     def wait(self) -> None:
@@ -475,7 +474,7 @@ class CheckpointManager:
             elif self._saves.held_step is not None:
                 logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
         finally:
-            self._signals.restore()
+            self._signals.uninstall()
             self._end(deadline, is_with_all=is_with_all)
         logger.info("%s: %s", self._folder.path, self.report())
         self._retaining.wait(deadline)
@@ -588,31 +587,30 @@ class CheckpointManager:
         """In a forked child, begins anew at the same step: it reads by itself, over connections of its own."""
         if not self._home_of_parts.is_here:
             self._folder = self._open_folder()
-            self._begin(Agreement(None), Heartbeats(None), 0.0, None)
+            self._make_parts(Agreement(None), Heartbeats(None), 0.0, None)
 
     # --- a step, as all ranks decide --------------------------------------------------------------------------------
 
     def _step(
         self,
         step: int,
-        state: Mapping[str, Any],
-        part: StatePart,
+        collect: Collect,
         metrics: dict[str, float],
         *,
         stop: bool,
         force: bool,
         must_write: bool,
-    ) -> tuple[Decision, Future[str] | None]:
-        """Does what all ranks decide for a step. Returns the decision, and the result of `CheckpointManager.save`."""
-        self._survival.begin()
+    ) -> tuple[Action, Future[str] | None]:
+        """Does what all ranks decide for a step. Returns the action, and the result of `CheckpointManager.save`."""
+        self._survival.find_predecessors()
         self._survival.start_keeper()
-        self._survival.begin_copies()
+        self._survival.find_partners()
         self._take_lease()
         if self._position is None:
             finish_unflushed(self._flushing, self._agreement)
-            self._position = self._agreement.decided(lambda: begin(self._folder, self._names, step))
-        decision = self._decide(step, stop=stop, force=force, must_write=must_write)
-        if decision.vote.is_lost or decision.vote.memory.is_superseded:
+            self._position = self._agreement.decided(lambda: first_position(self._folder, self._names, step))
+        action, vote = self._decide(step, stop=stop, force=force, must_write=must_write)
+        if vote.is_lost or vote.memory.is_superseded:
             superseded = (
                 f"{self._folder.path}: a later run of this job has claimed the memory of another host, where this "
                 f"run's states are copied to. This run can no longer save. Stop it; or stop the other run, and restart "
@@ -621,13 +619,14 @@ class CheckpointManager:
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps
             self._go_back(step)
-            decision = self._decide(step, stop=stop, force=force, must_write=must_write)
+            action, vote = self._decide(step, stop=stop, force=force, must_write=must_write)
         self._position.step = step
-        self._survival.advance(decision.vote.memory, is_busy=self._saves.is_busy)
-        self._saves.failures.check(self._max_failures, decision.vote.failures)
-        if decision.action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
-            decision = decision._replace(action=Action.SAVE)
-        return decision, self._act(decision, step, state, part, metrics)
+        self._stopping = vote.stop
+        self._survival.advance(vote.memory, is_busy=self._saves.is_busy)
+        self._saves.failures.check(self._max_failures, vote.failures)
+        if action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
+            action = Action.SAVE
+        return action, self._act(action, vote, collect, metrics)
 
     def _take_lease(self) -> None:
         """Takes the lease of the folder at the first save of the job."""
@@ -669,11 +668,10 @@ class CheckpointManager:
             return None
         return Position.at(self._position.branch, newest_of(steps, self._position.branch), steps, self._position.step)
 
-    def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> Decision:
+    def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> tuple[Action, Vote]:
         """Decides on all ranks what to do for a step, given the job's position."""
         assert self._position is not None
-        memory = self._survival.vote()
-        holds = self._survival.holds
+        memory, holds = self._survival.vote(), self._survival.holds
         vote = Vote(
             step=step,
             stop=stop,
@@ -703,7 +701,7 @@ class CheckpointManager:
         self._write_held()
         self._saves.wait()
         self._advance()
-        self._position.begin_anew(self._agreement.decided(lambda: leave(None)))
+        self._position.begin_anew(self._agreement.decided(lambda: new_branch(None)))
         self._survival.forget()
         self._continue_from(max(0, step - 1))
 
@@ -722,13 +720,11 @@ class CheckpointManager:
         if self._exports is not None:
             self._exports.continue_from(step)
 
-    def _act(
-        self, decision: Decision, step: int, state: Mapping[str, Any], part: StatePart, metrics: dict[str, float]
-    ) -> Future[str] | None:
+    def _act(self, action: Action, vote: Vote, collect: Collect, metrics: dict[str, float]) -> Future[str] | None:
         assert self._position is not None
-        action = decision.action
+        step = vote.step
         if action is Action.NOTHING:
-            self._saves.warm_up(state, part)
+            self._saves.warm_up(collect)
             return None
         if action is Action.JOIN:
             return self._saves.future
@@ -738,7 +734,7 @@ class CheckpointManager:
             return future
         if action is Action.SAVE or not self._saves.is_busy:
             self._advance()  # staging would wait for that save, too
-        self._policy.begin(step, is_due=decision.is_due)
+        self._policy.record_save(step, is_due=vote.asks_for_save)
         name = self._position.name_of(step, self._names)
         self._serial = max(self._serial, self._position.serial) + 1
         rules = self._retention
@@ -750,18 +746,18 @@ class CheckpointManager:
             job=self._survival.run,
             lived=self._clock.lived,
             restarts=self._clock.restarts,
-            is_end=decision.vote.stop,
+            is_end=vote.stop,
             serial=self._serial,
             keep_latest=rules.latest,
             keep_every=rules.every,
             keep_best=None if rules.metric is None else (rules.metric, rules.mode),
         )
-        keep = self._survival.next_state(record, self._position)
-        save = StepSave(self._folder.child(name), name, record, is_due=decision.is_due)
+        hold = self._survival.next_state(record, self._position)
+        save = StepSave(self._folder.child(name), name, record, is_due=vote.asks_for_save)
         if action is Action.SAVE:
-            return self._saves.start(save, state, part, keep)
-        if keep is not None:
-            self._saves.hold(save, state, part, keep)
+            return self._saves.start(save, collect, hold)
+        if hold is not None:
+            self._saves.hold(save, collect, hold)
         return None
 
     def _write_held(self) -> None:
@@ -777,13 +773,13 @@ class CheckpointManager:
         self._write_held()
         self._saves.wait()
         lost = finish_unflushed(self._flushing, self._agreement)
-        self._survival.begin()
+        self._survival.find_predecessors()
         self._survival.forget()
-        found = self._agreement.decided(lambda: choose(self._folder, self._names, step, fallback=fallback))
+        found = self._agreement.decided(lambda: restorable(self._folder, self._names, step, fallback=fallback))
         loaded: SaveRecord | Problem | None = None
         record: SaveRecord | None
         tip = found.candidates[0][0] if found.candidates else None
-        chosen = None if step is not None else self._survival.choose(tip, {s.save_id for s in found.steps}, lost)
+        chosen = None if step is not None else self._survival.newest_state(tip, {s.save_id for s in found.steps}, lost)
         if chosen is not None:
             options, predecessors = self._reader_options, self._survival.predecessors
             loaded = load_from_memory(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch.distributed as dist
@@ -105,6 +106,7 @@ class TensorizerStorageReader(StorageReader):
 
     Attributes:
         load_id: Identifies the load, in its report and in ``storage_meta`` of the metadata; `reset` makes another.
+        around_read: Makes the context in which this rank reads its data; for `CheckpointManager`.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -156,6 +158,7 @@ class TensorizerStorageReader(StorageReader):
         self._is_own_save = False
         self.load_id = uuid.uuid4().hex
         self._clock = LoadClock()
+        self.around_read: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __repr__(self) -> str:
         """The path and the options, without secrets."""
@@ -300,23 +303,24 @@ class TensorizerStorageReader(StorageReader):
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
             UntrustedObject: objects could run code; names keys and types; no target has changed.
         """
-        self._clock.begin_reading()
-        storage, _ = self._opened()
-        warn_of_empty_dicts(storage.path, planner)
-        load = self._load or self._begin(plan)
-        self._load = self._plan = None  # no longer needed
-        progress = TransferProgress("loading", storage.path, self._on_progress)
-        nbytes, received = load.run(plan, planner, None if self._reads_alone else self._group, progress)
-        self._last_report = self._clock.report(
-            path=storage.path,
-            save_id=self._save_id,
-            load_id=self.load_id,
-            rank=self._rank,
-            items=len(plan.items),
-            nbytes=nbytes,
-            received_bytes=received,
-        )
-        publish(self._last_report, self._on_report)
+        with self.around_read():
+            self._clock.begin_reading()
+            storage, _ = self._opened()
+            warn_of_empty_dicts(storage.path, planner)
+            load = self._load or self._begin(plan)
+            self._load = self._plan = None  # no longer needed
+            progress = TransferProgress("loading", storage.path, self._on_progress)
+            nbytes, received = load.run(plan, planner, None if self._reads_alone else self._group, progress)
+            self._last_report = self._clock.report(
+                path=storage.path,
+                save_id=self._save_id,
+                load_id=self.load_id,
+                rank=self._rank,
+                items=len(plan.items),
+                nbytes=nbytes,
+                received_bytes=received,
+            )
+            publish(self._last_report, self._on_report)
         future: Future[None] = Future()
         future.set_result(None)
         return future

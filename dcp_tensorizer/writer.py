@@ -37,7 +37,7 @@ from ._saving.save import Save, SaveDescription
 from ._saving.saver import Saver
 from ._saving.write_plan import plan_with
 from ._staging.device import expandable_segments
-from ._staging.staged_save import StagedSave, StagingFuture
+from ._staging.staged_save import StagingFuture
 from ._storage.open import absolute_path, is_location, path_to_write
 from ._storage.redact import redact, shown
 from ._tensor_file.encryption import encryption_cipher
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ._tensor_file.encryption import EncryptionParams
     from .errors import StagingError
 
-_NOT_COPIED = {"_saver", "_local"}  # tied to this process, or to one of its threads
+_PER_PROCESS = {"_saver", "_local"}  # tied to this process, or to one of its threads
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 """Environment variables that DCP has set in its own process, for its process group."""
 
@@ -228,7 +228,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if not self._saver.closed:
             deadline = Deadline(timeout)
             self._saver.close(deadline)
-            self._end_save()
+            self._saver.end_save()
             self._saver.free(deadline)
 
     def wait_remote(self, timeout: float | None = None) -> bool:
@@ -269,11 +269,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Returns:
             The staged state dict; with ``overlap_staging`` a future that is done when the state may be changed.
         """
-        return self._stage(state_dict, SaveDescription())
-
-    def _stage(self, state_dict: dict[str, Any], save: SaveDescription) -> dict[str, Any] | StagingFuture:
-        self._end_save()  # of a failed synchronous save, which still has its directory
-        staged = self._saver.stage(state_dict, save, path_of_save() or self._path)
+        staged = self._saver.stage(state_dict, SaveDescription(), path_of_save() or self._path)
         return StagingFuture(staged) if self._options.overlap_staging else staged
 
     @property
@@ -366,9 +362,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path for the staged state, or the writer is closed.
         """
+        self._saver.before_save()
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
         if staged_save is not None:
-            self._local.begun = self.checkpoint_id, self._begin_save(staged_save)
+            try:
+                self._local.begun = self.checkpoint_id, self._saver.begin(self.checkpoint_id, staged_save)
+            except BaseException:
+                self._local.path = None  # it was for that save
+                raise
         if (begun := self._begun()) is not None:
             return StorageMeta(checkpoint_id=begun.path, save_id=begun.id)
         path, context = self.checkpoint_id, self._context_of_trainer
@@ -384,8 +385,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             StagingError: this rank could not stage its state dict.
             WriteError: there is no path, or the writer is closed.
         """
-        save = self._begun() or self._begin_save(None)
-        self._local.begun = self._local.path = None
+        try:
+            save = self._begun()
+            if save is None:
+                if self._context_of_trainer is not None:
+                    self._context_of_trainer.take_on(_OF_GROUP)
+                save = self._saver.begin(self.checkpoint_id, None, self._context_of_trainer, self._error_of_trainer)
+        finally:
+            self._local.begun = self._local.path = None
         save.set_up(
             rank=kwargs.get("rank") or 0,
             is_coordinator=is_coordinator,
@@ -399,7 +406,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
         """
         age_objects()
-        prepared = self._save.prepare(plan)
+        prepared = self._saver.save.prepare(plan)
         if world_size_of_job() == 1:
             return prepared
         return plan_with(prepared, wholes_of(plan, prepared.storage_data))
@@ -411,10 +418,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: ranks have tensors of other shapes or dtypes under one key, of which one would be kept.
         """
         age_objects()
-        with self._save.or_fail():
+        save = self._saver.save
+        with save.or_fail():
             messages = checked_messages([plan.storage_data for plan in plans])
-        plans = [plan_with(plan, message) for plan, message in zip(plans, messages, strict=True)]
-        return self._save.answer(plans)
+        return save.answer([plan_with(plan, message) for plan, message in zip(plans, messages, strict=True)])
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and makes them durable.
@@ -423,7 +430,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             WriteError: names path, rank and, where known, key; this rank's files are removed.
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._save.write(plan, planner))
+        with self._saver.around_write():
+            future.set_result(self._saver.save.write(plan, planner))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -432,35 +440,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             WriteError: it is not committed, and the previous checkpoint is untouched.
         """
-        self._save.finish(metadata, results)
+        self._saver.save.finish(metadata, results)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Returns whether it is a local path, or a URL of a known protocol. It is not opened."""
         return is_location(checkpoint_id)
-
-    @property
-    def _save(self) -> Save:
-        return self._local.save  # type: ignore[no-any-return]
-
-    def _begin_save(self, staged_save: StagedSave | None) -> Save:
-        """Begins the calling thread's save; raises what `Saver.begin` does."""
-        if staged_save is None:
-            self._saver.engine.saves.wait_turn(
-                self._saver.stager
-            )  # for a synchronous save, or one that another stager has staged
-        self._end_save()
-        context = self._context_of_trainer if staged_save is None else staged_save.context
-        if staged_save is None and context is not None:
-            context.take_on(_OF_GROUP)
-        directory = None if context is None else context.directory
-        try:
-            save = self._saver.begin(self.checkpoint_id, directory, staged_save, self._error_of_trainer)
-        except BaseException:
-            self._local.path = None  # it was for that save
-            raise
-        self._local.save = save
-        return save
 
     def _begun(self) -> Save | None:
         """Returns the calling thread's save of a staged state, if it has begun, and DCP has not called
@@ -470,12 +455,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """
         path, save = getattr(self._local, "begun", None) or (None, None)
         return None if save is None or save.is_dropped or path != self.checkpoint_id else save
-
-    def _end_save(self) -> None:
-        """Ends this thread's last save, if no hook has: DCP calls none when another rank has failed."""
-        save: Save | None = getattr(self._local, "save", None)
-        if save is not None:
-            save.end()
 
     # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
 
@@ -492,7 +471,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def _begin_here(self, saver: Saver) -> None:
         self._saver = saver
-        # The path and save of each thread, because saves without staging may run at the same time.
+        # The path of each thread's save, because saves without staging may run at the same time.
         self._local = threading.local()
         in_child(self, TensorizerStorageWriter._renew)
 
@@ -507,7 +486,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process."""
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
-        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["_closed"] = self._saver.closed
         if staged_save is not None:
             state |= {"_error_of_trainer": staged_save.error, "_context_of_trainer": staged_save.context}
@@ -528,7 +507,9 @@ class DescribedStager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture:
         """Stages as the writer does."""
-        return self._writer._stage(state_dict, self._save)
+        writer = self._writer
+        staged = writer.saver.stage(state_dict, self._save, path_of_save() or writer._path)
+        return StagingFuture(staged) if writer._options.overlap_staging else staged
 
     @property
     def should_synchronize_after_execute(self) -> bool:

@@ -1,4 +1,4 @@
-"""A job that saves while it trains is killed in the middle of a save, and goes on as if nothing had happened.
+"""A job that saves while it trains is killed in the middle of a save, and resumes with the same losses.
 
 ``python -m examples.demo``, or ``make demo``. The job is that of `examples.training`; it runs nine times:
 
@@ -7,12 +7,13 @@
 3. resumed from the newest whole checkpoint on as many ranks: the losses must be those of 1, to the last bit;
 4. resumed on fewer ranks: the same, but for the order in which gradients are added up;
 5. undisturbed on fewer ranks: what that order does by itself;
-6. with each step kept in memory, until all of its processes are killed between two saves;
+6. with each step held in memory, until all its processes are killed between two saves;
 7. resumed from memory: the newest step, and not that of the last save; the losses must be those of 1;
 8. on three hosts, which are namespaces of this machine, with each step copied to another host, until one is lost whole;
-9. resumed on the two that are left, and on a new one: no older step than 7 has, and the losses must be those of 1.
+9. resumed on the two remaining hosts and a new one: from a step that is not older than that of 7; the losses must be
+   those of 1.
 
-8 and 9 need root; without it the demo says so, and leaves them out. What it leaves is in ``demo-output/``.
+8 and 9 need root; without it the demo prints that, and leaves them out. Its results are in ``demo-output/``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _TOLERANCE = 10
 
 
 class DemoError(Exception):
-    """The demo did not show what it is there to show."""
+    """A check of the demo failed."""
 
 
 class Runs(NamedTuple):
@@ -122,7 +123,7 @@ def _run_all() -> Runs:
 
 
 def _lose_a_host() -> tuple[Run, Run] | tuple[()]:
-    """Runs the job on several hosts, until one is lost, and then on those that are left and a new one."""
+    """Runs the job on several hosts, until one host is lost, and then on the remaining hosts and a new one."""
     if (reason := missing()) is not None:
         print(f"\n8 and 9, the loss of a host, are left out: {reason}")
         return ()
@@ -142,7 +143,7 @@ def _lose_a_host() -> tuple[Run, Run] | tuple[()]:
 
 
 def _run_on(lab: Lab, hosts: list[Host], name: str, job: Job) -> Run:
-    """Runs the job on some hosts, to its end, or until one that has been there from the beginning is lost."""
+    """Runs the job on some hosts, to its end, or until one of the first hosts is lost."""
     run, is_first = Run(name, len(hosts)), hosts[_LOST_HOST].number <= len(hosts)
     table = Table(run, saves=True, every=_SAVE_EVERY)
     (lab.shared / "rendezvous").unlink(missing_ok=True)
@@ -219,7 +220,7 @@ def _launch(
 
 
 def _events(context: ProcessContext, receiving: Connection) -> Iterator[Event]:
-    """What rank 0 tells, until every rank has ended; an error of any rank is raised here."""
+    """Yields the events of rank 0 until every rank has ended. Raises the error of any rank."""
     with receiving:
         while True:
             if not receiving.poll(0.1):
@@ -234,7 +235,7 @@ def _events(context: ProcessContext, receiving: Connection) -> Iterator[Event]:
 
 
 def _kill_in_mid_save(context: ProcessContext, checkpoint: Path) -> str:
-    """Kills all ranks when data is being written and nothing is committed; says what is left then.
+    """Kills all ranks while data is being written and nothing is committed. Returns what is left.
 
     That there is a data file means that every rank has staged its state: only then do they agree who writes what.
     """
@@ -242,7 +243,7 @@ def _kill_in_mid_save(context: ProcessContext, checkpoint: Path) -> str:
     writers = [child for child in children if "dcp_tensorizer._writer_process.worker" in child.cmdline()]
     _wait_until(lambda: any(checkpoint.glob("*.tensors")), f"nothing is written to {checkpoint}")
     _kill(context)
-    # The demo does not kill the writer processes: they have to see by themselves that their trainers are gone.
+    # The demo does not kill the writer processes: they have to notice that their trainers are gone.
     _wait_until(lambda: not any(map(_runs, writers)), f"writer processes have outlived their trainers: {writers}")
     if (checkpoint / ".metadata").exists():
         raise DemoError(f"{checkpoint} was committed before the kill: the save was too fast for this demo")

@@ -55,7 +55,7 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def _kill(killed: Run) -> float:
-    """Where on the axis the kill came: in the step after the last that was done."""
+    """The position of the kill on the axis: in the step after the last completed one."""
     return max(killed.losses) + 0.5
 
 
@@ -80,7 +80,7 @@ def _draw_lanes(axes: Axes, killed: Run, resumed: Run) -> None:
 
 
 def _draw_memory(axes: Axes, killed: Run, resumed: Run) -> None:
-    """The run that keeps each step in memory, and the one that resumes from there."""
+    """The run that holds each step in memory, and the run that resumes from memory."""
     assert resumed.loaded is not None
     start, end, saved = resumed.loaded.step, _kill(killed), max(killed.saved, default=0)
     axes.hlines(-1, 0, end, color=_BLUE, linewidth=3)

@@ -1,4 +1,4 @@
-"""What a job tells of itself while it runs, and the table that shows it."""
+"""The events that a job reports while it runs, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Saving:
-    """``async_save`` has returned, and the save goes on in the background."""
+    """``async_save`` has returned, and the save continues in the background."""
 
     step: int
     stall: float
-    """Seconds that training stood still for it."""
+    """Seconds that training waited for the copy."""
     digest: str
     """SHA-256 of the whole state."""
 
@@ -68,7 +68,7 @@ class Reporter:
 
 @dataclass
 class Run:
-    """One run of the job, as far as it has told."""
+    """One run of the job, as far as rank 0 has reported it."""
 
     name: str
     ranks: int
@@ -79,7 +79,7 @@ class Run:
     killed_in_save: int | None = None
 
     def add(self, event: Event) -> None:
-        """Takes in what rank 0 has told."""
+        """Records an event of rank 0."""
         match event:
             case Loaded():
                 self.loaded = event

@@ -1,7 +1,7 @@
 """A training job that saves without stopping: what to copy into your own.
 
 FSDP2 shards model and optimizer over the ranks; every few steps each rank hands its shards to a `CheckpointManager`
-and trains on. A job that has died takes up again from its newest checkpoint, on as many ranks as there are then.
+and continues training. A killed job resumes from its newest checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SURVIVE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and where to keep it."""
+    """What to train, and where to save it."""
 
     steps: int
     rendezvous: Path
@@ -50,13 +50,13 @@ class Job:
     save_every: int = 0
     """Steps between two saves; 0: save nothing."""
     survives: bool = False
-    """Keep each step in memory, for a run after this one."""
+    """Hold each step in memory, for a run after this one."""
     copies: int = 1
     """How many hosts have each step in memory."""
 
 
 class App(Stateful):
-    """Everything that a job needs to go on: model, optimizer and how far it has come.
+    """Everything that a job needs to resume: model, optimizer and how far it has come.
 
     DCP calls `state_dict` and `load_state_dict` by itself.
     """
@@ -81,7 +81,7 @@ class App(Stateful):
 
 
 def save(app: App, manager: CheckpointManager, every: int, report: Reporter) -> None:
-    """To be called when the optimizer has done its step. Returns when the state is copied, if a save is due."""
+    """Call it after each optimizer step. If a save is due, it returns when the state is copied."""
     step, checkpoint = app.step, Path(manager.path(app.step))
     digest = "" if step % every else state_digest(app)  # for the demo's check; your job needs none
     started = time.monotonic()
@@ -99,7 +99,7 @@ def save(app: App, manager: CheckpointManager, every: int, report: Reporter) -> 
 
 
 def train(rank: int, world: int, job: Job, connection: Connection) -> None:
-    """One rank of the job, from its start or a checkpoint to its last step."""
+    """Runs one rank of the job, from its start or a checkpoint to its last step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{job.rendezvous.resolve()}", rank=rank, world_size=world)
     report = Reporter(connection if rank == 0 else None)
@@ -116,12 +116,12 @@ def train(rank: int, world: int, job: Job, connection: Connection) -> None:
 
 
 def train_on_host(job: Job, connection: Connection) -> None:
-    """The same, as a rank that a launcher has started on a host."""
+    """Runs `train` as a rank that a launcher has started on a host."""
     train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job, connection)
 
 
 def open_manager(job: Job) -> CheckpointManager:
-    """The manager of a job's checkpoints. To be closed before ``destroy_process_group``."""
+    """Makes the manager of a job's checkpoints. Close it before ``destroy_process_group``."""
     assert job.checkpoints is not None
     return CheckpointManager(
         job.checkpoints,
@@ -136,7 +136,7 @@ def open_manager(job: Job) -> CheckpointManager:
 
 def build(world: int) -> App:
     """Model and optimizer, sharded over all ranks."""
-    torch.manual_seed(_SEED)  # every rank makes the same model, and keeps its shards of it
+    torch.manual_seed(_SEED)  # every rank makes the same model, and holds its own shards
     model = ByteTransformer()
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from ..errors import WriteError, describe, listed, unwrap
 from ..models import Export, SafetensorsStorageWriter
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
+from .options import matches
 from .ranks import Heartbeats
 from .steps import Step
 
@@ -155,11 +155,7 @@ class Exports:
         """The values that are exported, by their keys in the flattened state dict."""
         flat, _ = flatten_state_dict(dict(staged))  # `dict` does not call `items`, which ties the state to a save
         omitted = staged.staged_save.omitted
-        chosen = {
-            key: value
-            for key, value in flat.items()
-            if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._export.include)
-        }
+        chosen = {key: value for key, value in flat.items() if matches((key,), self._export.include)}
         if not chosen:
             raise WriteError(
                 f"no key of the state matches {listed(list(self._export.include))}, which Export(include=) has: its "

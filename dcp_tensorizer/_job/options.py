@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,11 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
     if odd := [pattern for pattern in patterns if not isinstance(pattern, str)]:
         raise TypeError(f"{name} must be a list of patterns, and {odd[0]!r} is none")
     return tuple(patterns)
+
+
+def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Returns whether a pattern matches one of some names, as in `fnmatch`."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:

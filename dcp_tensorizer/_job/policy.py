@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from .._memory.copies import NOTHING_IN_MEMORY, MemoryVote
 from .._runtime.forks import Home, in_child
@@ -70,6 +70,11 @@ class Vote:
     is_lost: bool = False
     memory: MemoryVote = NOTHING_IN_MEMORY
 
+    @property
+    def asks_for_save(self) -> bool:
+        """Returns whether a save is due, or a rank has asked for one."""
+        return self.stop or self.force or self.is_due
+
     def numbers(self, *, is_first: bool) -> list[int]:
         """The numbers whose maximum over all ranks is computed."""
         own = [getattr(self, name) if is_first or name not in _RANK0_FLAGS else 0 for name in _FLAGS]
@@ -80,24 +85,18 @@ _RANK0_FLAGS = {"is_due", "is_last", "is_there", "failures", "is_lost"}
 _FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in ("step", "memory")]
 
 
-class Decision(NamedTuple):
-    """A decision, the same on each rank."""
+def decide(agreement: Agreement, vote: Vote) -> tuple[Action, Vote]:
+    """Decides on all ranks; returns the action, and the joint vote, the same on each rank.
 
-    action: Action
-    is_due: bool  # a save is due, or a rank has asked for one
-    vote: Vote  # the joint vote of all ranks
-
-
-def decide(agreement: Agreement, vote: Vote) -> Decision:
-    """Decides on all ranks; raises `ValueError` if they are at different steps, and `WriteError` if a rank is gone."""
+    Raises `ValueError` if the ranks are at different steps, and `WriteError` if a rank is gone.
+    """
     highest, lowest, *numbers = agreement.largest(*vote.numbers(is_first=agreement.is_first))
     if highest != -lowest:
         raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
     known: dict[str, Any] = dict(zip(_FLAGS, map(bool, numbers), strict=False))
     memory = MemoryVote(*map(bool, numbers[len(_FLAGS) :]))
     vote = Vote(highest, **known | {"failures": numbers[_FLAGS.index("failures")]}, memory=memory)
-    is_due = vote.stop or vote.force or vote.is_due
-    if not is_due:
+    if not vote.asks_for_save:
         action = Action.HOLD if vote.is_due_in_memory and not memory.ends else Action.NOTHING
     elif vote.is_last:
         action = Action.JOIN
@@ -106,7 +105,7 @@ def decide(agreement: Agreement, vote: Vote) -> Decision:
     else:
         can_hold = not (vote.stop or vote.force or vote.must_write or memory.ends)
         action = Action.HOLD if vote.is_busy and can_hold else Action.SAVE
-    return Decision(action, is_due, vote)
+    return action, vote
 
 
 # --- when a save is due -----------------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ class SavePolicy:
         every = self._every_in_memory
         return every is not None and step // every > self._held // every
 
-    def begin(self, step: int, *, is_due: bool) -> None:
+    def record_save(self, step: int, *, is_due: bool) -> None:
         """Records that a step is being saved or held. ``is_due``: a save of it was due."""
         self._held = step
         if is_due:
@@ -169,7 +168,7 @@ class SavePolicy:
 
     def continue_from(self, step: int) -> None:
         """Records that the job resumes from a step. The next save is due relative to that step."""
-        self.begin(step, is_due=True)
+        self.record_save(step, is_due=True)
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
@@ -221,7 +220,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._over = False
         self._home = Home()
-        in_child(self, StopSignals.restore)  # a worker of a data loader must end when it is told to
+        in_child(self, StopSignals.uninstall)  # a worker of a data loader must end when it is told to
 
     def install(self) -> None:
         """Sets the handlers."""
@@ -230,10 +229,10 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._handle)
                 _handled.add(number)
         except BaseException:
-            self.restore()
+            self.uninstall()
             raise
 
-    def restore(self) -> None:
+    def uninstall(self) -> None:
         """Restores the earlier handlers, unless others have been set since. Idempotent.
 
         Only the main thread can do so. For a call on another thread, a handler is restored when its signal comes.

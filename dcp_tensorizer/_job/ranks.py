@@ -17,14 +17,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .._runtime.ranks import is_distributed
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import group_store, group_timeout, new_gloo_group, set_group_timeout
+from .._saving.saver import Saver
 from ..errors import CheckpointError, WriteError, describe, listed_ranks
-from ..writer import TensorizerStorageWriter
+from ..reader import TensorizerStorageReader
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -298,40 +298,19 @@ class Heartbeats:
         if self._group is not None:
             self._group.destroy()
 
-    def watch_saves(self, writer: TensorizerStorageWriter, commit_seconds: float) -> None:
-        """Sends heartbeats in each save of a writer. The coordinator's commit may take ``commit_seconds``.
-
-        Heartbeats that watched the writer before do not any more.
-        """
+    def watch_saves(self, saver: Saver) -> None:
+        """Sends heartbeats in each save of a writer, instead of the heartbeats that watched it before."""
         if (calls := self._calls) is None:
             return
-        begin, write = type(writer).storage_meta, type(writer).write_data
-        longer = max(calls.timeout, timedelta(seconds=commit_seconds + _ERROR_SECONDS))
+        commit = timedelta(seconds=saver.options.limits.timeout + _ERROR_SECONDS)
+        saver.before_save = lambda: self._start(calls)
+        saver.around_write = lambda: self._until_all_have("written", calls, max(calls.timeout, commit))
 
-        def storage_meta() -> Any:
-            self._begin(calls)
-            return begin(writer)
-
-        def write_data(*arguments: Any) -> Any:
-            with self._until_all_have("written", calls, longer):
-                return write(writer, *arguments)
-
-        vars(writer).update(storage_meta=storage_meta, write_data=write_data)
-
-    def watch_load(self, reader: StorageReader) -> None:
+    def watch_load(self, reader: TensorizerStorageReader) -> None:
         """Sends heartbeats in the next load by this reader."""
-        if (calls := self._calls) is None:
-            return
-        read = reader.read_data
-
-        def read_data(*arguments: Any) -> Any:
-            with self._until_all_have("read", calls):
-                done = read(*arguments)
-                done.wait()
-                return done
-
-        self._begin(calls)
-        vars(reader).update(read_data=read_data)
+        if (calls := self._calls) is not None:
+            self._start(calls)
+            reader.around_read = lambda: self._until_all_have("read", calls)
 
     @contextmanager
     def watch(self, done: str) -> Iterator[None]:
@@ -339,7 +318,7 @@ class Heartbeats:
         if (calls := self._calls) is None:
             yield
             return
-        self._begin(calls)
+        self._start(calls)
         with self._until_all_have(done, calls):
             yield
 
@@ -354,7 +333,7 @@ class Heartbeats:
         gone.__cause__ = error
         return gone
 
-    def _begin(self, calls: RollCall) -> None:
+    def _start(self, calls: RollCall) -> None:
         """Records that this rank has begun a save, a load or other work that all ranks do together."""
         assert self.group is not None
         set_group_timeout(self.group, calls.timeout)  # the last commit had another timeout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import logging
 import re
@@ -37,7 +36,6 @@ from ..errors import (
     DecryptionError,
     MetadataError,
     ReadError,
-    StagingError,
     StateMismatch,
     UnsupportedFormat,
     UntrustedObject,
@@ -49,6 +47,7 @@ from ..errors import (
 from ..planner import LoadPlanner
 from ..reader import open_reader
 from .optimizer_state import OptimizerTarget, dtypes_kept
+from .options import matches
 from .ranks import Agreement, Heartbeats
 from .steps import Step
 
@@ -96,14 +95,14 @@ class Selection:
 
     def has(self, names: Iterable[str]) -> bool:
         """Returns whether a key is selected, given its name and the names of the lists that contain it."""
-        return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
+        return (not self.include or matches(names, self.include)) and not matches(names, self.exclude)
 
     def value_beyond(self, key: str) -> tuple[float | None] | None:
         """The value of a tensor's new elements, by the first pattern that matches its key, in a tuple of one.
 
         None if the tensor may not be larger than the stored one.
         """
-        return next(((value,) for pattern, value in self.grow if fnmatch.fnmatchcase(key, pattern)), None)
+        return next(((value,) for pattern, value in self.grow if matches((key,), (pattern,))), None)
 
     def check(self, keys: Sequence[str], known: Set[str]) -> None:
         """Raises `MetadataError` for a pattern that matches nothing: it is probably a slip.
@@ -112,7 +111,7 @@ class Selection:
         them. Keys that only the checkpoint has count, too, because each stage of a pipeline has its own keys.
         """
         for pattern in (*self.include, *self.exclude, *(pattern for pattern, _ in self.grow)):
-            if not _matches(known, [pattern]):
+            if not matches(known, [pattern]):
                 raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {listed(keys)}")
 
 
@@ -250,7 +249,7 @@ def _loaded(
         planner = SelectivePlanner(path, selection, state)
         checkpoint = None
         try:
-            plain = StatePart().of(state)
+            plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
             checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
             is_whole = checkpoint.is_whole
             with closing(checkpoint), warnings.catch_warnings():
@@ -563,86 +562,5 @@ def _lists_around(path: Sequence[str | int]) -> Iterator[str]:
     return (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
 
 
-def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
-# --- the part of a state that is saved --------------------------------------------------------------------------------
-
 # Activation checkpointing and FSDP1 put these into the names of parameters, but not into state dicts.
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-
-
-class StatePart(NamedTuple):
-    """A part of a state: keys that no pattern of ``exclude`` matches, and with ``trainable_only`` no frozen parameters.
-
-    Patterns are those of `fnmatch`. The keys of nested dicts are joined by dots. A list counts as one value.
-    """
-
-    exclude: tuple[str, ...] = ()
-    trainable_only: bool = False
-
-    @property
-    def is_all(self) -> bool:
-        """Returns whether nothing is left out."""
-        return not self.exclude and not self.trainable_only
-
-    def of(self, state: Mapping[str, Any], unmatched: set[str] | None = None) -> dict[str, Any]:
-        """Collects the part of a state, with the state dicts of ``Stateful`` values. The state itself is not changed.
-
-        The patterns of ``exclude`` that match a key are removed from ``unmatched``. Raises `StagingError` if nothing in
-        the state says which parameters are trained.
-        """
-        collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
-        if self.is_all:
-            return collected
-        frozen = _frozen(state, collected) if self.trainable_only else set()
-        says_it = (torch.nn.Module, torch.nn.Parameter)
-        if self.trainable_only and not any(isinstance(value, says_it) for value in _values(state)):
-            raise StagingError(
-                "trainable_only=True, and nothing in the state says what is trained: give the module itself in the "
-                'state, as {"model": model}, or name with exclude= what is to be left out'
-            )
-        return self._without(collected, "", frozen, set() if unmatched is None else unmatched)
-
-    def _without(self, state: Mapping[str, Any], prefix: str, frozen: set[str], unmatched: set[str]) -> dict[str, Any]:
-        part: dict[str, Any] = {}
-        for key, value in state.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, dict) and value:
-                if inner := self._without(value, f"{name}.", frozen, unmatched):
-                    part[key] = inner
-                continue
-            matches = {pattern for pattern in self.exclude if fnmatch.fnmatchcase(name, pattern)}
-            unmatched -= matches
-            is_frozen = self.trainable_only and isinstance(value, torch.nn.Parameter) and not value.requires_grad
-            if not (matches or is_frozen or name in frozen):
-                part[key] = value
-        return part
-
-
-def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
-    """The keys of the frozen parameters of modules, under each of their names in the collected state."""
-    frozen = set()
-    for key, value in state.items():
-        if isinstance(value, torch.nn.Module):
-            parameters = value.named_parameters(remove_duplicate=False)
-            names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
-            if names and names.isdisjoint(collected[key]):
-                logger.warning(
-                    "trainable_only=True: no frozen parameter of %r is in its state dict by its name (%r): if they are "
-                    "there by other names, leave them out with exclude=",
-                    key,
-                    min(names),
-                )
-            frozen |= {f"{key}.{name}" for name in names}
-    return frozen
-
-
-def _values(state: Mapping[str, Any]) -> Iterator[Any]:
-    """The values in nested dicts."""
-    for value in state.values():
-        if isinstance(value, dict):
-            yield from _values(value)
-        else:
-            yield value

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
 from .._memory.survival import OnStaged
@@ -30,13 +32,17 @@ from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
 from .exports import Exports, ties_in
 from .metrics import GoodputClock
+from .options import matches
 from .ranks import Agreement, Heartbeats
-from .restore import StatePart
+from .restore import WRAPPERS
 from .steps import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _CLEAN_UP_SECONDS = 20.0
+
+Collect = Callable[[], tuple[dict[str, Any], set[str]]]
+"""Collects the part of a state that is saved; see `collected_part`."""
 
 
 @dataclass(slots=True)
@@ -109,23 +115,21 @@ class Saves:
         self._held: StepSave | None = None
         self._following = threading.local()
 
-    def warm_up(self, state: Mapping[str, Any], part: StatePart) -> None:
+    def warm_up(self, collect: Collect) -> None:
         """Allocates the staging buffer before the first save. Optimizers must have their state by then."""
         if not self._is_warm:
             self._is_warm = True
             with suppress(StagingError):  # the save will report the error
-                self._writer.prewarm(part.of(state))
+                self._writer.prewarm(collect()[0])
 
-    def start(
-        self, save: StepSave, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged | None = None
-    ) -> Future[str]:
-        """Stages a part of the state, starts its save, and returns before the save is over.
+    def start(self, save: StepSave, collect: Collect, on_staged: OnStaged | None = None) -> Future[str]:
+        """Stages what ``collect`` returns, starts its save, and returns before the save is over.
 
         If a ``state_dict`` raises an error, the save begins all the same, and fails on all ranks: otherwise the others
         would wait for this one. Then the error is raised. ``on_staged`` as in `SaveDescription`.
         """
         save.began = self._clock.now()
-        collected, error = self._collected(state, part)
+        collected, error = self._collected(collect)
         save.refusal = _refusal(error)
         self._start(save, collected, on_staged)
         if error is not None:
@@ -186,7 +190,7 @@ class Saves:
             errors = [error]
         self.error = next((error for error in errors if error is not None), self.error)
 
-    def hold(self, save: StepSave, state: Mapping[str, Any], part: StatePart, on_staged: OnStaged) -> None:
+    def hold(self, save: StepSave, collect: Collect, on_staged: OnStaged) -> None:
         """Stages a state, which is written only if `write_held` is called. The arguments are those of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
@@ -196,27 +200,23 @@ class Saves:
 
         self._wait_exported()
         save.is_due = save.is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
-        collected, error = self._collected(state, part)
+        collected, error = self._collected(collect)
         ties = {} if self._exports is None else ties_in(collected)
         if error is not None:  # other ranks hold the step: if they write it, the save must fail on all ranks
             save.refusal, self._held = _refusal(error), save
             raise error
         self._writer.saver.hold(collected, keep)
 
-    def _collected(self, state: Mapping[str, Any], part: StatePart) -> tuple[dict[str, Any], BaseException | None]:
-        """Collects the state dicts of ``Stateful`` values, as DCP does. Returns also the error if one of them failed.
+    def _collected(self, collect: Collect) -> tuple[dict[str, Any], BaseException | None]:
+        """Collects the state. Returns also the error if a ``state_dict`` failed.
 
-        Warns once of each pattern that leaves out nothing. The first rank has to do, whose state may lack the keys of
-        other ranks.
+        Warns once of each pattern that leaves out nothing on the first rank, whose state may lack the keys of others.
         """
-        unmatched = set(part.exclude) - self._unmatched
         try:
-            collected = part.of(state, unmatched)
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # a load inside may raise CheckpointException, a BaseException
+            collected, unmatched = collect()
+        except (Exception, CheckpointException) as error:  # a load inside may raise CheckpointException
             return {}, error
+        unmatched -= self._unmatched
         if unmatched and self._agreement.is_first:
             self._unmatched |= unmatched
             logger.warning(
@@ -380,3 +380,72 @@ class Replicas:
         self._last = current
         (differs,) = self._agreement.largest(int(not is_same))
         return frozenset() if differs else self._planner.written_elsewhere
+
+
+# --- the part of a state that is saved --------------------------------------------------------------------------------
+
+
+def collected_part(
+    state: Mapping[str, Any], exclude: Sequence[str] = (), trainable_only: bool = False
+) -> tuple[dict[str, Any], set[str]]:
+    """Collects a part of a state, with the state dicts of ``Stateful`` values. The state itself is not changed.
+
+    It leaves out keys that a pattern of ``exclude`` matches, and with ``trainable_only`` frozen parameters. The keys of
+    nested dicts are joined by dots. A list counts as one value. Returns also the patterns that match no key. Raises
+    `StagingError` if nothing in the state says which parameters are trained.
+    """
+    collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    unmatched = set(exclude)
+    if not exclude and not trainable_only:
+        return collected, unmatched
+    frozen = _frozen(state, collected) if trainable_only else set()
+    says_it = (torch.nn.Module, torch.nn.Parameter)
+    if trainable_only and not any(isinstance(value, says_it) for value in _values(state)):
+        raise StagingError(
+            "trainable_only=True, and nothing in the state says what is trained: give the module itself in the "
+            'state, as {"model": model}, or name with exclude= what is to be left out'
+        )
+
+    def part_of(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        part: dict[str, Any] = {}
+        for key, value in state.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and value:
+                if inner := part_of(value, f"{name}."):
+                    part[key] = inner
+                continue
+            matching = {pattern for pattern in exclude if matches((name,), (pattern,))}
+            unmatched.difference_update(matching)
+            is_frozen = trainable_only and isinstance(value, torch.nn.Parameter) and not value.requires_grad
+            if not (matching or is_frozen or name in frozen):
+                part[key] = value
+        return part
+
+    return part_of(collected, ""), unmatched
+
+
+def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
+    """The keys of the frozen parameters of modules, under each of their names in the collected state."""
+    frozen = set()
+    for key, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            parameters = value.named_parameters(remove_duplicate=False)
+            names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
+            if names and names.isdisjoint(collected[key]):
+                logger.warning(
+                    "trainable_only=True: no frozen parameter of %r is in its state dict by its name (%r): if they are "
+                    "there by other names, leave them out with exclude=",
+                    key,
+                    min(names),
+                )
+            frozen |= {f"{key}.{name}" for name in names}
+    return frozen
+
+
+def _values(state: Mapping[str, Any]) -> Iterator[Any]:
+    """The values in nested dicts."""
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _values(value)
+        else:
+            yield value

@@ -32,7 +32,7 @@ Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
 
 
-def leave(at: Step | None) -> Branch:
+def new_branch(at: Step | None) -> Branch:
     """Makes a new branch, which begins at a checkpoint, or without one."""
     name = uuid.uuid4().hex
     return ((name, 0),) if at is None else (*at.branch, (name, at.number))
@@ -380,7 +380,7 @@ def read_members(folder: Storage, names: StepNames, position: Position | None) -
     return [] if branch is None else members(steps, branch)
 
 
-def begin(folder: Storage, names: StepNames, step: int) -> Position:
+def first_position(folder: Storage, names: StepNames, step: int) -> Position:
     """Finds the position of a job that saves a step without having restored.
 
     If the step is beyond the newest checkpoint, the job counts as having loaded that one by other means. Otherwise it
@@ -391,7 +391,7 @@ def begin(folder: Storage, names: StepNames, step: int) -> Position:
     branch = current_branch(sound(steps))
     newest = max((other.number for other in steps), default=-1)
     if branch is None or step <= newest:
-        branch = leave(None)
+        branch = new_branch(None)
     position = Position.at(branch, None, steps)
     position.warn_of_others(folder.path)
     return position
@@ -410,7 +410,7 @@ class RestoreChoice(NamedTuple):
         return Position.at(branch, step, self.steps, step.number)
 
 
-def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
+def restorable(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
     """Finds the checkpoints that a job can be restored from.
 
     They are step ``number`` (None: the newest), and with ``fallback`` those before it.
@@ -444,7 +444,7 @@ def choose(folder: Storage, names: StepNames, number: int | None, *, fallback: b
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
     tip = own[-1] if own and is_last else None  # a job that resumes from any other step leaves the branch
-    return RestoreChoice([(step, branch if step is tip else leave(step)) for step in candidates], steps)
+    return RestoreChoice([(step, branch if step is tip else new_branch(step)) for step in candidates], steps)
 
 
 def _look_around(folder: Storage, names: StepNames) -> None:

@@ -135,7 +135,7 @@ class Exchange:
             device = self._group.device(prefers_gpu=all(vote.is_on_gpu for vote in votes))
             nbytes = self._exchange(common, device, lambda done: progress(done, total))
             # Received data is copied by streams of the GPU, which other streams do not wait for.
-            CUDA.side_streams.settle(target.tensor for target in exchanged)
+            CUDA.side_streams.synchronize(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
     def _log(self, common: Sequence[Want], wants: Mapping[bytes, Want], reason: str) -> None:

@@ -22,12 +22,12 @@ from .protocol import (
     CopyStatus,
     Forget,
     Found,
+    GetPart,
     Hold,
     OpenToPeers,
     Plain,
     Request,
     StateContent,
-    Take,
     WrittenDigests,
 )
 from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
@@ -83,7 +83,7 @@ class KeeperProcess(ChildProcess):
                 self._lose()
             self._release([state_id])
             raise
-        self._tell_digests(state_id)
+        self._send_digests(state_id)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
         """Passes on the digests of a state that a save has written; the state may be held only later.
@@ -92,7 +92,7 @@ class KeeperProcess(ChildProcess):
         """
         self._written = state_id, known
         if state_id in self.held:
-            self._tell_digests(state_id)
+            self._send_digests(state_id)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
         """Makes the keeper forget states. Their buffers are free, even if this fails.
@@ -119,9 +119,9 @@ class KeeperProcess(ChildProcess):
         assert isinstance(answer, Address)
         return answer
 
-    def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
+    def copy(self, state_id: str, to: Address, rate: float, confirmed: str) -> None:
         """Begins to copy a state to a keeper on another host (`Copy`); raises `WriteError`."""
-        self._ask(Copy(state_id, to, rate, keep))
+        self._ask(Copy(state_id, to, rate, confirmed))
 
     def drop_copies(self) -> None:
         """Makes the keeper on the other host forget its copies of this rank's states; raises `WriteError`."""
@@ -129,7 +129,7 @@ class KeeperProcess(ChildProcess):
 
     def copy_status(self) -> CopyStatus:
         """Returns the status of the last copy; raises `WriteError`."""
-        answer = self._ask(Plain.LOOK_AT_COPY)
+        answer = self._ask(Plain.COPY_STATUS)
         assert isinstance(answer, CopyStatus)
         return answer
 
@@ -176,16 +176,16 @@ class KeeperProcess(ChildProcess):
             if (buffer := self.held.pop(state_id, None)) is not None:
                 buffer.is_kept = False
 
-    def _tell_digests(self, state_id: str) -> None:
+    def _send_digests(self, state_id: str) -> None:
         """Sends the keeper the digests of a state, if they are there. They may be sent twice."""
         written, known = self._written
         if written == state_id:
 
-            def tell() -> None:
+            def send() -> None:
                 with suppress(WriteError):  # a busy keeper computes the digests itself
                     self._ask(WrittenDigests(state_id, known))
 
-            in_background(tell, name="digests", daemon=True)
+            in_background(send, name="digests", daemon=True)
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> Answer:
         """Sends a request; raises `WriteError` if the keeper refuses, or has ended."""
@@ -217,7 +217,7 @@ class KeeperConnection:
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
         try:
-            self._channel.send(Plain.LOOK)  # does not block: the message fits into the socket's buffer
+            self._channel.send(Plain.LIST)  # does not block: the message fits into the socket's buffer
         except BaseException:
             self._channel.close()
             raise
@@ -234,7 +234,7 @@ class KeeperConnection:
         answer, _ = self._ask(ClaimRequest(run))
         is_claimed = isinstance(answer, Done)
         if is_claimed:  # its trainer may have handed over a last state meanwhile
-            self.found = _found(self._ask(Plain.LOOK)[0])
+            self.found = _found(self._ask(Plain.LIST)[0])
         return is_claimed
 
     def forget_all_but(self, state_id: str) -> None:
@@ -242,9 +242,9 @@ class KeeperConnection:
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
-    def take(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
+    def part(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
         """Returns a rank's part of a state, and its buffer; raises `ReadError` if the keeper no longer has it."""
-        answer, fds = self._ask(Take(state_id, rank), _DIGEST_SECONDS)
+        answer, fds = self._ask(GetPart(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, StateContent):
             why = answer.message if isinstance(answer, Failed) else "it gave no answer"
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")

@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -125,10 +125,11 @@ class PeerCopies:
         self.confirmed = ""
         self._agreement = agreement
         self._options = options
-        self._arrangement = Arrangement([], [], "the ranks have not introduced themselves yet", {}, {})
+        self._peers: list[Peer] = []
+        self._partner_of: list[int] = []
         self._partner: Address | None = None
         self._rate = 0.0
-        self._has_room = False
+        self._has_memory = False
         self._tries = 0
         self.ordered = ""
         self._begun = ""  # the state that this rank's keeper has begun to copy last
@@ -138,7 +139,7 @@ class PeerCopies:
     @property
     def is_ready(self) -> bool:
         """Returns whether there is a partner, and memory for the replicas."""
-        return self.is_on and self._has_room
+        return self.is_on and self._has_memory
 
     @property
     def are_awaited(self) -> bool:
@@ -147,7 +148,7 @@ class PeerCopies:
 
     # --- all ranks together -----------------------------------------------------------------------------------------
 
-    def begin(self, keeper: KeeperProcess | None) -> None:
+    def find_partners(self, keeper: KeeperProcess | None) -> None:
         """Finds each rank's partner, and opens the keepers to each other.
 
         All ranks call it; a rank without a keeper passes None. Raises `WriteError` if a rank is gone.
@@ -155,31 +156,39 @@ class PeerCopies:
         if not self.is_on:
             return
         rank, options = self._agreement.rank, self._options
-        found = arrange(self._agreement.gathered(introduce(options, keeper)), options)
-        if any(found.towards(other) for other in range(self._agreement.size)):
-            found = arrange(self._agreement.gathered(introduce(options, keeper, found.towards(rank))), options)
-        self._arrangement = found
-        if found.why:
-            self._end(found.why)
+        peers = self._agreement.gathered(introduce(options, keeper))
+        routes = routes_to_others(peers)
+        if any(routes):
+            peers = self._agreement.gathered(introduce(options, keeper, routes[rank]))
+        self._peers, self._partner_of = peers, partners(peers)
+        if not self._partner_of:
+            what = "on one host" if options.failure_domain is None else "in one failure domain"
+            self._end(f"all ranks are {what}, and no other one can hold replicas")
             return
-        self._partner, self._rate = found.partner(rank), found.rate(rank, options)
+        if problem := next((f"rank {n}: {peer.problem}" for n, peer in enumerate(peers) if peer.keeper is None), ""):
+            self._end(problem)
+            return
+        self._partner = peers[self._partner_of[rank]].keeper
+        ranks_of_host = Counter(peer.host for peer in peers)
+        self._rate = (options.rate or 0.0) / ranks_of_host[peers[rank].host]
         if self._agreement.is_first:
-            hosts = len({peer.host for peer in found.peers})
             logger.info(
-                "states are copied between %d hosts; this one's to the host of rank %d", hosts, found.partner_of[0]
+                "states are copied between %d hosts; this one's to the host of rank %d",
+                len(ranks_of_host),
+                self._partner_of[0],
             )
 
-    def look_for_room(self, nbytes: int, missing: int) -> bool:
+    def check_memory(self, nbytes: int, missing: int) -> bool:
         """Checks whether the replicas fit on all hosts; returns whether to call it again.
 
         All ranks call it, with the size of a state and the number of staging buffers that they have yet to allocate.
         They call it a second time once the memory of earlier runs' states is freed. Then it is final.
         """
-        if not self.is_on or self._has_room:
+        if not self.is_on or self._has_memory:
             return False
-        rooms = self._agreement.gathered(Room(nbytes, missing, available_memory()))
-        why = lack_of_room(self._arrangement.peers, self._arrangement.partner_of, rooms, RESERVE)
-        self._has_room = not why
+        memory = self._agreement.gathered((nbytes, missing, available_memory()))
+        why = lack_of_memory(self._peers, self._partner_of, memory, RESERVE)
+        self._has_memory = not why
         self._tries += 1
         if why and self._tries > 1:
             self._end(why)
@@ -272,33 +281,6 @@ class Peer(NamedTuple):
     keeper: Address | None = None  # its keeper's address for other hosts; None if they do not reach it
 
 
-class Arrangement(NamedTuple):
-    """The partners of all ranks. ``why`` is the reason why there are none; empty if there are."""
-
-    peers: Sequence[Peer]  # all ranks
-    partner_of: Sequence[int]
-    why: str
-    beside: Mapping[str, int]  # how many ranks each host has
-    addresses: Mapping[str, str]  # one of each host by which others reach it, for those that have one
-
-    def partner(self, rank: int) -> Address | None:
-        """The keeper that holds the copies of a rank; None if there is none."""
-        return None if self.why else self.peers[self.partner_of[rank]].keeper
-
-    def rate(self, rank: int, options: CopyOptions) -> float:
-        """The bytes a second that a rank may send; 0 for any number."""
-        return (options.rate or 0.0) / self.beside[self.peers[rank].host]
-
-    def towards(self, rank: int) -> str:
-        """The address of another host, for a rank whose own leads to itself; empty if that is not so, or none is known.
-
-        The coordinator's own name may lead it to itself alone: the route to another host says more.
-        """
-        own = self.peers[rank]
-        others = (address for host, address in self.addresses.items() if host != own.host)
-        return next(others, "") if is_local(own.address) else ""
-
-
 def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Peer:
     """Opens this rank's keeper to other hosts, on the interface that leads to ``towards``. Idempotent."""
     host = this_host()
@@ -322,18 +304,20 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
         return peer._replace(problem=str(error))
 
 
-def arrange(peers: Sequence[Peer], options: CopyOptions) -> Arrangement:
-    """Arranges the partners of all ranks, which are in their order."""
-    partner_of = partners(peers)
-    why = next((f"rank {n}: {peer.problem}" for n, peer in enumerate(peers) if peer.keeper is None), "")
-    if not partner_of:
-        what = "on one host" if options.failure_domain is None else "in one failure domain"
-        why = f"all ranks are {what}, and no other one can hold replicas"
+def routes_to_others(peers: Sequence[Peer]) -> list[str]:
+    """For each rank whose own address leads to itself, the address of another host; otherwise empty.
+
+    The coordinator's own name may lead it to itself alone: the route to another host says more.
+    """
+    is_alone = [is_local(peer.address) for peer in peers]
     addresses = dict[str, str]()
-    for peer in peers:
-        if peer.host not in addresses and not is_local(peer.address):
-            addresses[peer.host] = peer.address
-    return Arrangement(peers, partner_of, why, Counter(peer.host for peer in peers), addresses)
+    for peer, alone in zip(peers, is_alone, strict=True):
+        if not alone:
+            addresses.setdefault(peer.host, peer.address)
+    return [
+        next((address for host, address in addresses.items() if host != peer.host), "") if alone else ""
+        for peer, alone in zip(peers, is_alone, strict=True)
+    ]
 
 
 def partners(peers: Sequence[Peer]) -> list[int]:
@@ -358,29 +342,23 @@ def partners(peers: Sequence[Peer]) -> list[int]:
     return found
 
 
-class Room(NamedTuple):
-    """The memory of a rank's host, and what this rank needs of it."""
-
-    nbytes: int  # the size of a state of this rank
-    missing: int  # how many staging buffers it has yet to allocate
-    available: int | None  # the bytes that are available; None if that is not known
-
-
-def lack_of_room(peers: Sequence[Peer], partner_of: Sequence[int], rooms: Sequence[Room], reserve: int) -> str:
+def lack_of_memory(
+    peers: Sequence[Peer], partner_of: Sequence[int], memory: Sequence[tuple[int, int, int | None]], reserve: int
+) -> str:
     """The reason why the replicas of the last and the next state do not fit on some host; empty if they fit everywhere.
 
-    On each host ``reserve`` bytes are left to other programs.
+    ``memory`` has for each rank the bytes of its state, the number of staging buffers that it has yet to allocate, and
+    the bytes that are available on its host, if that is known. On each host ``reserve`` bytes are left to other
+    programs.
     """
     ranks_of, held_by = defaultdict[str, list[int]](list), defaultdict[str, int](int)
     for rank, peer in enumerate(peers):
         ranks_of[peer.host].append(rank)
-        held_by[peers[partner_of[rank]].host] += 2 * rooms[rank].nbytes
+        held_by[peers[partner_of[rank]].host] += 2 * memory[rank][0]
     for host, ranks in ranks_of.items():
-        bounds = [room.available for rank in ranks if (room := rooms[rank]).available is not None]
-        if not bounds:
-            continue
-        staging, needed = sum(rooms[rank].missing * rooms[rank].nbytes for rank in ranks), held_by[host]
-        if staging + needed + reserve > min(bounds):
+        bounds = [available for rank in ranks if (available := memory[rank][2]) is not None]
+        staging, needed = sum(nbytes * missing for nbytes, missing, _ in map(memory.__getitem__, ranks)), held_by[host]
+        if bounds and staging + needed + reserve > min(bounds):
             return (
                 f"the host of rank {ranks[0]} has {min(bounds):,} bytes of memory available. Replicas there take "
                 f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to others"

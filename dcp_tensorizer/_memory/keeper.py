@@ -41,13 +41,13 @@ from .protocol import (
     Extent,
     Forget,
     Found,
+    GetPart,
     Hold,
     OpenToPeers,
     Plain,
     Request,
     StateContent,
     StateHead,
-    Take,
     WrittenDigests,
 )
 from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
@@ -202,19 +202,19 @@ class Keeper:
                 return self._open_to_peers(host, secret), []
             case Copy():
                 return self._begin_copy(request), []
-            case Plain.LOOK_AT_COPY:
+            case Plain.COPY_STATUS:
                 return self._copy, []
             case Plain.DROP_COPIES:
                 return self._drop_copies(), []
-            case Plain.LOOK:
+            case Plain.LIST:
                 with self._changed:
                     heads = tuple(held.state.head for held in self._held.values())
                     address = None if self._server is None else self._server.address
                     return Found(self._job, self._trainer, self.is_orphaned, heads, address), []
             case ClaimRequest(job):
                 return self._claim(job, channel), []
-            case Take(state_id, rank):
-                return self._take(state_id, rank)
+            case GetPart(state_id, rank):
+                return self._give_part(state_id, rank)
             case Plain.END:
                 with self._changed:
                     self._is_over = True
@@ -272,7 +272,7 @@ class Keeper:
             self._wait_anew()
             return Done()
 
-    def _take(self, state_id: str, rank: int) -> tuple[Answer, list[int]]:
+    def _give_part(self, state_id: str, rank: int) -> tuple[Answer, list[int]]:
         try:
             content = self.content(state_id, rank, _DIGEST_SECONDS)
         except TimeoutError:
@@ -322,7 +322,7 @@ class Keeper:
             digests = held.digests.result(_DIGEST_SECONDS)
             throttle = Throttle(request.rate)
             content = StateContent(held.state, digests)
-            copy_part(request.to, content, fd, request.keep, throttle, lambda: not held.is_forgotten)
+            copy_part(request.to, content, fd, request.confirmed, throttle, lambda: not held.is_forgotten)
         except NotCopied as error:
             status = CopyStatus(
                 request.id,
@@ -353,13 +353,16 @@ class Keeper:
             self._held[content.state.head.id, content.state.head.rank] = held
             self._wait_anew()
 
-    def drop_replicas(self, head: StateHead, keep: str) -> list[tuple[int, int]]:
-        """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
+    def drop_replicas(self, head: StateHead, confirmed: str) -> list[tuple[int, int]]:
+        """Forgets the replicas of a rank and run, except the ``confirmed`` one.
+
+        Returns their buffers with their sizes; the caller closes them.
+        """
         with self._changed:
             keys = [
                 (state_id, rank)
                 for (state_id, rank), held in self._held.items()
-                if held.is_replica and rank == head.rank and held.state.head.job == head.job and state_id != keep
+                if held.is_replica and rank == head.rank and held.state.head.job == head.job and state_id != confirmed
             ]
             dropped = [self._held.pop(key) for key in keys]
         return [(held.fd, held.state.nbytes) for held in dropped]

@@ -60,7 +60,7 @@ class StateHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep this state: from the trainer, with the descriptor of a staging buffer."""
+    """Hold this state: from the trainer, with the descriptor of a staging buffer."""
 
     head: StateHead
     nbytes: int  # the size of the buffer
@@ -98,12 +98,12 @@ class OpenToPeers:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy a kept state to a keeper on another host: from the trainer."""
+    """Copy a state that is held to a keeper on another host: from the trainer."""
 
     id: str
     to: Address
     rate: float  # bytes a second; 0: any number
-    keep: str = ""  # the newest state that all hosts have confirmed; empty if there is none
+    confirmed: str = ""  # the newest state that all hosts have confirmed; empty if there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class ClaimRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
-    """Give me a rank's part of a state: from a successor."""
+class GetPart:
+    """Give a rank's part of a state: from a successor."""
 
     id: str
     rank: int
@@ -155,11 +155,11 @@ class StateContent:
 class Plain(Enum):
     """Requests without content."""
 
-    LOOK = auto()  # list the states: from any process
-    LOOK_AT_COPY = auto()  # give the status of the last copy: from the trainer
-    DROP_COPIES = auto()  # let the keeper on the other host forget its copies of this rank's states: from the trainer
+    LIST = auto()  # list the states: from any process
+    COPY_STATUS = auto()  # give the status of the last copy: from the trainer
+    DROP_COPIES = auto()  # make the keeper on the other host forget its copies of this rank's states: from the trainer
     END = auto()  # end, because the states are no longer needed: from the trainer or a successor
 
 
-Request = Hold | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | Take | Plain
+Request = Hold | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | GetPart | Plain
 Answer = Done | Failed | Found | StateContent | CopyStatus | Address | tuple[str, ...]

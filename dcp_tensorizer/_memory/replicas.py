@@ -1,15 +1,16 @@
 """Replicas of states in the memory of other hosts: how keepers copy, receive and serve them.
 
     source                                                  partner
-    ReplicaOffer (which state, how large, what to keep) ──▶ looks for memory, and allocates all of it
-                                                        ◀── Accepted, or ReplicaRefused
-    Join, on further connections ─────────────────────────▶
-    Block, its bytes; on all connections, then Sent ──────▶ compares each block with its XXH3-128
+    ReplicaOffer (which state, how large, what stays) ────▶ looks for memory, and allocates all of it
+                                                        ◀── Answer: the name of the copy, or why it is refused
+    the offer again with that name, on further connections ▶
+    Block, its bytes; on all connections ─────────────────▶ compares each block with its XXH3-128
+                                                        ◀── Answer, on each connection after its last block
     Record, last; its bytes (the layout, the digests) ────▶ now the replica is complete
-                                                        ◀── Ok
+                                                        ◀── Answer
 
-After a restart, a rank takes the record of a part of a state from any keeper that holds the part (`TakeRecord`), and
-reads ranges of its bytes (`ReadRange`).
+After a restart, a rank reads the record of a part of a state from any keeper that holds the part, and then ranges of
+its bytes (`Read`). Each `ReplicaAnswer` says how many bytes follow.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, suppress
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import xxhash
@@ -41,6 +42,9 @@ from ..errors import ReadError, describe
 from .protocol import StateContent, StateHead
 from .wire import MAX_BYTES, Address, Wire, WireError, listen_on
 
+if TYPE_CHECKING:
+    from .keeper import Keeper
+
 BLOCK = 1 << 20
 """Bytes that are copied, and checked, at once."""
 RESERVE = 256 << 20
@@ -53,7 +57,7 @@ _STREAMS = 4  # connections of a copy; each carries some 1 GB/s
 _ALLOCATE = 256 << 20  # bytes at a time: between two times, look at what other programs have allocated
 _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
-_WAIT_SECONDS = 20.0  # until a `Wait` is sent; the other end gives up after 60
+_WAIT_SECONDS = 20.0  # until an answer says that it takes longer; the other end gives up after 60
 _DROP_SECONDS = 10.0  # to drop copies. With the 20 s to connect, it is less than the trainer waits for its keeper
 _ASK_SECONDS = 0.02  # the pause between two requests for a part that is not there yet
 
@@ -62,24 +66,16 @@ _Id = Annotated[str, Meta(max_length=64)]
 
 
 class ReplicaOffer(Struct, tag="offer", array_like=True):
-    """Take a replica of this part of a state. Forget the other replicas of that rank and run, except ``keep``."""
+    """Offers a replica of a part of a state. The partner forgets the other replicas of that rank and run.
+
+    Without a record it offers none, and the partner only forgets.
+    """
 
     head: StateHead
-    nbytes: _Count  # the size of the buffer
-    record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)]
-    keep: _Id  # the id of the newest state that all hosts have confirmed; empty if there is none
-
-
-class Join(Struct, tag="join", array_like=True):
-    """This connection brings blocks of an offer."""
-
-    copy: _Id
-
-
-class Drop(Struct, tag="drop", array_like=True):
-    """Forget all replicas of the rank and run of this part."""
-
-    head: StateHead
+    nbytes: _Count = 0  # the size of the buffer
+    record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)] = 0
+    confirmed: _Id = ""  # the newest state that all hosts have confirmed, which stays; empty if there is none
+    copy: _Id = ""  # the accepted copy whose blocks this connection also brings; empty for a new offer
 
 
 class Block(Struct, tag="block", array_like=True):
@@ -88,10 +84,7 @@ class Block(Struct, tag="block", array_like=True):
     number: _Count
     nbytes: Annotated[int, Meta(ge=1, le=BLOCK)]
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
-
-
-class Sent(Struct, tag="sent", array_like=True):
-    """This connection brings no more blocks."""
+    is_last: bool  # of this connection
 
 
 class Record(Struct, tag="record", array_like=True):
@@ -100,52 +93,28 @@ class Record(Struct, tag="record", array_like=True):
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-class TakeRecord(Struct, tag="take", array_like=True):
-    """Give me the record of a part of a state."""
+class Read(Struct, tag="read", array_like=True):
+    """Asks for bytes of a part from an offset on, or for the part's record."""
 
     id: _Id
     rank: _Count
+    offset: _Count = 0
+    nbytes: _Count | None = None  # None: the record
 
 
-class ReadRange(Struct, tag="read", array_like=True):
-    """Give me bytes of a part, from an offset on."""
+class ReplicaAnswer(Struct, tag="answer", array_like=True):
+    """The answer to each of the others, if need be after some that only say that it ``takes_longer``."""
 
-    id: _Id
-    rank: _Count
-    offset: _Count
-    nbytes: _Count
-
-
-class Accepted(Struct, tag="accepted", array_like=True):
-    """The offer is accepted; further connections join the copy by its name."""
-
-    copy: _Id
-
-
-class Following(Struct, tag="following", array_like=True):
-    """So many bytes follow."""
-
-    nbytes: _Count
-
-
-class Wait(Struct, tag="wait", array_like=True):
-    """The answer takes longer."""
-
-
-class Ok(Struct, tag="ok", array_like=True):
-    """Done."""
-
-
-class ReplicaRefused(Struct, tag="refused", array_like=True):
-    """The request is refused, and ``why``."""
-
-    why: str
+    nbytes: _Count = 0  # the bytes that follow
+    copy: _Id = ""  # the name of an accepted copy
+    takes_longer: bool = False
+    refusal: str = ""  # why the request is refused; empty if it is not
     is_claimed: bool = False  # a later run of the job has claimed this keeper
     is_full: bool = False  # this host has too little memory
 
 
 class NotCopied(Exception):
-    """A state was not copied; `ReplicaRefused` has the same attributes."""
+    """A state was not copied; `ReplicaAnswer` has the same attributes."""
 
     def __init__(self, why: str, *, is_claimed: bool = False, is_full: bool = False) -> None:
         super().__init__(why)
@@ -175,25 +144,6 @@ def decoded(record: bytes | memoryview) -> StateContent:
 
 
 # --- the side that has replicas ---------------------------------------------------------------------------------------
-
-
-class HeldParts(Protocol):
-    """The parts of states that a `Keeper` holds: its trainer's own, and replicas."""
-
-    def refusal(self) -> str:
-        """Returns why this keeper takes no more copies; empty if it does."""
-
-    def add_replica(self, content: StateContent, fd: int) -> None:
-        """Adds a complete replica with its buffer."""
-
-    def drop_replicas(self, head: StateHead, keep: str) -> list[tuple[int, int]]:
-        """Forgets the replicas of a rank and run, except ``keep``. The caller owns the returned buffers, with sizes."""
-
-    def content(self, state_id: str, rank: int, seconds: float) -> StateContent | None:
-        """A part; None if it is not held. Raises `TimeoutError` if there are no digests in time."""
-
-    def buffer(self, state_id: str, rank: int) -> int | None:
-        """A descriptor of a part's buffer, which the caller closes; None if the part is not held."""
 
 
 class _Incoming:
@@ -248,11 +198,11 @@ class _Incoming:
 class ReplicaServer:
     """Receives replicas of states of other hosts, and serves parts of states. Clients must know the run's secret.
 
-    ``host`` is the address of this host to listen on. ``address`` is that of the server.
+    ``keeper`` holds the parts. ``host`` is the address of this host to listen on. ``address`` is that of the server.
     """
 
-    def __init__(self, parts: HeldParts, host: str, secret: bytes) -> None:
-        self._parts = parts
+    def __init__(self, keeper: Keeper, host: str, secret: bytes) -> None:
+        self._keeper = keeper
         self._listener = listen_on(host)
         self.address = Address(host, self._listener.getsockname()[1], secret)
         self._copies: dict[str, _Incoming] = {}
@@ -289,25 +239,30 @@ class ReplicaServer:
             if self._listener.fileno() < 0:  # closed since it was accepted
                 return
             with closing(Wire(connection, self.address.secret, is_server=True)) as wire:
-                reader = _PartReader(self._parts)
+                reader = _PartReader(self._keeper)
+                copy: _Incoming | None = None
+                room = memoryview(b"")
                 while True:
-                    match wire.receive(ReplicaOffer | Join | Record | Drop | TakeRecord | ReadRange):
+                    match wire.receive(ReplicaOffer | Block | Record | Read):
                         case ReplicaOffer() as offer:
-                            self._offered(wire, offer, own)
-                        case Join(name):
-                            copy = self._copies.get(name)
-                            wire.send(ReplicaRefused("no such copy") if copy is None else Ok())
-                            if copy is not None:
-                                _receive_blocks(wire, copy)
-                                wire.send(Ok())
+                            lower_priority(NICENESS_OF_COPIES)  # nothing waits for a copy
+                            room = memoryview(bytearray(BLOCK))
+                            copy, answer = self._offered(offer, own)
+                            wire.send(answer)
+                        case Block() as block if copy is not None:
+                            data = room[: block.nbytes]
+                            wire.receive_bytes(data)
+                            copy.put(block, data)
+                            if block.is_last:
+                                wire.send(ReplicaAnswer())
                         case Record(digest):
                             wire.send(self._recorded(wire, own, digest))
-                        case Drop(head):
-                            wire.send(self._dropped(head))
-                        case TakeRecord(state_id, rank):
-                            self._give_record(wire, state_id, rank)
-                        case ReadRange() as wanted:
+                        case Read(nbytes=None) as wanted:
+                            self._give_record(wire, wanted)
+                        case Read() as wanted:
                             reader.give(wire, wanted)
+                        case Block():
+                            raise WireError("a block without an offer")
         except (OSError, ValueError):
             pass  # the other end is gone, or has sent something invalid; it can connect again
         finally:
@@ -320,27 +275,32 @@ class ReplicaServer:
 
     # --- taking replicas --------------------------------------------------------------------------------------------
 
-    def _offered(self, wire: Wire, offer: ReplicaOffer, own: list[_Incoming]) -> None:
-        if why := self._parts.refusal():
-            wire.send(ReplicaRefused(why, is_claimed=True))
-            return
+    def _offered(self, offer: ReplicaOffer, own: list[_Incoming]) -> tuple[_Incoming | None, ReplicaAnswer]:
+        """Begins or joins a copy; returns it, and the answer. ``own`` are the copies that this connection began."""
+        if offer.copy:
+            joined = self._copies.get(offer.copy)
+            return joined, ReplicaAnswer(refusal="no such copy") if joined is None else ReplicaAnswer()
+        if why := self._keeper.refusal():  # the later run may load its replicas
+            return None, ReplicaAnswer(refusal=why, is_claimed=True)
+        if not offer.record_nbytes:
+            for fd, _ in self._keeper.drop_replicas(offer.head, offer.confirmed):
+                os.close(fd)
+            return None, ReplicaAnswer()
         for other in list(self._copies.values()):
             if other.offer.head.rank == offer.head.rank:  # the source begins again
                 other.abandon()
         with self._allocating:
-            fd, why = self._allocated(offer)
-        if fd is None:
-            wire.send(ReplicaRefused(why, is_full=True))
-            return
-        copy = _Incoming(offer, fd)
+            memory, why = self._allocated(offer)
+        if memory is None:
+            return None, ReplicaAnswer(refusal=why, is_full=True)
+        copy = _Incoming(offer, memory)
         self._copies[copy.name] = copy
         own.append(copy)
-        wire.send(Accepted(copy.name))
-        _receive_blocks(wire, copy)
+        return copy, ReplicaAnswer(copy=copy.name)
 
     def _allocated(self, offer: ReplicaOffer) -> tuple[int | None, str]:
         """Returns memory for a replica, or None and why there is none. Memory of an old replica is used again."""
-        dropped = self._parts.drop_replicas(offer.head, offer.keep)
+        dropped = self._keeper.drop_replicas(offer.head, offer.confirmed)
         fitting = next((fd for fd, nbytes in dropped if nbytes == offer.nbytes), None)
         for fd, _ in dropped:
             if fd != fitting:
@@ -352,7 +312,7 @@ class ReplicaServer:
         except (OSError, MemoryError) as error:
             return None, f"there is no memory for a replica of {offer.nbytes:,} bytes: {error}"
 
-    def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> Struct:
+    def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> ReplicaAnswer:
         if len(own) != 1:
             raise WireError("a record without an offer")
         (copy,) = own
@@ -363,46 +323,30 @@ class ReplicaServer:
         content = decoded(record)
         if content.state.head != copy.offer.head or content.state.nbytes != copy.offer.nbytes:
             raise WireError("the record of another state")
-        if why := self._parts.refusal():
-            return ReplicaRefused(why, is_claimed=True)
+        if why := self._keeper.refusal():
+            return ReplicaAnswer(refusal=why, is_claimed=True)
         fd = copy.complete()
         own.clear()
         self._copies.pop(copy.name, None)
-        self._parts.add_replica(content, fd)
-        return Ok()
-
-    def _dropped(self, head: StateHead) -> Struct:
-        if why := self._parts.refusal():  # the later run may load them
-            return ReplicaRefused(why, is_claimed=True)
-        for fd, _ in self._parts.drop_replicas(head, keep=""):
-            os.close(fd)
-        return Ok()
+        self._keeper.add_replica(content, fd)
+        return ReplicaAnswer()
 
     # --- giving parts -----------------------------------------------------------------------------------------------
 
-    def _give_record(self, wire: Wire, state_id: str, rank: int) -> None:
+    def _give_record(self, wire: Wire, wanted: Read) -> None:
         while True:
             try:
-                content = self._parts.content(state_id, rank, _WAIT_SECONDS)
+                content = self._keeper.content(wanted.id, wanted.rank, _WAIT_SECONDS)
             except (TimeoutError, FutureTimeout):
-                wire.send(Wait())
+                wire.send(ReplicaAnswer(takes_longer=True))
                 continue
             if content is None:
-                wire.send(ReplicaRefused("it is not held"))
+                wire.send(ReplicaAnswer(refusal="it is not held"))
                 return
             record = encoded(content)
-            wire.send(Following(len(record)))
+            wire.send(ReplicaAnswer(len(record)))
             wire.send_bytes(memoryview(record))
             return
-
-
-def _receive_blocks(wire: Wire, copy: _Incoming) -> None:
-    lower_priority(NICENESS_OF_COPIES)  # nothing waits for a copy, and its connections carry nothing else
-    room = memoryview(bytearray(BLOCK))
-    while not isinstance(block := wire.receive(Block | Sent), Sent):
-        data = room[: block.nbytes]
-        wire.receive_bytes(data)
-        copy.put(block, data)
 
 
 class _PartReader:
@@ -412,27 +356,28 @@ class _PartReader:
     time; to map and unmap it takes half of that.
     """
 
-    def __init__(self, parts: HeldParts) -> None:
-        self._parts = parts
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
         self._open: tuple[str, int] | None = None
         self._memory: memoryview | None = None
 
-    def give(self, wire: Wire, wanted: ReadRange) -> None:
+    def give(self, wire: Wire, wanted: Read) -> None:
         if self._open != (wanted.id, wanted.rank):
             self._memory = None
-            fd = self._parts.buffer(wanted.id, wanted.rank)
+            fd = self._keeper.buffer(wanted.id, wanted.rank)
             if fd is not None:
                 with closing(Descriptor(fd)):
                     self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
             self._open = wanted.id, wanted.rank
         if self._memory is None:
-            wire.send(ReplicaRefused("it is not held"))
+            wire.send(ReplicaAnswer(refusal="it is not held"))
             return
+        assert wanted.nbytes is not None, "a record is not in the buffer"
         stop = wanted.offset + wanted.nbytes
         if stop > self._memory.nbytes:
-            wire.send(ReplicaRefused("it has fewer bytes"))
+            wire.send(ReplicaAnswer(refusal="it has fewer bytes"))
             return
-        wire.send(Following(wanted.nbytes))
+        wire.send(ReplicaAnswer(wanted.nbytes))
         wire.send_bytes(self._memory[wanted.offset : stop])
 
 
@@ -492,7 +437,7 @@ def copy_part(
     address: Address,
     content: StateContent,
     fd: int,
-    keep: str,
+    confirmed: str,
     throttle: Throttle,
     is_wanted: Callable[[], bool],
     *,
@@ -501,7 +446,7 @@ def copy_part(
     """Copies a part of a state to a keeper on another host, and returns when that keeper has all of it.
 
     ``fd`` is the descriptor of the part's buffer. Once ``is_wanted`` returns False, the buffer may be overwritten.
-    ``keep`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: as many as suit this machine.
+    ``confirmed`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: up to 4, one for each core.
     Raises `NotCopied` if the copy was refused or is no longer wanted, or the other end is gone.
     """
     nbytes, record = content.state.nbytes, encoded(content)
@@ -509,36 +454,40 @@ def copy_part(
     numbers = iter(range(-(-nbytes // BLOCK)))
     taking = free_in_child(threading.Lock())
 
+    def next_block() -> int | None:
+        with taking:
+            return next(numbers, None)
+
     def send_blocks(wire: Wire) -> None:
         room = memoryview(bytearray(BLOCK))
-        while True:
-            with taking:
-                number = next(numbers, None)
-            if number is None:
-                wire.send(Sent())
-                return
+        number = next_block()
+        if number is None:
+            return
+        while number is not None:
             data = room[: min(BLOCK, nbytes - number * BLOCK)]
             throttle.wait(data.nbytes)
             read_into(fd, [data], number * BLOCK)
             if not is_wanted():
                 raise NotCopied("its memory was needed")
-            wire.send(Block(number, data.nbytes, xxhash.xxh3_128_digest(data)))
+            current, number = number, next_block()
+            wire.send(Block(current, data.nbytes, xxhash.xxh3_128_digest(data), is_last=number is None))
             wire.send_bytes(data)
+        _answer(wire)
 
-    def join(name: str) -> None:
+    def join(offer: ReplicaOffer) -> None:
         with closing(address.connect(lower_effort=True)) as wire:
-            _checked(wire.ask(Join(name), Ok | ReplicaRefused))
+            wire.send(offer)
+            _answer(wire)
             send_blocks(wire)
-            wire.receive(Ok)
 
     try:
         with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
             if not is_wanted():  # the offer would end the copy of a newer state
                 raise NotCopied("its memory was needed")
-            offer = ReplicaOffer(content.state.head, nbytes, len(record), keep)
-            accepted = _checked(wire.ask(offer, Accepted | ReplicaRefused))
-            assert isinstance(accepted, Accepted)
-            others = [pool.submit(join, accepted.copy) for _ in range(count - 1)]
+            offer = ReplicaOffer(content.state.head, nbytes, len(record), confirmed)
+            wire.send(offer)
+            joining = msgspec.structs.replace(offer, copy=_answer(wire).copy)
+            others = [pool.submit(join, joining) for _ in range(count - 1)]
             try:
                 send_blocks(wire)
             finally:
@@ -549,22 +498,25 @@ def copy_part(
                 raise NotCopied("its memory was needed")
             wire.send(Record(xxhash.xxh3_128_digest(record)))
             wire.send_bytes(memoryview(record))
-            _checked(wire.receive(Ok | ReplicaRefused))
+            _answer(wire)
     except (OSError, EOFError) as error:
         raise NotCopied(f"the keeper at {address!r} cannot be reached, or has ended: {describe(error)}") from error
+
+
+def _answer(wire: Wire) -> ReplicaAnswer:
+    """Receives an answer; raises `NotCopied` if the request is refused."""
+    answer: ReplicaAnswer = wire.receive(ReplicaAnswer)
+    if answer.refusal:
+        raise NotCopied(answer.refusal, is_claimed=answer.is_claimed, is_full=answer.is_full)
+    return answer
 
 
 def drop_copies(address: Address, head: StateHead) -> None:
     """Makes a keeper on another host forget its replicas of a rank and run. Raises `OSError`, also if it refuses."""
     with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
-        if isinstance(answer := wire.ask(Drop(head), Ok | ReplicaRefused), ReplicaRefused):
-            raise OSError(answer.why)
-
-
-def _checked(answer: Struct) -> Struct:
-    if isinstance(answer, ReplicaRefused):
-        raise NotCopied(answer.why, is_claimed=answer.is_claimed, is_full=answer.is_full)
-    return answer
+        answer: ReplicaAnswer = wire.ask(ReplicaOffer(head), ReplicaAnswer)
+        if answer.refusal:
+            raise OSError(answer.refusal)
 
 
 # --- the side that restarts -------------------------------------------------------------------------------------------
@@ -585,12 +537,20 @@ class RemotePart(RangeReader):
         """Reads the record of the part; raises `ReadError` if the part is not there within some seconds."""
         deadline = time.monotonic() + seconds
         try:
-            wire = self._taken() or self._address.connect()
+            wire = self._idle_wire() or self._address.connect()
             try:
-                while isinstance(answer := self._record_by(wire), ReplicaRefused):
+                wanted = Read(self._id, self._rank)
+                answer: ReplicaAnswer = wire.ask(wanted, ReplicaAnswer)
+                while answer.takes_longer or answer.refusal:
+                    if answer.takes_longer:
+                        answer = wire.receive(ReplicaAnswer)
+                        continue
                     if time.monotonic() >= deadline:
-                        raise OSError(f"{answer.why} (timed out after {seconds:g} s)" if seconds else answer.why)
+                        raise OSError(
+                            f"{answer.refusal} (timed out after {seconds:g} s)" if seconds else answer.refusal
+                        )
                     time.sleep(_ASK_SECONDS)
+                    answer = wire.ask(wanted, ReplicaAnswer)
                 if answer.nbytes > _MAX_RECORD:
                     raise WireError("a record that is too large")
                 content = memoryview(bytearray(answer.nbytes))
@@ -607,20 +567,12 @@ class RemotePart(RangeReader):
         self.nbytes = part.state.nbytes
         return part
 
-    def _record_by(self, wire: Wire) -> Following | ReplicaRefused:
-        """Asks for the record, and waits for the answer."""
-        wire.send(TakeRecord(self._id, self._rank))
-        while isinstance(answer := wire.receive(Following | ReplicaRefused | Wait), Wait):
-            pass
-        assert isinstance(answer, Following | ReplicaRefused)
-        return answer
-
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         self.once(offset, sum(buffer.nbytes for buffer in buffers)).read_into(buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
         """Asks for a range. Its bytes arrive while the caller uses those before them."""
-        wire = self._taken()
+        wire = self._idle_wire()
         if wire is not None:  # the other end may have closed an idle connection
             with suppress(OSError):
                 return self._asked(wire, offset, nbytes)
@@ -628,9 +580,9 @@ class RemotePart(RangeReader):
 
     def _asked(self, wire: Wire, offset: int, nbytes: int) -> RangeReader:
         try:
-            answer = wire.ask(ReadRange(self._id, self._rank, offset, nbytes), Following | ReplicaRefused)
-            if isinstance(answer, ReplicaRefused):
-                raise OSError(f"the keeper at {self._address!r}: {answer.why}")
+            answer: ReplicaAnswer = wire.ask(Read(self._id, self._rank, offset, nbytes), ReplicaAnswer)
+            if answer.refusal:
+                raise OSError(f"the keeper at {self._address!r}: {answer.refusal}")
         except BaseException:
             wire.close()
             raise
@@ -638,7 +590,7 @@ class RemotePart(RangeReader):
             self._bringing.add(wire)
         return _Arriving(wire, offset, nbytes, self._give_back)
 
-    def _taken(self) -> Wire | None:
+    def _idle_wire(self) -> Wire | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 

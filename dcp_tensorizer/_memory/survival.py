@@ -25,7 +25,7 @@ from .._runtime.forks import Descriptor
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.saver import Saver
-from .._staging.buffer_pool import StagedSaves
+from .._staging.saves import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
@@ -111,7 +111,7 @@ class Survival:
         self.has_left = False
         self._stage = _Stage.READY if seconds else _Stage.OFF
         self._keeper: KeeperProcess | None = None
-        self._has_begun_copies = False
+        self._has_partners = False
         self.predecessors = Predecessors()
         self._holding: Future[None] | None = None
         self._count = 0
@@ -120,7 +120,7 @@ class Survival:
 
     # --- holding states ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def find_predecessors(self) -> None:
         """Looks for states of earlier runs, on the first call. Every rank calls it.
 
         Raises `WriteError`, on all ranks, if another run of the job is alive or a rank is gone.
@@ -150,7 +150,7 @@ class Survival:
         return job_name(f"{self._folder.real_path} {self._template}")
 
     def start_keeper(self) -> None:
-        """Starts the keeper, on the first call after `begin`.
+        """Starts the keeper, on the first call after `find_predecessors`.
 
         The start takes a core for a fifth of a second. So it comes after a restore, which needs the core.
         """
@@ -162,15 +162,15 @@ class Survival:
         except WriteError as error:
             self._stop_holding(str(error))
 
-    def begin_copies(self) -> None:
+    def find_partners(self) -> None:
         """Finds the partners of all ranks, on the first call. Every rank calls it after `start_keeper`.
 
         Waits until the keeper has started. Raises `WriteError` if a rank is gone.
         """
-        if self._has_begun_copies:
+        if self._has_partners:
             return
-        self.copies.begin(self._keeper)
-        self._has_begun_copies = True
+        self.copies.find_partners(self._keeper)
+        self._has_partners = True
         if self._stage is _Stage.ON:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
@@ -230,7 +230,7 @@ class Survival:
             if why := _lack_of_room(saves, nbytes):
                 self.copies.give_up(why)
                 self._forget_all_but([newest])
-        asks_again = self.copies.look_for_room(nbytes, max(0, self._most_buffers - len(in_use)))
+        asks_again = self.copies.check_memory(nbytes, max(0, self._most_buffers - len(in_use)))
         if asks_again or not self.copies.are_awaited:
             self.predecessors.end()
 
@@ -272,7 +272,7 @@ class Survival:
 
         return hold
 
-    def choose(
+    def newest_state(
         self, tip: Step | None, ids: Collection[str], lost: Collection[str]
     ) -> tuple[StateHead, AllMemory] | None:
         """Finds the newest state of an earlier run that all ranks can reach, unless it is outdated.
@@ -472,7 +472,7 @@ class Predecessors:
         try:
             for other in sorted(holders, key=lambda other: (other == rank, other)):
                 usable = [holder for holder in holders[other] if (other, _name_of(holder)) not in damaged]
-                holder, part = _taken(usable, state_id, other)
+                holder, part = _part_of(usable, state_id, other)
                 used[other] = _name_of(holder)
                 parts.append(part)
             checkpoint = StateCheckpoint(path, parts)
@@ -514,15 +514,15 @@ def _name_of(holder: KeeperConnection | Address) -> str:
     return f"the keeper of process {holder.found.trainer} on {socket.gethostname()}"
 
 
-def _taken(
+def _part_of(
     holders: Sequence[KeeperConnection | Address], state_id: str, rank: int
 ) -> tuple[KeeperConnection | Address, tuple[StateContent, Descriptor | RemotePart]]:
-    """Takes a part from the first holder that gives it; raises `ReadError` if none does."""
+    """Gets a part from the first holder that gives it; raises `ReadError` if none does."""
     failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
     for holder in holders:
         try:
             if isinstance(holder, KeeperConnection):
-                return holder, holder.take(state_id, rank)
+                return holder, holder.part(state_id, rank)
             remote = RemotePart(holder, state_id, rank)
             return holder, (remote.record(), remote)
         except ReadError as error:

@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 20
 """The largest frame of raw bytes. Such a frame is read, encrypted and sent while it is in the cache of a core."""
 SECRET_BYTES = 32
 
-_MAGIC = b"DCPTZR2"  # ends with the version
+_MAGIC = b"DCPTZR3"  # ends with the version
 _NONCE = 32
 _PROOF = 32
 _HEADER = struct.Struct("<BI")

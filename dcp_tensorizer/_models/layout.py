@@ -367,21 +367,19 @@ class GranuleOwners:
         if begin < layout.headers[file]:
             return 0
         rows, starts = self._of_file[file]
-        place = int(np.searchsorted(starts, begin, side="right")) - 1
-        row = int(rows[place])  # others that begin there are of the same tensor in the file, or have no elements
-        chunks, ranks = self._sharding(int(layout.owner[row]))
+        position = int(np.searchsorted(starts, begin, side="right")) - 1
+        row = int(rows[position])  # others that begin there are of the same tensor in the file, or have no elements
+        number = int(layout.owner[row])
+        if number not in self._shardings:
+            sharding = layout.owners[number]
+            self._shardings[number] = ChunkLayout.from_row(sharding.chunks), expand(sharding.ranks)
+        chunks, ranks = self._shardings[number]
         itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
         count: int = math.prod(chunks.shape)
-        first = (begin - int(starts[place])) // itemsize
-        stop = min(count, max(first + 1, (end - int(starts[place])) // itemsize))
+        first = (begin - int(starts[position])) // itemsize
+        stop = min(count, max(first + 1, (end - int(starts[position])) // itemsize))
         holders: set[int] = set()
         for region in regions_of_range(first, stop, chunks.shape):
             holders.update(ranks[chunks.touched_by(region)].tolist())
         candidates = sorted(holders)
         return int(candidates[granule % len(candidates)])
-
-    def _sharding(self, number: int) -> tuple[ChunkLayout, Integers]:
-        if number not in self._shardings:
-            row = self._layout.owners[number]
-            self._shardings[number] = ChunkLayout.from_row(row.chunks), expand(row.ranks)
-        return self._shardings[number]

@@ -233,14 +233,6 @@ class RankGroup:
             ) from error
 
 
-class Received(NamedTuple):
-    """The pieces of shared blocks that a rank writes after an exchange."""
-
-    own: Pieces  # of its own sources
-    others: Pieces  # received from others; their source is ``content``
-    content: np.ndarray
-
-
 class PieceExchange:
     """Sends the pieces of shared blocks to the ranks that write these, window by window.
 
@@ -257,12 +249,12 @@ class PieceExchange:
         pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
         self._owner = np.array([owners.owner(*pair) for pair in pairs], dtype=np.int64)
         # By the block's beginning, so that all of a block is in one window.
-        place = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
-        self._window = place // (_WINDOW * layout.ranks)
+        begins = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
+        self._window = begins // (_WINDOW * layout.ranks)
         self._shared = shared
 
     def counts(self, number: int) -> list[int]:
-        """How many pieces this rank sends each rank in a window, followed by how many bytes."""
+        """Returns how many pieces this rank sends each rank in a window, followed by how many bytes."""
         chosen = self._of_window(number)
         owner, nbytes = self._owner[chosen], self._shared.nbytes[chosen]
         is_sent = owner != self._group.rank
@@ -270,10 +262,11 @@ class PieceExchange:
         sums = np.bincount(owner[is_sent], weights=nbytes[is_sent], minlength=self._group.size)
         return [*pieces.tolist(), *sums.astype(np.int64).tolist()]
 
-    def swap(self, number: int, counts: Integers) -> Received:
+    def swap(self, number: int, counts: Integers) -> tuple[Pieces, Pieces, np.ndarray]:
         """Sends the pieces for other ranks, and receives those for this rank.
 
-        ``counts`` has a row for each rank: the result of its `counts`.
+        ``counts`` has a row for each rank: the result of its `counts`. Returns the pieces that this rank writes from
+        its own sources, those that it has received, and their bytes.
         """
         chosen = self._of_window(number)
         pieces, owner = self._shared.select(chosen), self._owner[chosen]
@@ -298,7 +291,7 @@ class PieceExchange:
         rows = described.view(np.int64).reshape(-1, _FIELDS)
         starts = np.cumsum(rows[:, 2]) - rows[:, 2]
         others = Pieces(rows[:, 0], rows[:, 1], rows[:, 2], np.zeros(len(rows), dtype=np.int64), starts)
-        return Received(own, others, incoming)
+        return own, others, incoming
 
     def _of_window(self, number: int) -> Integers:
         return np.flatnonzero(self._window == number)

@@ -11,7 +11,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._index.layouts import Region
 from .._index.schema import item_key
 from .._runtime.direct_memory import direct_memory
+from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import group_of_save, state_of_save
 from .._saving.commit import (
@@ -65,7 +66,7 @@ from .pieces import (
     round_count,
     split,
 )
-from .ties import live_state, ties_of
+from .ties import ties_of
 from .versions import SavedModel, VersionsOfWriter
 
 _WEIGHTS = re.compile(
@@ -128,7 +129,8 @@ class ModelSave(Save):
             self.open()
             if self.commits:
                 self._order = {item.index.fqn: number for number, item in enumerate(plan.items)}
-            if self._staged is None and (state := live_state(state_of_save())) is not None:
+            state = state_of_save() if self._staged is None else None
+            if isinstance(state, Mapping) and not isinstance(state, StagedStateDict):  # the model's own tensors
                 self._ties = ties_of(state)
             tied = {*self._ties, *self._ties.values()}
             untied = [(item.index.fqn, item.tensor_data) for item in plan.items if item.index.fqn not in tied]
@@ -193,15 +195,18 @@ class ModelSave(Save):
             raise WriteError(f"{self.path}: {layout.ranks} ranks have planned the save, and its group has {ranks.size}")
         job = _RankJob(self, layout)
         with ExitStack() as shown:
-            others_failed = job.run(plan, planner, ranks, lambda own: shown.enter_context(self._progress(own)))
+            progress = self._saver.callbacks.progress
+            others_failed = job.run(
+                plan,
+                planner,
+                ranks,
+                lambda own: shown.enter_context(progress(self.path, lambda: int(own.nbytes.sum()))),
+            )
             if (job.error is not None or others_failed) and self.commits:
                 self._drop_files()
             if job.error is not None:
                 raise job.error
         return job
-
-    def _progress(self, own: Pieces) -> AbstractContextManager[Callable[[int], object]]:
-        return self._saver.callbacks.progress(self.path, lambda: int(own.nbytes.sum()))
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
@@ -521,12 +526,12 @@ class ModelSaver(Saver):
     def begin(
         self,
         path: str | os.PathLike[str] | None,
-        directory: str | None,
         staged_save: StagedSave | None,
+        context: ProcessContext | None = None,
         error: StagingError | None = None,
     ) -> Save:
         """Begins a save of what was staged for it, or of `source`: see `Saver.begin`."""
-        return super().begin(path, directory, staged_save or self.source, error)
+        return super().begin(path, staged_save or self.source, context, error)
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and for what is being published: see `Saver.close`."""
@@ -538,7 +543,7 @@ class ModelSaver(Saver):
 class _RankJob:
     """The part of a rank in writing a model: first its own blocks, then in rounds those that it shares with others.
 
-    A rank that fails still takes part in the next collective, to tell the others, so that no rank waits for it in vain.
+    A rank that fails still takes part in the next collective, to report it, so that no rank waits for it in vain.
     """
 
     def __init__(self, save: ModelSave, layout: RankLayout) -> None:
@@ -629,20 +634,18 @@ class _RankJob:
         if rows[:, 0].any():
             return True
         assert exchange is not None
-        received = exchange.swap(number, rows[:, 1:])
+        pieces, received, content = exchange.swap(number, rows[:, 1:])
         try:
-            pieces = received.own
-            if len(received.others):
-                self._add(f"received {number}", torch.from_numpy(received.content))
-                source = np.full(len(received.others), len(self._sources) - 1, dtype=np.int64)
-                came = received.others
-                came = Pieces(came.file, came.offset, came.nbytes, source, came.start)
-                pieces = Pieces.joined([pieces, came])
+            if len(received):
+                self._add(f"received {number}", torch.from_numpy(content))
+                source = np.full(len(received), len(self._sources) - 1, dtype=np.int64)
+                moved = Pieces(received.file, received.offset, received.nbytes, source, received.start)
+                pieces = Pieces.joined([pieces, moved])
             self._write(pieces)
         except BaseException as error:
             self.error = error
         finally:
-            if len(received.others):
+            if len(received):
                 del self._sources[-1], self._dtypes[-1]
         return False
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .._runtime.torch_compat import DTensor, flatten_state_dict, part_described, plain_local
-from .._staging.staged_save import StagedStateDict
 
 
 def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
@@ -43,8 +42,3 @@ def identity_of(value: object) -> object:
         return None
     read_as = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return tensor.device, address, read_as, sharding, part_described(value)
-
-
-def live_state(state_dict: Any) -> Mapping[str, Any] | None:
-    """Returns a state dict with the model's own tensors, unless it is a staged one, or none is known."""
-    return state_dict if isinstance(state_dict, Mapping) and not isinstance(state_dict, StagedStateDict) else None

@@ -186,7 +186,7 @@ class VersionsOfWriter:
             needed = set(map(id, self._needed()))
             released = [model for model in self._unreleased if model.before is None or id(model.before) not in needed]
             self._unreleased = [model for model in self._unreleased if model not in released]
-            self._newest = {place: model for place, model in self._newest.items() if id(model) in needed}
+            self._newest = {location: model for location, model in self._newest.items() if id(model) in needed}
         for model in released:
             model.before = None  # so that no chain of all models grows
             try:

@@ -118,7 +118,7 @@ class Channel:
                     if message.nbytes != before:
                         before = message.nbytes
                         patience.renew()
-                    elif patience.is_over():  # it tells of no progress often enough to keep every wait short
+                    elif patience.is_over():  # reports without progress arrive too often for the poll to time out
                         raise TimeoutError
                 elif isinstance(message, Ready):
                     patience.renew()
@@ -157,35 +157,27 @@ class Channel:
             TimeoutError: the other end does not read it in time.
         """
         body = message if isinstance(message, bytes) else pickled(message)
-        with self._sending:
-            self._send(body, fds, timeout)
-
-    def _send(self, body: bytes, fds: Sequence[int], timeout: float | None) -> None:
         header = _HEADER.pack(len(body), len(fds))
-        self.fileno()
-        self._sock.settimeout(timeout)
-        try:
-            # Descriptors ride on the first byte of the header: SCM_RIGHTS needs at least one byte of data.
-            if fds:
-                socket.send_fds(self._sock, [header[:1]], list(fds))
-                self._sock.sendall(header[1:])
-            else:
-                self._sock.sendall(header)
-            self._sock.sendall(body)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise EOFError("the other end of the channel is gone") from error
-        finally:
-            self._sock.settimeout(None)
+        with self._sending:
+            self.fileno()
+            self._sock.settimeout(timeout)
+            try:
+                # Descriptors ride on the first byte of the header: SCM_RIGHTS needs at least one byte of data.
+                if fds:
+                    socket.send_fds(self._sock, [header[:1]], list(fds))
+                    self._sock.sendall(header[1:])
+                else:
+                    self._sock.sendall(header)
+                self._sock.sendall(body)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise EOFError("the other end of the channel is gone") from error
+            finally:
+                self._sock.settimeout(None)
 
     def wait_readable(self, patience: Patience, check: Callable[[], object] = lambda: None) -> None:
-        """Waits until there is something to receive.
+        """Waits until there is something to receive; raises `TimeoutError` when ``patience`` is over.
 
-        Args:
-            patience: Limits the wait.
-            check: Called now and then. If it raises an exception, the wait ends.
-
-        Raises:
-            TimeoutError: there is nothing for too long.
+        ``check`` is called about once a second. If it raises an exception, the wait ends.
         """
         while True:
             poll = select.poll()
@@ -197,11 +189,7 @@ class Channel:
                 raise TimeoutError
 
     def receive(self, wait: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
-        """Receives a message.
-
-        Args:
-            wait: Called before each read from the socket, because the other end may stop within a message.
-        """
+        """Receives a message. ``wait`` is called before each read, because the other end may stop within a message."""
         self.fileno()
         try:
             wait()
@@ -251,11 +239,12 @@ class Channel:
                 poll.poll(timeout * 1000)
 
     def close(self) -> None:
+        """Shuts the socket down, and closes this copy of it. Idempotent."""
         self.shut_down()
         self._close_here()
 
     def _close_here(self) -> None:
-        """Closes this copy of the socket; other copies stay open."""
+        """Closes this copy of the socket: those of other processes stay open."""
         if self.is_ours:
             self._sock.close()
 

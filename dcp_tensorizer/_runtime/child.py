@@ -109,8 +109,14 @@ class ChildProcess:
             TimeoutError: the process made no progress for ``timeout`` seconds.
             EOFError: the process has ended; the message has its exit and its last output.
         """
+
+
+        def check_alive() -> None:  # its own children may still hold its end of the socket open
+            if self._popen.poll() is not None:
+                raise EOFError
+
         try:
-            answer, _ = self._channel.ask(request, fds, timeout=timeout, check=self._check_alive, progress=progress)
+            answer, _ = self._channel.ask(request, fds, timeout=timeout, check=check_alive, progress=progress)
         except TimeoutError:
             self._kill()
             raise TimeoutError(
@@ -122,11 +128,6 @@ class ChildProcess:
             self._kill()
             raise
         return answer
-
-    def _check_alive(self) -> None:
-        """Raises `EOFError` if the process has died. Its own children may still hold its end of the socket open."""
-        if self._popen.poll() is not None:
-            raise EOFError
 
     def _kill(self) -> int | None:
         """Kills the process, and returns its exit code; 0 if it is not ours, None if it has not ended yet."""

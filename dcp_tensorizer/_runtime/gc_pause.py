@@ -17,58 +17,45 @@ from contextlib import contextmanager
 from .threads import Borrowed
 
 _AGEINGS = 96
-"""Agings without a full collection in between: some ten saves. Then one may run, for cycles that were aged and died."""
+"""Ageings without a full collection in between: some ten saves. Then one may run, for cycles that were aged and died."""
 _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
 """Python 3.12 begins with about 375 frozen objects, which may be unfrozen. A trainer freezes many more."""
 
 
-class _Collector(Borrowed[tuple[int, int, int]]):
-    """The collector's thresholds. While the first one is 0, the collector is paused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._aged = 0
-        self._full_collections = 0
-        self._is_frozen = False  # the trainer has frozen objects
-
-    def _change(self) -> tuple[int, int, int] | None:
-        thresholds = gc.get_threshold()
-        if not gc.isenabled() or not thresholds[0]:  # the trainer has switched it off
-            return None
-        gc.set_threshold(0, *thresholds[1:])
-        return thresholds
-
-    def _restore(self, before: tuple[int, int, int]) -> None:
-        if gc.get_threshold() == (0, *before[1:]):
-            gc.set_threshold(*before)
-
-    def pause(self, user: object) -> None:
-        """Pauses the collector for a user."""
-        if self.use(user):
-            gc.collect(1)  # otherwise the trainer's garbage, which may hold memory of a GPU, would count as old
-
-    def resume(self, user: object, *, ages: bool) -> None:
-        """Removes a user; the last one ends the pause. With ``ages``, all objects then count as old."""
-        self.leave(user, lambda: self._age() if ages and gc.isenabled() else None)
-
-    def _age(self) -> None:
-        """Makes all objects count as old without visiting them, which delays full collections.
-
-        If another thread freezes objects between the check of `gc.get_freeze_count` and `gc.unfreeze`, they are
-        unfrozen too.
-        """
-        full = gc.get_stats()[-1]["collections"]
-        if full != self._full_collections:
-            self._aged, self._full_collections, self._is_frozen = 0, full, False
-        self._aged += 1
-        # Aging would unfreeze what the trainer has frozen. Counting visits all of it, so it is rarely repeated.
-        self._is_frozen = self._is_frozen or gc.get_freeze_count() > _FROZEN_BY_PYTHON
-        if self._aged <= _AGEINGS and not self._is_frozen:
-            gc.freeze()
-            gc.unfreeze()
+def _pause() -> tuple[int, int, int] | None:
+    thresholds = gc.get_threshold()
+    if not gc.isenabled() or not thresholds[0]:  # the trainer has switched it off
+        return None
+    gc.set_threshold(0, *thresholds[1:])
+    return thresholds
 
 
-_collector = _Collector()
+def _end_pause(before: tuple[int, int, int]) -> None:
+    if gc.get_threshold() == (0, *before[1:]):
+        gc.set_threshold(*before)
+
+
+_collector = Borrowed(_pause, _end_pause)  # while the first threshold is 0, the collector is paused
+_aged = _full_collections = 0
+_is_frozen = False  # the trainer has frozen objects
+
+
+def _age() -> None:
+    """Makes all objects count as old without visiting them, which delays full collections.
+
+    If another thread freezes objects between the check of `gc.get_freeze_count` and `gc.unfreeze`, they are unfrozen
+    too.
+    """
+    global _aged, _full_collections, _is_frozen
+    full = gc.get_stats()[-1]["collections"]
+    if full != _full_collections:
+        _aged, _full_collections, _is_frozen = 0, full, False
+    _aged += 1
+    # Ageing would unfreeze what the trainer has frozen. Counting visits all of it, so it is rarely repeated.
+    _is_frozen = _is_frozen or gc.get_freeze_count() > _FROZEN_BY_PYTHON
+    if _aged <= _AGEINGS and not _is_frozen:
+        gc.freeze()
+        gc.unfreeze()
 
 
 @contextmanager
@@ -89,11 +76,12 @@ def collector_paused() -> Iterator[None]:
     user = object()
     is_done = False
     try:
-        _collector.pause(user)
+        if _collector.use(user):
+            gc.collect(1)  # otherwise the trainer's garbage, which may hold memory of a GPU, would count as old
         yield
         is_done = True
     finally:
-        _collector.resume(user, ages=is_done)
+        _collector.leave(user, lambda: _age() if is_done and gc.isenabled() else None)
 
 
 def age_objects() -> None:

@@ -68,7 +68,7 @@ def _directory() -> str | None:
 def environment() -> dict[str, str]:
     """The environment variables of this process. Other threads may change them meanwhile.
 
-    A program may put a plain dict in the place of ``os.environ``, as tests do. What is no text there is left out.
+    A program may replace ``os.environ`` by a plain dict, as tests do. Entries that are not text are left out.
     """
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, str)}
@@ -87,17 +87,17 @@ def current_umask() -> int | None:
     Libraries read the umask by setting another one, and setting it back. If a thread does that at this moment, readings
     differ, or show a umask that no file can have. Then the most frequent of some more readings is used.
     """
-    looks = [_look(), _look()]
-    if looks[0] is None or (looks[0] == looks[1] and not looks[0] & _OF_OWNER):
-        return looks[0]
+    readings = [_read_umask(), _read_umask()]
+    if readings[0] is None or (readings[0] == readings[1] and not readings[0] & _OF_OWNER):
+        return readings[0]
     for _ in range(_MORE_SAMPLES):
         time.sleep(_SAMPLE_SECONDS)
-        looks.append(_look())
-    seen = [look for look in looks if look is not None]
-    return Counter([look for look in seen if not look & _OF_OWNER] or seen).most_common(1)[0][0]
+        readings.append(_read_umask())
+    seen = [umask for umask in readings if umask is not None]
+    return Counter([umask for umask in seen if not umask & _OF_OWNER] or seen).most_common(1)[0][0]
 
 
-def _look() -> int | None:
+def _read_umask() -> int | None:
     with suppress(OSError, ValueError), open(_STATUS, "rb") as status:
         for line in status:
             if line.startswith(b"Umask:"):

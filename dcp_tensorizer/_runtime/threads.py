@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import os
 import sys
 import threading
@@ -18,7 +17,7 @@ _T = TypeVar("_T")
 _Subject = TypeVar("_Subject")
 
 _REQUESTS_AT_ONCE = 16
-_LOOK_SECONDS = 0.001
+_CHECK_SECONDS = 0.001
 
 
 class Deadline:
@@ -42,14 +41,14 @@ NEVER = Deadline(None)
 
 
 class Patience:
-    """Limits the time without progress, for a caller that checks now and then.
+    """A timeout without progress, for a caller that polls.
 
-    Between two checks at most ``between_looks`` seconds count, and at most a third of ``timeout``. So a job that was
+    Between two checks at most ``between_checks`` seconds count, and at most a third of ``timeout``. So a job that was
     suspended does not time out: while it was, neither side could make progress.
     """
 
-    def __init__(self, timeout: float, between_looks: float) -> None:
-        self._timeout, self._between_looks = timeout, min(between_looks, timeout / 3)
+    def __init__(self, timeout: float, between_checks: float) -> None:
+        self._timeout, self._between_checks = timeout, min(between_checks, timeout / 3)
         self.renew()
 
     def renew(self) -> None:
@@ -63,7 +62,7 @@ class Patience:
     def is_over(self) -> bool:
         """Checks the time; returns whether there has been no progress for too long."""
         now = time.monotonic()
-        self._waited, self._last = self._waited + min(now - self._last, self._between_looks), now
+        self._waited, self._last = self._waited + min(now - self._last, self._between_checks), now
         return self._waited >= self._timeout
 
 
@@ -111,7 +110,7 @@ class Workers(ThreadPoolExecutor):
     def _wait(self) -> None:
         # Without a lock: an exception of a signal handler could leave it locked, and the work would wait for it.
         while self._unfinished:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
 
 
 class _Work(Generic[_T]):
@@ -245,23 +244,20 @@ _FIRST_RELEASE = 0.0001  # the time in which the other thread wakes up
 _RESOLUTION = 2e-6  # Python keeps whole microseconds
 
 
-class Borrowed(abc.ABC, Generic[_T]):
-    """A setting of the whole process that is changed while it has users, and then restored."""
+class Borrowed(Generic[_T]):
+    """A setting of the whole process that is changed while it has users, and then restored.
 
-    def __init__(self) -> None:
+    ``change`` changes it, and returns the program's value, or None if that stays. ``restore`` restores that value,
+    unless the program has set another one meanwhile.
+    """
+
+    def __init__(self, change: Callable[[], _T | None], restore: Callable[[_T], object]) -> None:
+        self._change, self._restore = change, restore
         # Reentrant, because a signal handler or the collector may interrupt its holder.
         self._lock = free_in_child(threading.RLock())
         self._users: set[object] = set()
         self._before: _T | None = None  # the program's, while it is changed
         in_child(self, Borrowed._return)  # none of the threads that use it is in a forked child
-
-    @abc.abstractmethod
-    def _change(self) -> _T | None:
-        """Changes the setting; returns the program's value, or None if that stays."""
-
-    @abc.abstractmethod
-    def _restore(self, before: _T) -> None:
-        """Restores the program's value, unless the program has set another one meanwhile."""
 
     def use(self, user: object) -> bool:
         """Adds a user; returns whether that has changed the setting."""
@@ -289,22 +285,20 @@ class Borrowed(abc.ABC, Generic[_T]):
             self._restore(before)
 
 
-class _Interval(Borrowed[float]):
-    """The interpreter's switch interval, which is short while it has users."""
-
-    def _change(self) -> float | None:
-        before = sys.getswitchinterval()
-        if before <= _SECONDS:
-            return None
-        sys.setswitchinterval(_SECONDS)
-        return before
-
-    def _restore(self, before: float) -> None:
-        if abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION:
-            sys.setswitchinterval(before)
+def _shorten() -> float | None:
+    before = sys.getswitchinterval()
+    if before <= _SECONDS:
+        return None
+    sys.setswitchinterval(_SECONDS)
+    return before
 
 
-_interval = _Interval()
+def _set_back(before: float) -> None:
+    if abs(sys.getswitchinterval() - _SECONDS) < _RESOLUTION:
+        sys.setswitchinterval(before)
+
+
+_interval = Borrowed(_shorten, _set_back)
 
 
 class ShortSwitchInterval:

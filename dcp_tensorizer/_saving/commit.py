@@ -6,17 +6,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import msgspec
-from torch.distributed.checkpoint.metadata import Metadata
 
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._index.container import data_files, find_index
 from .._index.locations import RankPlaces
-from .._index.schema import SaveRecord
-from .._index.write import encode
-from .._runtime.recent import Recent
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, SharedFile, Storage, temporary_file_name
 from .._tensor_file.encryption import Cipher, find_other_key
@@ -125,34 +120,31 @@ def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[
 
 def commit(
     storage: Storage,
-    metadata: Metadata,
-    parts: Sequence[RankPlaces],
+    index: bytes,
+    files: Mapping[str, int],
+    replaced: Iterable[str] = (),
     *,
-    rank: int | None,
+    save_id: str,
+    rank: int | None = None,
     sync: bool,
     overwrite: bool = True,
-    cipher: Cipher | None = None,
-    recent: Recent[bytes] | None = None,
-    record: SaveRecord | None = None,
     check: Callable[[], object] = lambda: None,
     is_owned: bool = False,
 ) -> None:
     """Makes a save the checkpoint at its path, and removes its records. All of its data must be durable.
 
-    Afterwards the files of the replaced checkpoint (`replaced_files`, called before) can be removed.
+    Afterwards the files of the replaced checkpoint can be removed.
 
     Args:
         storage: The checkpoint's directory.
-        metadata: DCP's, with the save's id in its ``storage_meta``. It is not changed, because with plan caching the
-            planner returns the same object again.
-        parts: The ranks' reports of what they wrote.
+        index: The contents of ``.metadata``.
+        files: The sizes of the files of all ranks.
+        replaced: The files of the checkpoint that this one replaces (`replaced_files`).
+        save_id: The id of the save.
         rank: The rank that commits its own part, if ranks save without collectives; otherwise None.
         sync: Make the metadata durable.
         overwrite: Replace a checkpoint at the path. Otherwise that is an error, also if another job has committed one
             since the save began.
-        cipher: The key of an encrypted checkpoint.
-        recent: Sections of earlier saves, see `encode`.
-        record: The manager's record of the save.
         check: Called just before the metadata is put; raises `Refused` if the save must no longer be committed.
         is_owned: ``check`` ensures that only this run uses the directory. If another run puts metadata there after that
             check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
@@ -161,28 +153,28 @@ def commit(
         WriteError: nothing has been committed, the checkpoint before is untouched, and the save's files are removed. Or
             the outcome is unknown, as after a lost answer: then all files stay.
     """
-    assert metadata.storage_meta is not None and metadata.storage_meta.save_id is not None
-    files = dict(file for part in parts for file in part.files)
+    name, replaced = metadata_file_name(rank), set(map(save_id_in, replaced))
+    put_records(storage, replaced)
     try:
         check_data(storage, files)
-        data = encoded(storage, metadata, parts, rank=rank, cipher=cipher, recent=recent, record=record)
-        name, save_id = metadata_file_name(rank), metadata.storage_meta.save_id
         before = storage.read(name) if is_owned and overwrite else None
         check()
         if not is_owned or not overwrite:
-            storage.put(name, data, sync=sync, replace=overwrite, save_id=save_id)
-        elif not storage.put_if(name, before, data, sync=sync, save_id=save_id):
+            storage.put(name, index, sync=sync, replace=overwrite, save_id=save_id)
+        elif not storage.put_if(name, before, index, sync=sync, save_id=save_id):
             raise Refused(f"{storage.path}: another run has saved there just now; this save is not committed")
-    except Refused as error:
-        remove_with_records(storage, files)
-        raise WriteError(str(error)) from error.__cause__
+    except Exception as error:  # not KeyboardInterrupt, after which it may be committed
+        if isinstance(error, Refused):
+            remove_with_records(storage, files)
+        remove_records(storage, replaced)  # the checkpoint before stays
+        if isinstance(error, Refused):
+            raise WriteError(str(error)) from error.__cause__
+        raise
     remove_records(storage, map(save_id_in, files))
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
-    """Checks that the data of all ranks is at its place, as every load will; otherwise raises `Refused`, naming
-    ranks.
-    """
+    """Checks that the data of all ranks is there, as every load will; otherwise raises `Refused`, naming ranks."""
     names = list(files)
     try:
         sizes = in_threads(storage.head, names)
@@ -207,14 +199,6 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     with suppress(Exception):  # not one of ours, or unreadable: a committed save must not fail because of it
         return _named_files(storage, metadata_file_name(rank))
     return set()
-
-
-def encoded(storage: Storage, metadata: Metadata, parts: Sequence[RankPlaces], **options: Any) -> bytes:
-    """Returns the index of a save as bytes; takes the options of `encode`, and raises `Refused`."""
-    try:
-        return encode(metadata, parts, **options)
-    except Exception as error:
-        raise Refused(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
 
 
 def remove(storage: Storage, names: Iterable[str]) -> bool:
@@ -316,19 +300,15 @@ def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -
 # --- encryption keys: with different ones on the ranks, no reader could load the checkpoint ---------------------------
 
 
-def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces], storage: Storage) -> None:
-    """Raises `WriteError`, and removes the save's files, if a rank has another key than the coordinator's
-    ``cipher``.
-    """
+def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces]) -> None:
+    """Raises `WriteError` if a rank has another key than the coordinator's ``cipher``."""
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
-    if other is None:
-        return
-    remove_with_records(storage, [name for part in parts for name, _ in part.files])
-    raise WriteError(
-        f"rank {other} has another encryption key than the coordinator, or only one of them has any. Give every "
-        f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one passphrase "
-        f"and one salt: EncryptionParams.from_string(passphrase, salt=...)."
-    )
+    if other is not None:
+        raise WriteError(
+            f"rank {other} has another encryption key than the coordinator, or only one of them has any. Give every "
+            f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one "
+            f"passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
+        )
 
 
 # --- removing a checkpoint, in an order that never shows half of one ----------------------------------------

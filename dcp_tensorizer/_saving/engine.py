@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 from .._runtime.forks import free_in_child, in_child
 from .._runtime.recent import Recent
 from .._runtime.threads import Deadline
-from .._staging.buffer_pool import StagedSaves
+from .._staging.saves import StagedSaves
 from .._tiers.target import FlushTarget
 from .._version import environment
 from .failures import FailureCounter
@@ -38,10 +38,10 @@ class Engine:
         failures: Counts the saves in a row that were not committed.
         checked_keys: Keys whose objects have been checked, see `warn_about_untrusted`.
         sections: Those of the last indexes, see `entries_section`.
-        tables: The coordinator's memory of the ranks' tables of places.
+        tables: The coordinator's memory of the ranks' tables of locations.
         files: The contents of the files of the last saves.
         connection: To the storage of the last save, kept for the next one.
-        warned_of_group: A warning has said that saves share their process group with training.
+        warned_of_group: The warning that saves share their process group with training has been logged.
     """
 
     def __init__(self, *, devices: bool = False) -> None:

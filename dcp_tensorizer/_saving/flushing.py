@@ -38,7 +38,7 @@ _following: weakref.WeakValueDictionary[str, Flushing] = weakref.WeakValueDictio
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Followed:
     report: SaveReport
-    tell: Callable[[SaveReport, float], object]
+    on_arrival: Callable[[SaveReport, float], object]
     future: Future[float]
 
 
@@ -95,14 +95,14 @@ class Flushing:
                     self._is_watching = True
                     in_background(self._run, name="flush-watch", daemon=True)
 
-    def follow(self, entry: FlushEntry, report: SaveReport, tell: Callable[[SaveReport, float], object]) -> None:
-        """Reports a save of this rank when it is on the remote: ``tell`` gets the report, and when it arrived
+    def follow(self, entry: FlushEntry, report: SaveReport, on_arrival: Callable[[SaveReport, float], object]) -> None:
+        """Reports a save of this rank when it is on the remote: ``on_arrival`` gets the report, and when it arrived
         (``time.time()``).
 
         ``entry`` is the record of the rank's part.
         """
         future: Future[float] = Future()
-        self._followed[entry.stem] = _Followed(report, tell, future)
+        self._followed[entry.stem] = _Followed(report, on_arrival, future)
         waited_for = {save_id: other for save_id, other in self._futures.items() if not other.done()}
         self._futures = waited_for | {report.save_id: future}
         _following[report.save_id] = self
@@ -277,7 +277,7 @@ class Flushing:
                 self._report_missing(followed)
             elif entry is not None and entry.state == REMOTE and self._followed.pop(stem, None) is not None:
                 try:
-                    followed.tell(followed.report, entry.changed)
+                    followed.on_arrival(followed.report, entry.changed)
                 finally:
                     followed.future.set_result(entry.changed)
         for entry in entries.values():

@@ -169,7 +169,7 @@ class Reports:
         """
         self.last = report
         logger.info("%s", report)
-        self._tell(report)
+        self._call(report)
 
     def arrived(self, report: SaveReport, moment: float) -> None:
         """Reports a save again when the remote has it."""
@@ -179,9 +179,9 @@ class Reports:
         if self.last is None or self.last.save_id == report.save_id:
             self.last = report
         logger.info("%s is on the remote, %.1f s after it was durable", report.path, moment - report.durable_at)
-        self._tell(report)
+        self._call(report)
 
-    def _tell(self, report: SaveReport) -> None:
+    def _call(self, report: SaveReport) -> None:
         if self.on_report is not None:
             try:
                 self.on_report(report)

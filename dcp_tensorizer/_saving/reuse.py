@@ -30,9 +30,9 @@ from .write_plan import Item, plan_files
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_HOMES = 4  # in the last saves: the newest may be gone, if its save was not committed
+_LOCATIONS = 4  # in the last saves: the newest may be gone, if its save was not committed
 _KEPT = 4  # saves: a job may save its model and its optimizer in turn, and other states between them
-_MAX_PATIENCE = 64
+_MAX_NEEDED = 64
 # If one tensor changes, its whole file must be written. The head is 0.03% of a file of a GiB.
 _MAX_STEADY_BYTES = 1 << 30
 _MIN_STEADY_BYTES = INDEX_CAPACITY  # a smaller file would take more space than it saves
@@ -48,19 +48,19 @@ class _History:
 
     digest: bytes  # of its elements, in its last save
     same: int = 0  # how many saves before that had the same digest
-    patience: int = 1  # how many it takes until the tensor counts as unchanging
+    needed: int = 1  # how many it takes until the tensor counts as unchanging
     seen: int = 0  # the number of its last save
 
     @property
     def is_steady(self) -> bool:
-        return self.same >= self.patience
+        return self.same >= self.needed
 
     def after(self, digest: bytes, save: int) -> _History:
         """Returns the history after another save."""
         if digest == self.digest:
-            return _History(digest, self.same + 1, self.patience, save)
-        patience = min(_MAX_PATIENCE, 2 * self.patience) if self.is_steady else self.patience
-        return _History(digest, 0, patience, save)
+            return _History(digest, self.same + 1, self.needed, save)
+        needed = min(_MAX_NEEDED, 2 * self.needed) if self.is_steady else self.needed
+        return _History(digest, 0, needed, save)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class _KnownFile:
     """A file that was written, and the names that it has had since."""
 
     contents: tuple[TensorContent, ...]  # its tensors, in file order
-    items: tuple[StoredItem, ...]  # their places in it
+    items: tuple[StoredItem, ...]  # their locations in it
     nbytes: int
-    homes: tuple[EarlierFile, ...]  # newest first
+    earlier: tuple[EarlierFile, ...]  # newest first
     sha256: bool  # whether it has SHA-256 hashes
     uses: int = 0  # how often it was adopted
     seen: int = 0  # the number of the last save that wrote or adopted it
@@ -180,7 +180,7 @@ class FilesOfSave:
             if file.nbytes <= self.storage.max_adopted_bytes and all(tensor in left for tensor, _ in file.contents):
                 tensors = tuple(left.pop(tensor) for tensor, _ in file.contents)
                 name = data_file_name(self.rank, self._first + len(requests), self._save_id)
-                requests.append(FileRequest(name, tensors, file.homes, file.nbytes))
+                requests.append(FileRequest(name, tensors, file.earlier, file.nbytes))
                 self._adopted[name] = file
         steady = [source for tensor, source in left.items() if self._histories[tensor].is_steady]
         if sum(source.nbytes for source in steady) < _MIN_STEADY_BYTES:
@@ -193,7 +193,7 @@ class FilesOfSave:
         return tuple(requests)
 
     def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
-        """Takes the result of writing the files; returns it with the places of tensors in all of them.
+        """Takes the result of writing the files; returns it with the locations of tensors in all of them.
 
         The files are remembered for later saves.
         """
@@ -206,10 +206,10 @@ class FilesOfSave:
             items = tuple(item._replace(file=result.name) for item in file.items)
             results.append(replace(result, tensors=items))
             if result.identity is not None and (result.adopted or changed.isdisjoint(map(_described, request.tensors))):
-                home = EarlierFile(self.storage.location, result.name, result.identity)
-                homes = (home, *itertools.islice(file.homes, _HOMES - 1))
+                newest = EarlierFile(self.storage.location, result.name, result.identity)
+                earlier = (newest, *itertools.islice(file.earlier, _LOCATIONS - 1))
                 uses = file.uses + result.adopted
-                known.append(replace(file, homes=homes, uses=uses, seen=self._number))
+                known.append(replace(file, earlier=earlier, uses=uses, seen=self._number))
         self._known.end(self._number, known, self._histories)
         seconds = done.seconds + self._digest_seconds, done.hash_seconds + self._digest_seconds
         return replace(done, files=tuple(results), seconds=seconds[0], hash_seconds=seconds[1])
@@ -234,8 +234,8 @@ class FilesOfSave:
         in turn, it takes over their count of uses, so that they are not adopted too often.
         """
         contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
-        uses = self._adopted[request.name].uses if request.homes else 0
-        return _KnownFile(contents, result.tensors, result.nbytes, request.homes, self.options.sha256, uses)
+        uses = self._adopted[request.name].uses if request.earlier else 0
+        return _KnownFile(contents, result.tensors, result.nbytes, request.earlier, self.options.sha256, uses)
 
     def _timed(self, digest: _Digest, sources: Sequence[TensorSource]) -> Sequence[bytes]:
         started = time.perf_counter()
@@ -254,5 +254,5 @@ class FilesOfSave:
 
 
 def _described(source: TensorSource) -> TensorSource:
-    """Returns a tensor without its place in memory."""
+    """Returns a tensor without its location in memory."""
     return TensorSource(*source[:5])

@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._index.locations import RankPlaces
 from .._index.schema import SaveRecord
+from .._index.write import encode
 from .._runtime.spans import Span
 from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.open import open_storage
-from .._tensor_file.names import metadata_file_name, save_id_in
+from .._tensor_file.names import metadata_file_name
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
@@ -38,7 +38,6 @@ from .commit import (
     drop_record,
     failed_before_commit,
     put_records,
-    remove_records,
     remove_with_records,
     replaced_files,
 )
@@ -93,7 +92,7 @@ class Save:
 
     meta = StorageMeta
     """The class of the storage's metadata that DCP sends to all ranks when the save is committed."""
-    has_one_id = False
+    shares_id = False
     """True if the file names of all ranks contain the coordinator's id of the save."""
 
     def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
@@ -110,7 +109,7 @@ class Save:
         self._spans, self._lapped = [*description.spans], time.perf_counter()
         self._written: WriteDone | None = None
         self._has_own_thread = staged is not None and staged.is_on_own_thread
-        self._turns = ShortSwitchInterval() if self._has_own_thread else None
+        self._interval = ShortSwitchInterval() if self._has_own_thread else None
         self._tables = SaveTables(saver.engine.tables, save_id)
         self._lock: DirectoryLock | None = None
         self._replaced: concurrent.futures.Future[set[str]] | None = None
@@ -156,14 +155,14 @@ class Save:
         Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
         """
         self._lap("plan")
-        if self.has_one_id:
+        if self.shares_id:
             self.id = self._tables.save_of(plan) or self.id
         with self.whole_or_nothing():
             items = self._resolved(plan, planner)
             self._record_files(items)
             written = self.write_items(items)
             try:
-                self._tell_digests(items, written)
+                self._report_digests(items, written)
                 saver, record = self._saver, self._record
                 compare = None if record is None else functools.partial(saver.freshness.compare, record.step)
                 results = write_results(items, written, self.rank, planner, saver.options.cipher, compare)
@@ -206,7 +205,8 @@ class Save:
             if self._staged is not None:
                 self._staged.on_written = None  # it refers to the object that keeps the state
                 self._staged.release()
-                saver.stager.written(self._staged)
+                if not self._staged.keeps_buffer and self._staged.buffer is not None:
+                    self._staged.buffer.close()  # its memory is freed when the save is over
             if not saver.options.cache_staged_state_dict:
                 saver.engine.client.free()
 
@@ -216,7 +216,7 @@ class Save:
         self._spans += written.spans
         self._written = written
         if not self.commits:
-            self._end_turns()
+            self._end_interval()
             self._publish(self._report(written))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -242,7 +242,7 @@ class Save:
 
     def end(self) -> None:
         """Releases the directory, so that others may clean up there. Idempotent."""
-        self._end_turns()
+        self._end_interval()
         self._release()
 
     # --- the parts of the hooks -------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Save:
         omitted = frozenset[str]() if self._staged is None else self._staged.omitted
         return resolve(plan, planner, lambda tensor: buffer is not None and buffer.locate(tensor) is not None, omitted)
 
-    def _tell_digests(self, items: list[Item], written: WriteDone) -> None:
+    def _report_digests(self, items: list[Item], written: WriteDone) -> None:
         """Passes the digests to the object that keeps the staged state, which then need not take them."""
         save = self._staged
         if save is None or save.on_written is None or save.buffer is None:
@@ -268,12 +268,26 @@ class Save:
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
+        files = dict(file for part in parts for file in part.files)
+        cipher = self._saver.options.cipher
         try:
             self._begin_commit(metadata)
+            agree_on_key(cipher, parts)
+            try:
+                index = encode(
+                    metadata,
+                    parts,
+                    rank=self.metadata_rank,
+                    cipher=cipher,
+                    record=self._record,
+                    recent=self._saver.engine.sections,
+                )
+            except Exception as error:
+                raise WriteError(f"{self.path}: the checkpoint's metadata cannot be stored: {error}") from error
         except CheckpointError:  # nothing has been committed or will be
-            self.remove([name for part in parts for name, _ in part.files])
+            self.remove(files)
             raise
-        replaced = self.commit(metadata, parts)
+        replaced = self.commit(index, files)
         if self._record is not None:
             warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
         return replaced
@@ -302,9 +316,9 @@ class Save:
     def _publish(self, report: SaveReport) -> None:
         self._saver.reports.publish(report)
 
-    def _end_turns(self) -> None:
-        if self._turns is not None:
-            self._turns.end()
+    def _end_interval(self) -> None:
+        if self._interval is not None:
+            self._interval.end()
 
     @contextmanager
     def or_fail(self) -> Iterator[None]:
@@ -369,45 +383,34 @@ class Save:
         if self._files is not None:
             self._files.set(self.storage, [file.name for file in written.files])
 
-    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+    def commit(self, index: bytes, files: dict[str, int]) -> set[str]:
         """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
         removed.
 
-        ``parts`` are the ranks' reports. Raises `WriteError`; see `commit.commit`.
+        ``files`` has the sizes of all ranks' files. Raises `WriteError`; see `commit.commit`.
         """
-        return self._in_time(functools.partial(self._commit, metadata, parts))
-
-    def _commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
         saver, storage = self._saver, self.storage
-        agree_on_key(saver.options.cipher, parts, storage)
-        assert self._replaced is not None
-        replaced = self._replaced.result()
-        if storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
-            replaced |= replaced_files(storage, self.metadata_rank)
-        put_records(storage, map(save_id_in, replaced))
-        try:
+
+        def put() -> set[str]:
+            assert self._replaced is not None
+            replaced = self._replaced.result()
+            if storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
+                replaced |= replaced_files(storage, self.metadata_rank)
             commit(
                 storage,
-                metadata,
-                parts,
+                index,
+                files,
+                replaced,
+                save_id=self.id,
+                rank=self.metadata_rank,
                 sync=saver.options.sync_files,
                 overwrite=saver.options.overwrite,
                 check=self._check_commit,  # at the last moment, because checking all ranks' data may have taken seconds
                 is_owned=saver.owner is not None,
-                **self._index_options(),
             )
-        except Exception:  # not KeyboardInterrupt, after which it may be committed
-            remove_records(storage, map(save_id_in, replaced))  # the checkpoint before stays
-            raise
-        return replaced
+            return replaced
 
-    def _index_options(self) -> dict[str, Any]:
-        return {
-            "rank": self.metadata_rank,
-            "cipher": self._saver.options.cipher,
-            "record": self._record,
-            "recent": self._saver.engine.sections,
-        }
+        return self._in_time(put)
 
     def _check_wanted(self) -> None:
         if self.is_given_up:

@@ -8,13 +8,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._runtime.forks import free_in_child
+from .._runtime.process_context import ProcessContext
 from .._runtime.ranks import is_distributed, rank_of_job
 from .._runtime.spans import Span
 from .._runtime.threads import Deadline
@@ -45,7 +46,7 @@ class Saver:
 
     Args:
         options: The writer's options.
-        callbacks: Told of the writer's saves.
+        callbacks: Called with the reports and the progress of the writer's saves.
         closed: The writer has been closed, and stages nothing.
 
     Attributes:
@@ -60,6 +61,8 @@ class Saver:
         freshness: Compares each save with the one before.
         owner: The run's claim to the folder of the saves; None without a claim.
         refusal: The error that `raise_refusal` raises next.
+        before_save: Called in DCP's first hook of each save.
+        around_write: Makes the context in which each save writes this rank's data.
     """
 
     def __init__(self, options: SaveOptions, callbacks: SaveCallbacks, *, closed: bool = False) -> None:
@@ -88,7 +91,10 @@ class Saver:
         self.save_id = self.next_id = uuid.uuid4().hex
         # Saves without staging may begin at the same time, also in a signal handler.
         self._numbering = free_in_child(threading.RLock())
+        self._of_thread = threading.local()
         self.refusal: WriteError | None = None
+        self.before_save: Callable[[], object] = lambda: None
+        self.around_write: Callable[[], AbstractContextManager[object]] = nullcontext
         self._alive_mark: AliveMark | None = None
         self._ends_engine = False
         self._flushes = False
@@ -130,6 +136,7 @@ class Saver:
         ranks, and `raise_refusal` raises.
         """
         called = time.perf_counter()
+        self.end_save()  # of a failed synchronous save, which still has its directory
         self.engine.saves.wait_turn(self.stager)
         self.engine.failures.end()
         try:
@@ -164,17 +171,22 @@ class Saver:
     def begin(
         self,
         path: str | os.PathLike[str] | None,
-        directory: str | None,
         staged_save: StagedSave | None,
+        context: ProcessContext | None = None,
         error: StagingError | None = None,
     ) -> Save:
-        """Begins a save, inside the step in which DCP sends errors to all ranks.
+        """Begins the calling thread's save, inside the step in which DCP sends errors to all ranks.
 
-        A relative path is relative to ``directory``, or to the current working directory. ``staged_save`` is None if
-        the save writes from the tensors themselves. ``error`` is that of staging in another process. Raises
-        `StagingError` if this rank could not stage its state dict, and `WriteError` if there is no path or the writer
-        is closed, or too many saves in a row were not committed.
+        ``staged_save`` is None if the save writes from the tensors themselves. If another process has staged them,
+        ``context`` and ``error`` are those of staging. Raises `StagingError` if this rank could not stage its state
+        dict, and `WriteError` if there is no path or the writer is closed, or too many saves in a row were not
+        committed.
         """
+        if staged_save is None:  # a synchronous save, or one that another stager has staged
+            self.engine.saves.wait_turn(self.stager)
+        else:
+            context = staged_save.context
+        self.end_save()
         group = name_of_group() if staged_save is None else staged_save.group
         if not self.closed:  # a closed writer is a mistake of the program, not a failure of the storage
             if staged_save is not None:
@@ -184,11 +196,11 @@ class Saver:
             if error := error or (None if staged_save is None else staged_save.error):
                 # A new error: the traceback of the old one would keep frames and their tensors alive.
                 raise StagingError(str(error))
-            where = self._where(path, directory, staged_save)
+            where = self._where(path, None if context is None else context.directory, staged_save)
             self._check_group(where, staged_save)
             with self._numbering:
                 save_id, self.next_id = self.next_id, uuid.uuid4().hex
-            save = self.kind(self, save_id, where, staged_save)
+            save: Save = self.kind(self, save_id, where, staged_save)
         except CheckpointError as failure:
             self.engine.failures.failed(failure)
             raise
@@ -197,7 +209,19 @@ class Saver:
             self._flushes = True
             self.engine.open(self)  # also without staging, because the flush needs the process
         self.engine.connection = save.storage.connection
+        self._of_thread.save = save
         return save
+
+    @property
+    def save(self) -> Save:
+        """The calling thread's save. Saves without staging may run at the same time, each on its own thread."""
+        return self._of_thread.save  # type: ignore[no-any-return]
+
+    def end_save(self) -> None:
+        """Ends this thread's last save, if no hook has: DCP calls none when another rank has failed."""
+        save: Save | None = getattr(self._of_thread, "save", None)
+        if save is not None:
+            save.end()
 
     def raise_refusal(self) -> None:
         """Raises the error of a save that was refused after too many failures in a row, once, for the training thread.

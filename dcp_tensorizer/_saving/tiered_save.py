@@ -9,9 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from .._index.locations import RankPlaces
 from .._runtime.forks import Finalizer
 from .._staging.staged_save import StagedSave
 from .._storage.base import DirectoryLock, Refused, Storage
@@ -24,7 +21,7 @@ from .._tiers.target import place_of
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe, listed_ranks
-from .commit import agree_on_key, encoded, remove
+from .commit import remove
 from .flushing import CommittedMeta
 from .report import SaveReport
 from .save import Save
@@ -47,7 +44,7 @@ class TieredSave(Save):
     """
 
     meta = CommittedMeta
-    has_one_id = True  # so that the files of a lost node are recognised
+    shares_id = True  # so that the files of a lost node are recognised
 
     def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
         assert saver.flushing is not None
@@ -187,13 +184,10 @@ class TieredSave(Save):
 
     # --- the commit -------------------------------------------------------------------------------------------------
 
-    def commit(self, metadata: Metadata, parts: Sequence[RankPlaces]) -> set[str]:
+    def commit(self, index: bytes, files: dict[str, int]) -> set[str]:
         """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the
         remote.
         """
-        agree_on_key(self._saver.options.cipher, parts, self.storage)
-        index = encoded(self.storage, metadata, parts, **self._index_options())
-        files = dict(file for part in parts for file in part.files)
         commit = Commit(metadata_file_name(self.metadata_rank), files, self._saver.options.overwrite)
         self._check_wanted()
         if self._writing is not None:

@@ -81,7 +81,7 @@ class Item:
         return self.tensor.numel() > 0
 
     def source(self, memory: int | MappedFile | None = None, offset: int = 0) -> TensorSource:
-        """Returns the description of the item's bytes and their place."""
+        """Returns the description of the item's bytes and their location."""
         tensor = self.tensor
         return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
 

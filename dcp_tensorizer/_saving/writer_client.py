@@ -234,7 +234,7 @@ class WriterClient:
     ) -> WriteDone:
         tensors = {item.name: item.tensor for item in items}
         # Several threads read them, with current streams of their own.
-        self._device.side_streams.settle(tensors.values())
+        self._device.side_streams.synchronize(tensors.values())
 
         def contents(source: TensorSource) -> memoryview:
             return host_bytes(tensors[source.name])
@@ -258,8 +258,8 @@ class WriterClient:
                 sources.append(item.source(buffer.id))
             elif (offset := buffer.locate(item.tensor)) is not None:
                 sources.append(item.source(buffer.id, offset))
-            elif shared is not None and (place := shared.locate(item.tensor)) is not None:
-                sources.append(item.source(*place))
+            elif shared is not None and (location := shared.locate(item.tensor)) is not None:
+                sources.append(item.source(*location))
             else:
                 made[len(sources)] = item
                 sources.append(item.source())

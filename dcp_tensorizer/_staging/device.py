@@ -176,7 +176,7 @@ class SideStreams(dict[int, SideStream]):
             stream.follow()
         return streams
 
-    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+    def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for all that the calling thread has queued on the devices of these tensors.
 
         Afterwards other threads may read them. Each thread has its own current stream, which does not wait for this
@@ -426,7 +426,7 @@ def expandable_segments() -> str | None:
     return f"{value}, set at run time" if turn_on(value := allocator_settings()) else None
 
 
-def settle_other_devices(tensors: Iterable[torch.Tensor]) -> None:
+def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Waits for all that the calling thread has queued on devices without side streams here, such as XPU and MPS.
 
     Their tensors are copied like host tensors, by torch itself, by threads with streams of their own.
@@ -434,7 +434,7 @@ def settle_other_devices(tensors: Iterable[torch.Tensor]) -> None:
     if not _has_other_accelerator():
         return
     for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "cuda", "meta")}:
-        _say_plain_copies(device.type)
+        _log_plain_copies(device.type)
         module = torch.get_device_module(device)
         if hasattr(module, "current_stream"):
             module.current_stream(device).synchronize()
@@ -449,5 +449,5 @@ def _has_other_accelerator() -> bool:
 
 
 @functools.cache  # once for each kind of device
-def _say_plain_copies(kind: str) -> None:
+def _log_plain_copies(kind: str) -> None:
     logger.info("tensors on %s are staged by plain copies: streams beside training's are for CUDA and ROCm", kind)

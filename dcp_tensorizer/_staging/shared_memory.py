@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,7 +33,7 @@ from ..errors import StagingError
 from .device import PIN_BYTES, Device, pin_if_possible
 
 if TYPE_CHECKING:
-    from .tensor_copy import BatchPlan
+    from .tensor_copy import Batches
 
 # A multiple of vector loads, of the largest element, and of a cache line.
 _ALIGNMENT = 64
@@ -47,15 +47,6 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _ids = itertools.count()
 
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
-
-
-class _Layout(NamedTuple):
-    """All tensors of a buffer."""
-
-    dtypes: list[torch.dtype]
-    shapes: list[torch.Size]
-    tensors: list[torch.Tensor]
-    addresses: list[int]  # of the tensors, when they were made
 
 
 class SharedBuffer:
@@ -83,7 +74,9 @@ class SharedBuffer:
                 on_error.callback(_undo_all, self._undo)
                 with _Registering(self._base, pin_for, self._undo) as registering:
                     _allocate(self.fd, self._base, self.nbytes, registering.advance)
-                _fix_size(self.fd)
+                if hasattr(fcntl, "F_ADD_SEALS"):  # other holders must not truncate it: reading past its end kills them
+                    with suppress(OSError):  # not a memory file
+                        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
                 on_error.pop_all()
         except StagingError:
             self._descriptor.close()
@@ -101,8 +94,9 @@ class SharedBuffer:
         self._mapping = weakref.ref(self._map)
         keep_from_children(self._map)
         self._used = 0
-        self._layout: _Layout | None = None  # the tensors that `allocate_all` has made last
-        self.batches: BatchPlan | None = None  # the copies of the state that was staged here last
+        self._made: list[torch.Tensor] = []  # by `allocate_all`, the last time
+        self._layout: tuple[list[torch.dtype], list[torch.Size], list[int]] | None = None  # of these, with addresses
+        self.batches: Batches | None = None  # the copies of the state that was staged here last
         self.is_kept = False
         self._pinning = pin_for is not None
         self._release = Finalizer(self, _release, self._descriptor, self._undo)
@@ -173,24 +167,17 @@ class SharedBuffer:
         The buffer keeps tensors over the same memory. If the next state has the same dtypes and shapes, it gets aliases
         of them, which are made in an eighth of the time.
         """
-        layout = self._layout
-        if layout is None or not self._has_kept(layout, dtypes, shapes):
-            self._layout = None  # frees the tensors before new ones are made
-            made = list(map(self.allocate, dtypes, shapes))
-            layout = self._layout = _Layout(dtypes, shapes, made, _addresses(made))
-        # Not `Tensor.detach`: it takes twice as long, and lets the interpreter go, which has to be waited for again.
-        return list(map(attrgetter("data"), layout.tensors))
-
-    def _has_kept(self, layout: _Layout, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> bool:
-        """Returns whether a layout is that of some tensors, and still in the buffer: torch.multiprocessing moves
-        storages that it pickles.
-        """
-        is_same = layout.dtypes == dtypes and layout.shapes == shapes
-        return is_same and _addresses(layout.tensors) == layout.addresses
+        # The addresses are compared, too, because torch.multiprocessing moves storages that it pickles.
+        if self._layout != (dtypes, shapes, _addresses(self._made)):
+            self.forget()  # frees the tensors before new ones are made
+            self._made = list(map(self.allocate, dtypes, shapes))
+            self._layout = dtypes, shapes, _addresses(self._made)
+        # Not `Tensor.detach`: it takes twice as long, and releases the GIL, which then has to be reacquired.
+        return list(map(attrgetter("data"), self._made))
 
     def forget(self) -> None:
         """Releases the tensors that `allocate_all` has kept."""
-        self._layout = None
+        self._made, self._layout = [], None
 
     def locate(self, tensor: torch.Tensor) -> int | None:
         """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
@@ -360,10 +347,3 @@ def advise(address: int, nbytes: int, advice: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
-
-
-def _fix_size(fd: int) -> None:
-    """Keeps other holders of a descriptor from truncating the file: reading past its end kills a process."""
-    if hasattr(fcntl, "F_ADD_SEALS"):
-        with suppress(OSError):  # not a memory file
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

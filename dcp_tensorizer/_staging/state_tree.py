@@ -10,14 +10,15 @@ from __future__ import annotations
 import collections
 import copy
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import (
     PART_NAMES,
     DTensor,
@@ -42,6 +43,7 @@ _OTHER_TENSORS = (
 )
 _NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan it by them"
 DtypeOf: TypeAlias = Callable[[torch.dtype], torch.dtype]
+_Take: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # the copy of the next listed tensor
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -52,11 +54,17 @@ class TensorList(list[torch.Tensor]):
     one of them is in an object, which this rank may write.
 
     Attributes:
+        structure: The state dict, copied except for its tensors.
+        memory: Tensors of the same memory, whatever training assigns to ``data`` if it goes on meanwhile.
+        in_place: The numbers of the tensors that are written from shared memory, without a copy.
         described: The keys of tensors that describe their parts (`describes_part`).
     """
 
     def __init__(self, omitted: Set[str] = frozenset()) -> None:
         super().__init__()
+        self.structure: dict[str, Any] = {}
+        self.memory: list[torch.Tensor] = []
+        self.in_place: set[int] = set()
         self._omitted_keys = omitted
         self._omitted: dict[str, range] = {}
         self._inner: list[range] = []
@@ -93,6 +101,21 @@ class TensorList(list[torch.Tensor]):
     def inner(self) -> set[int]:
         """The numbers of tensors that tensors of other classes are made of, and whose dtypes mean something there."""
         return {number for numbers in self._inner for number in numbers}
+
+    @collector_paused()
+    def fill(self, copied: Iterable[torch.Tensor], dtype_of: DtypeOf | None) -> dict[str, Any]:
+        """Returns the staged state dict, given the copies of those that are copied; called once."""
+        omitted = self.omitted
+        others = iter(copied)
+        staged = (
+            t
+            if n in self.in_place
+            else torch.empty(t.shape, dtype=t.dtype, device="meta")  # can be planned, and has no values
+            if n in omitted
+            else next(others)
+            for n, t in enumerate(self.memory)
+        )
+        return fill_tensors(self.structure, self, staged if self.in_place or omitted else copied, dtype_of)  # type: ignore[no-any-return]
 
 
 def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
@@ -286,77 +309,67 @@ def fill_tensors(
     ``dtype_of`` gives for the tensor's. Raises `StagingError` if the structure has other tensors now: more or fewer, or
     of another shape or dtype.
     """
-    left = _Staged(zip(tensors, staged, strict=True), dtype_of)
-    filled = _fill(structure, left)
-    if next(left.pairs, None) is not None:
+    pairs = zip(tensors, staged, strict=True)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        listed, copied = next(pairs, (None, tensor))
+        if listed is not tensor:  # a tensor inside of another one may be made at each access
+            dtypes = tensor.dtype, tensor.dtype if dtype_of is None else dtype_of(tensor.dtype)
+            if listed is None or copied.shape != tensor.shape or copied.dtype not in dtypes:
+                raise StagingError(_OTHER_TENSORS)
+        return copied
+
+    filled = _fill(structure, take)
+    if next(pairs, None) is not None:
         raise StagingError(_OTHER_TENSORS)
     return filled
 
 
-class _Staged(NamedTuple):
-    """The listed tensors that are left, each with its copy."""
-
-    pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]
-    dtype_of: DtypeOf | None
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the next copy, which is a tensor's. A tensor inside of another one may be made at each access."""
-        listed, copied = next(self.pairs, (None, tensor))
-        if listed is not tensor and (
-            listed is None or copied.shape != tensor.shape or not self._fits(copied.dtype, tensor.dtype)
-        ):
-            raise StagingError(_OTHER_TENSORS)
-        return copied
-
-    def _fits(self, staged: torch.dtype, dtype: torch.dtype) -> bool:
-        return staged is dtype or (self.dtype_of is not None and staged is self.dtype_of(dtype))
-
-
-def _fill(structure: Any, staged: _Staged) -> Any:
+def _fill(structure: Any, take: _Take) -> Any:
     if isinstance(structure, _Described):
-        return structure.filled([_rebuild_tensor(shard, staged) for shard in structure.shards])
+        return structure.filled([_rebuild_tensor(shard, take) for shard in structure.shards])
     if isinstance(structure, torch.Tensor):
-        return _rebuild_tensor(structure, staged)
+        return _rebuild_tensor(structure, take)
     if type(structure) is dict:
         for name, item in structure.items():  # nearly all are plain tensors: every call counts
-            structure[name] = staged.take(item) if is_plain_class(item) else _fill(item, staged)
+            structure[name] = take(item) if is_plain_class(item) else _fill(item, take)
         return structure
     if isinstance(structure, tuple) and not isinstance(structure, _ATOMIC):
-        filled = tuple.__new__(type(structure), [_fill(item, staged) for item in structure])
+        filled = tuple.__new__(type(structure), [_fill(item, take) for item in structure])
         if attributes := getattr(structure, "__dict__", None):
             filled.__dict__.update(attributes)
         return filled
     if isinstance(structure, dict):
-        _set_members(structure, [(name, _fill(item, staged)) for name, item in structure.items()])
+        _set_members(structure, [(name, _fill(item, take)) for name, item in structure.items()])
     elif isinstance(structure, Mapping):
-        return _copy_mapping(structure, [(name, _fill(item, staged)) for name, item in structure.items()])
+        return _copy_mapping(structure, [(name, _fill(item, take)) for name, item in structure.items()])
     elif isinstance(structure, list):
-        _set_members(structure, [_fill(item, staged) for item in structure])
+        _set_members(structure, [_fill(item, take) for item in structure])
     return structure
 
 
-def _rebuild_tensor(tensor: torch.Tensor, staged: _Staged) -> torch.Tensor:
+def _rebuild_tensor(tensor: torch.Tensor, take: _Take) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):
-        return _rebuild_sharded(tensor, staged)
+        return _rebuild_sharded(tensor, take)
     if not is_wrapper(tensor):
-        return staged.take(tensor)
+        return take(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(tensor, name) for name in names}
-    rebuilt = {k: _rebuild_tensor(v, staged) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
+    rebuilt = {k: _rebuild_tensor(v, take) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
     if type(tensor) is DTensor:
         return rebuild_dtensor(tensor, rebuilt["_local_tensor"])
     rebuild = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
     return rebuild(rebuilt, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
 
 
-def _rebuild_sharded(tensor: ShardedTensor, staged: _Staged) -> ShardedTensor:
+def _rebuild_sharded(tensor: ShardedTensor, take: _Take) -> ShardedTensor:
     metadata = copy.deepcopy(tensor.metadata())
     for shard_metadata in metadata.shards_metadata:
         shard_metadata.placement = cpu_placement(shard_metadata)
     shards = []
     for shard in tensor.local_shards():
         where = ShardMetadata(shard.metadata.shard_offsets, shard.metadata.shard_sizes, cpu_placement(shard.metadata))
-        shards.append(Shard(_rebuild_tensor(shard.tensor, staged), where))
+        shards.append(Shard(_rebuild_tensor(shard.tensor, take), where))
     metadata.tensor_properties.requires_grad = False
     metadata.tensor_properties.pin_memory = bool(shards) and shards[0].tensor.is_pinned()
     return rebuild_sharded_tensor(tensor, shards, metadata)

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._runtime.gc_pause import collector_paused
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import copy_all, is_plain
 from .._tensor_file.dtypes import UNCOPYABLE, copyable
-from .device import Device, Event, SideStream, SideStreams
+from .device import Event, SideStream, SideStreams
 from .driver import Batch
-from .shared_memory import aligned
+from .shared_memory import SharedBuffer, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,14 @@ _FUSED = {torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, t
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-Layout = tuple[list[Any], ...]
-"""All that decides which bytes of a state are copied from and to which addresses. It refers to no tensor."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A staged tensor, and the tensor whose elements it gets."""
 
+_Share = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # staged tensors and their sources
 
-class BatchPlan(NamedTuple):
-    """The batches of a state, for later states of the same layout in the same staging buffer."""
-
-    layout: Layout
-    batches: dict[int, tuple[Batch, Set[int]]]  # by device, with the numbers of the sources in it
+Batches = tuple[tuple[list[Any], ...], dict[int, tuple[Batch, Set[int]]]]
+"""The batches of a state by device, with the numbers of the sources in them, for later states in the same staging
+buffer. Before them stands what decides which bytes are copied from and to which addresses. Refers to no tensor."""
 
 
 class Copies:
@@ -73,23 +73,69 @@ class Copies:
 
     ``threads`` threads copy what is in host memory, about the same number of bytes each, if torch itself has only one;
     all but one of them begin at once. Copies from devices are queued on ``streams``, after `SideStreams.follow`.
+
+    Attributes:
+        sources: The tensors to copy.
+        indices: The device of each source; None for host memory.
+        devices: Those devices, each once.
+        dtypes: The dtypes of the staged tensors, at first those of the sources. Only copies from a device can cast.
     """
 
-    def __init__(self, streams: SideStreams, threads: int, limits: GatherLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        streams: SideStreams,
+        sources: Sequence[torch.Tensor],
+        *,
+        threads: int = 1,
+        limits: GatherLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self.sources = sources
+        self.indices = list(map(streams.device.index_of, sources))
+        self.devices = [index for index in dict.fromkeys(self.indices) if index is not None]
+        self.dtypes: list[torch.dtype] = list(map(attrgetter("dtype"), sources))
         self._streams = streams
         self._threads = threads
         self._limits = limits
         self._on_device: dict[int, list[tuple[int, Pair]]] = defaultdict(list)  # with the number of each
         self._share: _Share = [], []  # in host memory: of the thread that calls `copy_from_host`
         self._begun: list[concurrent.futures.Future[None]] = []  # by other threads
+        self._layout: tuple[list[Any], ...] | None = None
         self._batches: dict[int, tuple[Batch, Set[int]]] = {}
         self._queued: set[int] = set()
         self._marks: list[Event] = []
 
-    def repeat(self, plan: BatchPlan) -> None:
-        """Queues the batches of an earlier state, before there are staged tensors. `add` leaves its sources out."""
-        for index, of_device in plan.batches.items():
-            self._copy_batch(index, *of_device)
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the staged tensors take in a buffer."""
+        if not self.devices:  # nothing is cast
+            return sum(map(aligned, map(attrgetter("nbytes"), self.sources)))
+        pairs = zip(self.sources, self.dtypes, strict=True)
+        return sum(aligned(source.numel() * dtype.itemsize) for source, dtype in pairs)
+
+    def repeat(self, buffer: SharedBuffer) -> None:
+        """Queues the batches of the last state in the buffer, if this one has the same layout: the bus is busy before
+        there are staged tensors.
+        """
+        if not any(self._streams[index].has_batches for index in self.devices):
+            return
+        placed = list(zip(self.sources, self.indices, strict=True))
+        self._layout = (
+            self.indices,
+            self.dtypes,
+            list(map(attrgetter("shape"), self.sources)),
+            list(map(attrgetter("dtype"), self.sources)),
+            [0 if index is None else source.data_ptr() for source, index in placed],
+            [index is not None and is_plain(source) for source, index in placed],
+        )
+        last, buffer.batches = buffer.batches, None
+        if last is not None and last[0] == self._layout:
+            for index, of_device in last[1].items():
+                self._copy_batch(index, *of_device)
+
+    @property
+    def batches(self) -> Batches | None:
+        """The batches that have been queued, for a later `repeat`."""
+        return None if self._layout is None else (self._layout, self._batches)
 
     def _copy_batch(self, index: int, batch: Batch, numbers: Set[int]) -> bool:
         stream = self._streams[index]
@@ -102,20 +148,30 @@ class Copies:
         finally:
             self._marks.append(stream.mark())
 
-    def add(
-        self, staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], places: Sequence[int | None]
-    ) -> None:
-        """Prepares the copies, and begins those in host memory; called once.
+    @collector_paused()
+    def begin(self, buffer: SharedBuffer) -> Sequence[torch.Tensor]:
+        """Allocates the staged tensors in a buffer, and begins the copies of host memory."""
+        shapes = list(map(attrgetter("shape"), self.sources))
+        if not self.devices:
+            staged = buffer.allocate_all(self.dtypes, shapes)
+        else:
+            order = allocation_order(self.sources, self.dtypes, self.indices, self._limits)
+            made = buffer.allocate_all([self.dtypes[n] for n in order], [shapes[n] for n in order])
+            of_number = dict(zip(order, made, strict=True))
+            staged = [of_number[n] for n in range(len(order))]
+        self.add(staged)
+        return staged
 
-        ``places`` are the devices of the sources; None for host memory.
-        """
+    def add(self, staged: Sequence[torch.Tensor]) -> None:
+        """Prepares the copies to staged tensors that exist, and begins those of host memory; called once."""
+        sources = self.sources
         if not UNCOPYABLE.isdisjoint(map(attrgetter("dtype"), sources)):
             staged, sources = list(map(copyable, staged)), list(map(copyable, sources))
-        if any(place is not None for place in places):
-            for number, (target, source, place) in enumerate(zip(staged, sources, places, strict=True)):
-                if place is not None and number not in self._queued and source.numel():
-                    self._on_device[place].append((number, (target, source)))
-            on_host = [number for number, place in enumerate(places) if place is None]
+        if self.devices:
+            for number, (target, source, index) in enumerate(zip(staged, sources, self.indices, strict=True)):
+                if index is not None and number not in self._queued and source.numel():
+                    self._on_device[index].append((number, (target, source)))
+            on_host = [number for number, index in enumerate(self.indices) if index is None]
             staged, sources = [staged[number] for number in on_host], [sources[number] for number in on_host]
         self._share = staged, sources
         if self._threads > 1 and torch.get_num_threads() == 1:
@@ -138,10 +194,6 @@ class Copies:
     def on_device(self) -> list[Pair]:
         """The pairs whose sources are on devices."""
         return [pair for pairs in self._on_device.values() for _, pair in pairs]
-
-    def plan(self, layout: Layout) -> BatchPlan:
-        """Returns the batches that have been queued, for states of the same layout."""
-        return BatchPlan(layout, self._batches)
 
     def start(self) -> None:
         """Queues the copies from devices, and makes those from host memory."""
@@ -200,16 +252,16 @@ class Copies:
 def allocation_order(
     sources: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype],
-    device: Device,
+    indices: Sequence[int | None],
     limits: GatherLimits = DEFAULT_LIMITS,
 ) -> list[int]:
     """Returns the order in which to allocate staged tensors of some dtypes: first those that are gathered together.
 
-    These are the small ones of one device and one element size, apart from those that batches take.
+    These are the small ones of one device, of ``indices``, and one element size, apart from those that batches take.
     """
     gathered: dict[int, tuple[int, bool, int]] = {}
-    for number, source in enumerate(sources):
-        if (index := device.index_of(source)) is not None and limits.is_small(source):
+    for number, (source, index) in enumerate(zip(sources, indices, strict=True)):
+        if index is not None and limits.is_small(source):
             gathered[number] = index, source.nbytes >= limits.batch_bytes, dtypes[number].itemsize
     return [*sorted(gathered, key=gathered.__getitem__), *(n for n in range(len(sources)) if n not in gathered)]
 
@@ -326,14 +378,8 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
 
 # --- copying tensors of host memory with the free cores ---------------------------------------------------------------
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A staged tensor, and the tensor whose elements it gets."""
-
 _PIECE = 32 << 20
 _SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
-
-
-_Share = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def _copy(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -89,8 +89,19 @@ class WriterProcess(ChildProcess):
                 raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
             kept = self._attached if buffers is None else self._attached.intersection(buffer.id for buffer in buffers)
             call = Call(request, tuple(kept), tuple((buffer.id, buffer.nbytes) for buffer in new), context)
-            answer = self._send(call, descriptors, timeout, progress)
-            if buffers is not None and isinstance(answer, Failed):
+            try:
+                body = pickled(call)
+            except Exception as error:  # only the user's options in it may not pickle
+                raise Unsendable(
+                    f"storage_options cannot be sent to the writer process, because they cannot be pickled: "
+                    f"{describe(error)}"
+                ) from error
+            self._attached = {*kept, *(buffer.id for buffer in new)}
+            self._sent |= self._attached
+            answer = self._exchange(body, descriptors, timeout, progress)
+            if not isinstance(answer, Failed):
+                self._sent = set(self._attached)
+            elif buffers is not None:
                 self._attached = set()  # it may have failed before it attached them
         if isinstance(answer, Failed):
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
@@ -104,7 +115,10 @@ class WriterProcess(ChildProcess):
         if self._lock.acquire(blocking=False):
             with suppress(WriterProcessDied), self._conversation():  # if it died, so has its mapping
                 if self.alive and number in self._sent:
-                    self._send(Call(None, tuple(self._attached - {number})), [], _DETACH_SECONDS)
+                    self._attached -= {number}
+                    answer = self._exchange(pickled(Call(None, tuple(self._attached))), [], _DETACH_SECONDS)
+                    if not isinstance(answer, Failed):
+                        self._sent = set(self._attached)
 
     def close(self, timeout: float = END_SECONDS) -> None:
         """Ends the process: it finishes its request, but is killed after ``timeout`` seconds. Idempotent.
@@ -122,9 +136,18 @@ class WriterProcess(ChildProcess):
 
     @contextmanager
     def _conversation(self) -> Iterator[None]:
-        """Frees the lock after a request. Closes the files if `close` was called meanwhile, and did not wait."""
+        """Translates the errors of a request, and frees the lock after it.
+
+        Closes the files if `close` was called meanwhile, and did not wait.
+        """
         try:
             yield
+        except TimeoutError as error:
+            raise WriterProcessHung(
+                f"{error}: the destination hangs, or is slower than the writer's timeout allows"
+            ) from None
+        except EOFError as error:
+            raise WriterProcessDied(str(error)) from None
         finally:
             if not self.is_ours:
                 self._close_files()
@@ -135,45 +158,12 @@ class WriterProcess(ChildProcess):
         while self._popen.poll() is None:
             time.sleep(LOOK_SECONDS)
 
-    def _send(
-        self,
-        call: Call,
-        fds: Sequence[int],
-        timeout: float,
-        progress: Callable[[int], object] = lambda nbytes: None,
-    ) -> object:
-        """Sends a request, and returns the answer; raises `WriterProcessDied`. The caller holds the lock."""
-        body, buffers = _pickled(call), {*call.kept, *(number for number, _ in call.new)}
-        self._sent |= buffers
-        self._attached = buffers
-        try:
-            answer = self._exchange(body, fds, timeout, progress)
-        except TimeoutError as error:
-            raise WriterProcessHung(
-                f"{error}: the destination hangs, or is slower than the writer's timeout allows"
-            ) from None
-        except EOFError as error:
-            raise WriterProcessDied(str(error)) from None
-        if not isinstance(answer, Failed):
-            self._sent = set(buffers)
-        return answer
-
 
 class _RemoteTraceback(Exception):
     """A traceback of the writer process as text, as the cause of an error here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-def _pickled(call: Call) -> bytes:
-    """Pickles a request; raises `Unsendable`. Only the user's options in it may not pickle."""
-    try:
-        return pickled(call)
-    except Exception as error:
-        raise Unsendable(
-            f"storage_options cannot be sent to the writer process, because they cannot be pickled: {describe(error)}"
-        ) from error
 
 
 def _end(popen: subprocess.Popen[bytes], channel: Channel) -> None:

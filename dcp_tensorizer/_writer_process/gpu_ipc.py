@@ -130,7 +130,7 @@ class Snapshots:
         self._unpin: dict[int, Callable[[], None]] = {}
 
     def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:
-        """Copies everything to its place in a shared buffer, and closes the handles."""
+        """Copies everything to its offset in a shared buffer, and closes the handles."""
         if request.buffer not in self._unpin:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             self._unpin[request.buffer] = lambda: None
@@ -140,11 +140,10 @@ class Snapshots:
         staged = [_copy_in(tensor, memory) for tensor in request.tensors]
         sources = [_open(tensor, storages[tensor.storage]) for tensor in request.tensors]
         self._streams.follow(sources)
-        places = list(map(self._streams.device.index_of, sources))
         with torch.no_grad():
-            copies = Copies(self._streams, 1)
+            copies = Copies(self._streams, sources)
             try:
-                copies.add(staged, sources, places)
+                copies.add(staged)
                 copies.start()
             finally:
                 copies.wait()  # no copy may arrive after the trainer has gone on

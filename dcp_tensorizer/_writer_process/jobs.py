@@ -58,7 +58,7 @@ class FileJob:
         self._memory = memory or PartMemory()
         self.is_abandoned = False
         self._completing = free_in_child(threading.Lock())
-        self._open_home = functools.cache(
+        self._open_folder = functools.cache(
             lambda location: open_storage(location, options.storage_options, options.limits.timeout)
         )
 
@@ -123,18 +123,18 @@ class FileJob:
     def _adopt(self, file: FileRequest) -> FileResult | None:
         """Adopts a file from a location of the same bytes, if there is one and it can be done in time.
 
-        A server may take longer for its own copy than the job may take without progress: trying each place would take
+        A server may take longer for its own copy than the job may take without progress: trying each would take
         several times as long.
         """
-        for home in file.homes:
+        for earlier in file.earlier:
             if self.is_abandoned or self._clock() > self._adopts_until:
                 break
-            if _protocol(home.location) != _protocol(self._storage.location):
+            if _protocol(earlier.location) != _protocol(self._storage.location):
                 continue  # opening it may take a second
             with suppress(CheckpointError):  # then it is written
-                source = self._open_home(home.location)
+                source = self._open_folder(earlier.location)
                 identity = self._storage.adopt(
-                    source, home.name, home.identity, file.name, sync=self._options.sync_files
+                    source, earlier.name, earlier.identity, file.name, sync=self._options.sync_files
                 )
                 if identity is not None:
                     self._adopted_bytes += file.nbytes

@@ -93,7 +93,7 @@ class SaveOptions:
         if self.cipher is not None and self.sha256:
             raise ValueError(
                 "sha256 and encryption cannot be combined: encrypted tensors are authenticated, and a hash of their "
-                "contents would tell what is in them"
+                "contents would reveal what is in them"
             )
         if self.cipher is not None and self.reuse_unchanged:
             raise ValueError(

@@ -1,6 +1,4 @@
-"""One process's part of files that several processes write: pieces of tensors are written to their places in the
-files.
-"""
+"""One process's part of files that several processes write: pieces of tensors are written to their offsets."""
 
 from __future__ import annotations
 
@@ -58,13 +56,13 @@ class Pieces:
         none = [np.zeros(0, dtype=np.int64)] * 5
         return cls(*(np.concatenate(column) for column in zip(none, *columns, strict=True)))
 
-    def cut(self, places: Integers) -> Pieces:
-        """Cuts the pieces at multiples of ``places``, one number for each piece, in the file."""
-        first, last = self.offset // places, (self.offset + self.nbytes - 1) // places
+    def cut(self, sizes: Integers) -> Pieces:
+        """Cuts the pieces at offsets that are multiples of ``sizes``, one number for each piece."""
+        first, last = self.offset // sizes, (self.offset + self.nbytes - 1) // sizes
         counts = np.maximum(0, last - first + 1)
         rows = np.repeat(np.arange(len(self)), counts)
         number = first[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        step = places[rows]
+        step = sizes[rows]
         begin = np.maximum(self.offset[rows], number * step)
         end = np.minimum(self.offset[rows] + self.nbytes[rows], (number + 1) * step)
         start = self.start[rows] + begin - self.offset[rows]
@@ -155,11 +153,8 @@ class SharedWriteJob:
             for sink in self._sinks.values():
                 sink.abort()  # of an incomplete part, it closes the file
 
-    def abandon(self) -> None:
-        """Leaves everything as it is. The trainer's other processes, or the next save, drop the files."""
-
     def _threads(self, sizes: Integers, pieces: Pieces) -> int:
-        """How many threads copy and write: as many as make the storage fast, if there is memory for them."""
+        """Returns how many threads copy and write: as many as make the storage fast, if there is memory for them."""
         if not len(pieces):
             return 1
         wanted = max(self._sink(int(number)).concurrency for number in np.unique(pieces.file)[:1])

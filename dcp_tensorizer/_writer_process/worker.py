@@ -75,7 +75,7 @@ class SpareCores:
         self._before = self._sample()
 
     def since_last(self) -> float:
-        """Since the last call, or since this was made; 0 if no time has passed."""
+        """Returns the average since the last call, or since this was made; 0 if no time has passed."""
         before, self._before = self._before, self._sample()
         total, idle, own = (now - earlier for now, earlier in zip(self._before, before, strict=True))
         seconds = total / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
@@ -140,7 +140,11 @@ class Worker:
                 assert self._snapshots is not None, "it was started without GPUs"
                 self._snapshots.take(request, self._buffers[request.buffer])
             case FlushTarget() as target:
-                self._flush(target)
+                if self._flushes is None:
+                    from .._tiers.flush import FlushThread  # its imports would make every start a fifth longer
+
+                    self._flushes = FlushThread(lambda: self._progress is not None)
+                self._flushes.add(target)
         return result, ()
 
     def _attach(self, call: Call, fds: list[int]) -> None:
@@ -155,13 +159,6 @@ class Worker:
         finally:
             for fd in left:
                 os.close(fd)
-
-    def _flush(self, target: FlushTarget) -> None:
-        if self._flushes is None:
-            from .._tiers.flush import FlushThread  # here, because its imports would make every start a fifth longer
-
-            self._flushes = FlushThread(lambda: self._progress is not None)
-        self._flushes.add(target)
 
     def _digest(self, request: DigestRequest) -> tuple[bytes, ...]:
         done: list[int] = []
@@ -223,19 +220,15 @@ class Worker:
     def _bytes(self, source: TensorSource) -> memoryview:
         match source.memory:
             case MappedFile() as file:
-                memory = self._map(file)
+                with self._mapping:  # when the first tensor in it is written, for as long as the request takes
+                    if file not in self._shared:
+                        self._shared[file] = map_shared(file)
+                    memory = self._shared[file]
             case int(buffer):
                 memory = self._buffers[buffer]
             case None:
                 raise ValueError(f"{source.name!r} is not in shared memory")
         return memoryview(memory)[source.offset : source.offset + source.nbytes]
-
-    def _map(self, file: MappedFile) -> mmap.mmap:
-        """Maps a file when the first tensor in it is written, for as long as the request takes."""
-        with self._mapping:
-            if file not in self._shared:
-                self._shared[file] = map_shared(file)
-            return self._shared[file]
 
     def _send(self, message: object) -> None:
         with suppress(EOFError):

@@ -120,7 +120,7 @@ class _Asynchronous:
         self.wait_for_save()
         if self._heartbeats is None:
             self._heartbeats = Heartbeats(OwnGroup())
-            self._heartbeats.watch_saves(self._writer, self._writer.saver.options.limits.timeout)
+            self._heartbeats.watch_saves(self._writer.saver)
         replaced = path.with_name(f"{path.name}.replaced")
         failure = None
         if self.is_global_zero:

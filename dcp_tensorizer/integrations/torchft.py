@@ -34,7 +34,7 @@ from .._memory.replicas import RemotePart
 from .._memory.runtime_directory import job_name
 from .._memory.wire import SECRET_BYTES, Address
 from .._runtime.threads import cores
-from .._staging.buffer_pool import StagedSaves
+from .._staging.saves import StagedSaves
 from .._staging.stager import Stager
 from .._tensor_file.encryption import require_libsodium
 from ..errors import ReadError, StagingError, StateMismatch, WriteError

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcp_tensorizer import ChecksumMismatch, ReadError, StagingError, StateMismatch, UntrustedObject, WriteError
-from dcp_tensorizer._memory.replicas import TakeRecord
+from dcp_tensorizer._memory.replicas import Read
 from dcp_tensorizer._memory.wire import Address
 from dcp_tensorizer.integrations import torchft
 from dcp_tensorizer.integrations.torchft import TensorizerTransport, _state_id
@@ -179,7 +179,7 @@ def test_a_secret_serves_for_one_state(make):
         after = source.metadata()
         assert (after != before, source._keeper.pid) == (True, keeper)
         with pytest.raises(ConnectionError):
-            connected.ask(TakeRecord(_state_id(2), 0), object)
+            connected.ask(Read(_state_id(2), 0), object)
     source.send_checkpoint([1], 2, {"weight": torch.ones(10)}, SECONDS)
     with pytest.raises(ReadError, match="does not give the state"):
         target.recv_checkpoint(0, before, 2, AT_ONCE)

@@ -18,7 +18,7 @@ from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._saving.saver import Saver
 from dcp_tensorizer._staging.staged_save import StagedSave
-from dcp_tensorizer._staging.buffer_pool import StagedSaves
+from dcp_tensorizer._staging.saves import StagedSaves
 from dcp_tensorizer._staging.tensor_copy import Copies
 
 folder, timeout = sys.argv[1], float(sys.argv[2])

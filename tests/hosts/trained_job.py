@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dcp_tensorizer import CheckpointManager, CopyOptions, SaveLimits, unwrap
 from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.writer_client import WriterClient
-from dcp_tensorizer._staging.stager import _Snapshot
+from dcp_tensorizer._staging.state_tree import TensorList
 
 from .lab import SHARED, Host, Job, Lab
 
@@ -174,7 +174,7 @@ class _Halt:
         self._phase, self._tell, self._go = phase, tell, go
         self.is_armed = False
         own = {
-            "staging": (_Snapshot, "fill"),
+            "staging": (TensorList, "fill"),
             "commit": (Save, "_complete"),
             "after the commit": (Save, "_committed"),
             "write": (WriterClient, "write"),

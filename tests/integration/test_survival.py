@@ -224,7 +224,7 @@ def taken_from(sockets: Path, number: str) -> tuple[StateContent, dict[Extent, b
     assert connection is not None
     with closing(KeeperConnection(connection)) as keeper:
         keeper.look(WAIT)
-        content, buffer = keeper.take(number, 0)
+        content, buffer = keeper.part(number, 0)
     digests = {}
     for extent in content.state.extents:
         digester = Digester(block_size(extent.nbytes))

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._index.locations import RankPlaces
 from dcp_tensorizer._index.schema import ItemKey, item_key
+from dcp_tensorizer._index.write import encode
 from dcp_tensorizer._saving.commit import commit
 from dcp_tensorizer._saving.write_plan import Item, plan_files, stored_names, write_results
 from dcp_tensorizer._storage.open import open_storage
@@ -119,7 +120,8 @@ def make_checkpoint(
         parts += [result.storage_data for result in write_results(items, job.run(), rank)]
     paths = {key: tuple(key.split(".")) for key in described}
     metadata = Metadata(described, paths, storage_meta=StorageMeta(str(path), save_id))
-    commit(storage, metadata, parts, **{"rank": None, "sync": False, "cipher": cipher, **committing})
+    options = {"sync": False, **committing}
+    commit(storage, *index_and_files(metadata, parts, options.get("rank"), cipher), save_id=save_id, **options)
     return Path(path)
 
 
@@ -138,7 +140,14 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
     regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
     described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
     metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))
-    commit(storage, metadata, parts, rank=None, sync=False)
+    commit(storage, *index_and_files(metadata, parts), save_id="a" * 32, sync=False)
+
+
+def index_and_files(
+    metadata: Metadata, parts: Sequence[RankPlaces], rank: int | None = None, cipher: Cipher | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """The contents of ``.metadata``, and the sizes of the ranks' files, as a commit takes them."""
+    return encode(metadata, parts, rank=rank, cipher=cipher), dict(file for part in parts for file in part.files)
 
 
 def _bytes_of(contents: Mapping[str, torch.Tensor], source: TensorSource) -> memoryview:

@@ -118,6 +118,6 @@ def wait_until_digested(folder: Path) -> None:
         keeper = KeeperConnection(connection)
         keeper.look(60.0)
         for head in keeper.found.heads:
-            _, memory = keeper.take(head.id, head.rank)
+            _, memory = keeper.part(head.id, head.rank)
             memory.close()
         keeper.close()

@@ -43,7 +43,7 @@ PART = Part(
     what="What an operation does to the file system is recorded, call by call. From that follows every state in which "
     "a crash may leave the directory: each change that no fsync made durable is there or not, in any combination, and "
     f"each file's bytes are there, cut or missing. Each state is loaded. The checkpoints hold {_TENSORS} tensors, each "
-    "in a file of its own. What is found is the step of each checkpoint, or nothing; before the operation it is 1.",
+    "in a separate file. What is found is the step of each checkpoint, or nothing; before the operation it is 1.",
     rounds=len(SCENARIOS),
     run=run,
 )

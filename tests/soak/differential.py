@@ -73,8 +73,8 @@ def render(content: dict[str, Any]) -> str:
         "## Cases",
         table(("", "count"), [(title, f"{count:,}") for title, count in counts]),
         "## Deliberate differences",
-        "[Compatibility](../../docs/compatibility.md#where-we-differ-from-torchs-own-storage) says what each of "
-        "them is, and why. A case may have several.",
+        "[Compatibility](../../docs/compatibility.md#where-we-differ-from-torchs-own-storage) lists each of "
+        "them, with the reason. A case may have several.",
         table(("difference", "cases", "in every checkpoint"), explained),
         spreads=False,
     )
@@ -82,7 +82,7 @@ def render(content: dict[str, Any]) -> str:
 
 _WHAT = (
     "whether this package does what torch's `FileSystemWriter` and `FileSystemReader` do. hypothesis makes cases: "
-    "states, planners, meshes, ways to save, targets to load into. Each case runs with both storages. Now and then, "
+    "states, planners, meshes, ways to save, targets to load into. Each case runs with both storages. In some cases, "
     "while this package saves, a child is forked, or umask, working directory and environment change. Values, keys, "
     "types, strides, errors and metadata are compared."
 )

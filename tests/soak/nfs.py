@@ -237,7 +237,7 @@ PART = Part(
     "kills and partitions",
     "A job has a rank on each of two clients of one NFS 4.2 server (Linux's, over ext4). This kernel has no NFS: all "
     "of it runs in user-mode Linux, as a process. The ranks save each step. One is killed at a random moment, or both, "
-    f"or a client is cut off for {_PARTITION:g} s, after which the saves go on. The job starts again, on swapped "
+    f"or a client is cut off for {_PARTITION:g} s, after which the saves continue. The job restarts, on swapped "
     "clients now and then, and has to find the newest step that was committed, or a newer one.",
     12,
     run,

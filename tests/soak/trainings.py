@@ -459,8 +459,8 @@ PARTS = {
     "hosts-phases": Part(
         "Hosts: each phase of a save",
         "things that happen to a host",
-        f"{_JOB}Checkpoints go to a disk that all hosts share, to a disk of each host first, or to SeaweedFS on a host "
-        "of its own.",
+        f"{_JOB}Checkpoints go to a disk that all hosts share, to a disk of each host first, or to SeaweedFS on a "
+        "separate host.",
         100,
         _run_phases,
     ),

@@ -1,4 +1,4 @@
-"""The line that tells how far a load has come."""
+"""The line that shows the progress of a load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_first_line_is_there_before_any_byte() -> None:
-    """It says how much there is to load, and a rate; the line is gone when all is loaded."""
+    """It shows the size of the load and a rate, and is cleared when all is loaded."""
     terminal = Terminal()
     line = ProgressLine(stream=terminal)
     line(0, 24_000_000_000)
@@ -29,7 +29,7 @@ def test_the_first_line_is_there_before_any_byte() -> None:
 
 
 def test_a_line_has_bytes_rate_and_time() -> None:
-    """Also the first one of a load that tells nothing before its first bytes."""
+    """Also the first one of a load that reports nothing before its first bytes."""
     terminal = Terminal()
     ProgressLine("reading", terminal)(1_000_000_000, 24_000_000_000)
     assert re.fullmatch(r"reading: 1\.00 GB of 24\.0 GB, \S+ [kMGTP]?B/s, \d+ s left", terminal.lines()[0])

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..._index.write import encode
 from ..._saving.commit import commit, put_records
 from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT, Storage
@@ -57,7 +58,8 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         parts = [result.storage_data for result in write_results(items, done, 0)]
         meta = StorageMeta(shown_path(path), save_id=save_id)
         metadata = Metadata(described, view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
-        commit(storage, metadata, parts, rank=None, sync=True)
+        files_of_save = {file.name: file.nbytes for file in done.files}
+        commit(storage, encode(metadata, parts), files_of_save, save_id=save_id, sync=True)
 
 
 def _items(view: CheckpointView) -> list[Item]:

@@ -45,7 +45,7 @@ def loaded(path: Path, size: int = 1000) -> float:
 
 
 def test_a_writer_for_every_save_uses_one_process_and_one_buffer(tmp_path: Path) -> None:
-    """Writers that nobody closes, as frameworks make them, cost no more than one."""
+    """Writers that are never closed, as frameworks make them, cost no more than one."""
     before, buffers = children(), memory_files()
     with TensorizerStorageWriter(tmp_path / "kept") as kept:
         dcp.async_save(state(0.0), storage_writer=kept).result()

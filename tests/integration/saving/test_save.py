@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -10,9 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_tensorizer import SaveLimits, TensorizerStorageWriter, WriteError, unwrap
 from dcp_tensorizer._saving.save import Save
+from dcp_tensorizer.writer import WriterOptions
 
 from ...lab.processes import writer_process
 
@@ -26,10 +31,10 @@ def save(writer: TensorizerStorageWriter) -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "write_items", "commit"])
-def test_an_error_that_nobody_has_foreseen(
+def test_an_unforeseen_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
-    """It is raised as it is, logged and counted, and nobody says that another rank failed."""
+    """It is raised as it is, logged and counted, and not blamed on another rank."""
 
     def fails(*arguments: object, **options: object) -> None:
         raise RuntimeError("a bug")
@@ -49,6 +54,31 @@ def test_an_error_that_nobody_has_foreseen(
     logged = [record.message for record in caplog.records if record.name == "dcp_tensorizer"]
     words = "RuntimeError: a bug"
     assert logged == [f"the save to {path} failed: {words}"]
+
+
+class Unstorable:
+    """Of a type that no reader would load."""
+
+
+class OddPlanner(DefaultSavePlanner):
+    """Adds an object to DCP's metadata that no reader would load."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data={"w": Unstorable()})
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_metadata_that_cannot_be_stored(tmp_path: Path, local: bool) -> None:
+    """The error names path and type, nothing is committed, and no file of the save is left."""
+    path = tmp_path / "a"
+    options: WriterOptions = {"local": tmp_path / "local"} if local else {}
+    with (
+        TensorizerStorageWriter(path, **options) as writer,
+        pytest.raises(CheckpointException, match=r"metadata cannot be stored: .*Unstorable"),
+    ):
+        dcp.save(STATE, storage_writer=writer, planner=OddPlanner())
+    assert [file for file in tmp_path.rglob("*") if file.suffix in (".tensors", ".metadata")] == []
 
 
 def test_storage_options_that_cannot_be_sent_to_the_writer_process(tmp_path: Path) -> None:

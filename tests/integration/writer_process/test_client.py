@@ -99,13 +99,13 @@ def test_a_failed_request_leaves_no_file(process, buffer, tmp_path):
 def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
     """A class that the writer process cannot import is an error, not the end of the process."""
     options = {"option": Foreign()}
-    Foreign.__module__ = "a_module_of_nobody"
-    sys.modules["a_module_of_nobody"] = sys.modules[__name__]
+    Foreign.__module__ = "an_unknown_module"
+    sys.modules["an_unknown_module"] = sys.modules[__name__]
     try:
-        with pytest.raises(WriteError, match="a_module_of_nobody"):
+        with pytest.raises(WriteError, match="an_unknown_module"):
             process.ask(request(tmp_path, buffer, options=options), [buffer], 60)
     finally:
-        del sys.modules["a_module_of_nobody"]
+        del sys.modules["an_unknown_module"]
     assert process.alive
 
 
@@ -122,13 +122,13 @@ def test_storage_options_that_cannot_be_sent(process, buffer, tmp_path):
 
 def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
     """A request that failed before it was understood leaves nothing assumed: the next one has what it needs."""
-    Foreign.__module__ = "a_module_of_nobody"
-    sys.modules["a_module_of_nobody"] = sys.modules[__name__]
+    Foreign.__module__ = "an_unknown_module"
+    sys.modules["an_unknown_module"] = sys.modules[__name__]
     try:
-        with pytest.raises(WriteError, match="a_module_of_nobody"):
+        with pytest.raises(WriteError, match="an_unknown_module"):
             process.ask(request(tmp_path, buffer, options={"option": Foreign()}), [buffer], 60)
     finally:
-        del sys.modules["a_module_of_nobody"]
+        del sys.modules["an_unknown_module"]
     buffer.reset()
     process.ask(request(tmp_path, buffer), [buffer], 60)
     assert (tmp_path / NAME).exists()
@@ -184,7 +184,7 @@ def test_warnings_as_errors_do_not_keep_it_from_starting(buffer, tmp_path, monke
 
 
 def test_a_process_that_hangs_is_killed(process, buffer, tmp_path):
-    """Without progress for the timeout, the process is killed and the error says so."""
+    """Without progress for the timeout, the process is killed, which the error reports."""
     process.ask(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     buffer.reset()
@@ -391,7 +391,7 @@ def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, mo
 
 
 def test_a_process_that_cannot_be_started(monkeypatch):
-    """The error says why, and no descriptor stays open."""
+    """The error has the reason, and no descriptor stays open."""
 
     def refuse(*args, **options):
         raise OSError(errno.EMFILE, "Too many open files")

@@ -120,6 +120,14 @@ def test_everything_comes_back() -> None:
     assert "encryption" not in content
 
 
+def test_the_metadata_given_is_not_changed() -> None:
+    """With plan caching DCP hands the same object to every save."""
+    given = metadata_of()
+    before = dataclasses.replace(given)
+    encode(given, [])
+    assert given == before
+
+
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Metadata)])
 def test_no_field_of_torch_is_lost(field: str) -> None:
     """Also of a release of torch that has more of them than this test knows: then the index needs them, too."""

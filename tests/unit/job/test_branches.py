@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer._index.schema import SaveRecord
-from dcp_tensorizer._job.steps import TRUNK, Branch, Step, belongs, current_branch, leave, members
+from dcp_tensorizer._job.steps import TRUNK, Branch, Step, belongs, current_branch, members, new_branch
 
 
 def saved_as(number: int, branch: Branch = TRUNK, serial: int = 0, saved_at: int = 0) -> Step:
@@ -19,7 +19,7 @@ def saved_as(number: int, branch: Branch = TRUNK, serial: int = 0, saved_at: int
 def test_a_branch_has_what_led_to_it() -> None:
     """After going back from 1,000 to 500, what lies beyond 500 is of another branch, also later."""
     old = [saved_as(number, serial=number) for number in (100, 500, 980, 1000)]
-    new = [saved_as(number, leave(old[1]), 2000 + number) for number in (600,)]
+    new = [saved_as(number, new_branch(old[1]), 2000 + number) for number in (600,)]
     later = saved_as(990, new[0].branch, 3000)
     assert [saved.number for saved in members([*old, *new, later], later.branch)] == [100, 500, 600, 990]
     assert [saved.number for saved in members([*old, *new, later], TRUNK)] == [100, 500, 980, 1000]
@@ -29,13 +29,13 @@ def test_a_branch_has_what_led_to_it() -> None:
 def test_a_branch_that_was_left_is_never_current() -> None:
     """A later serial or time of the left branch does not count."""
     old = saved_as(1000, serial=99, saved_at=99)
-    assert current_branch([old, new := saved_as(600, leave(saved_as(500)), 1, 1)]) == new.branch
+    assert current_branch([old, new := saved_as(600, new_branch(saved_as(500)), 1, 1)]) == new.branch
 
 
 def test_of_two_branches_the_one_saved_last_is_current() -> None:
     """Serials tell which one that is; times count only where a checkpoint has no serial, such as a writer's own."""
-    start = saved_as(5, leave(None), 1, 1000)
-    first, second = saved_as(6, leave(start), 2, 900), saved_as(7, leave(start), 3, 800)
+    start = saved_as(5, new_branch(None), 1, 1000)
+    first, second = saved_as(6, new_branch(start), 2, 900), saved_as(7, new_branch(start), 3, 800)
     assert current_branch([start, first, second]) == second.branch
     assert current_branch([start, second, first]) == second.branch
     plain = Step(8, "step-8", saved_at=850)
@@ -45,7 +45,7 @@ def test_of_two_branches_the_one_saved_last_is_current() -> None:
 
 def test_a_job_that_began_anew_has_nothing_of_the_old_one() -> None:
     """Its branch has no other before it."""
-    old, new = saved_as(10, serial=1), saved_as(5, leave(None), serial=2)
+    old, new = saved_as(10, serial=1), saved_as(5, new_branch(None), serial=2)
     assert members([old, new], new.branch) == [new]
     assert current_branch([old, new]) == new.branch
     assert current_branch([]) is None
@@ -59,12 +59,12 @@ def test_a_job_that_began_anew_has_nothing_of_the_old_one() -> None:
 def test_branches_are_histories(moves: list[tuple[bool, int]], lost: set[int], clocks: list[int]) -> None:
     """A checkpoint is on a job's branch exactly if it is an ancestor, whatever was deleted and clocks show."""
     made: list[tuple[Step, tuple[int, ...]]] = []  # a checkpoint, and the numbers in `made` of its ancestors
-    branch, history, step = leave(None), (), 0
+    branch, history, step = new_branch(None), (), 0
     for goes_back, by in moves:
         if goes_back and made:
             at = by % len(made)
             saved, before = made[at]
-            branch, history, step = leave(saved), (*before, at), saved.number
+            branch, history, step = new_branch(saved), (*before, at), saved.number
         step += 1 + by % 3
         made.append((saved_as(step, branch, len(made) + 1, clocks[len(made)]), history))
         history = (*history, len(made) - 1)

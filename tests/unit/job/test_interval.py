@@ -51,7 +51,7 @@ class Job:
         stalled = kept = 0.0
         while (begins := time.now + policy.interval) + self._durable <= seconds:
             time.now = begins
-            policy.begin(0, is_due=True)
+            policy.record_save(0, is_due=True)
             self._record = SaveRecord(0, None, (), {}, lived=clock.lived, restarts=clock.restarts)
             time.now = begins + self._stall
             clock.stalled(begins, saves=True)

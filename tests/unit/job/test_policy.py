@@ -48,41 +48,40 @@ class Others(Agreement):
 def test_one_rank(changes: dict[str, bool], action: Action) -> None:
     """A step is saved if a save is due, forced or the last one, and it is neither there nor in progress."""
     vote = replace(NONE, **changes)
-    decision = decide(Agreement(None), vote)
-    assert decision == (action, vote.stop or vote.force or vote.is_due, vote)
+    assert decide(Agreement(None), vote) == (action, vote)
 
 
 def test_what_other_ranks_know_does_not_count() -> None:
     """Their clocks and their view of the storage may differ: that is the first rank's to say."""
     vote = replace(NONE, is_due=True, is_last=True, is_there=True, failures=3)
-    assert decide(Others(1, NONE), vote) == (Action.NOTHING, False, NONE)
+    assert decide(Others(1, NONE), vote) == (Action.NOTHING, NONE)
     first = replace(NONE, is_due=True, failures=2)
-    assert decide(Others(1, first), NONE) == (Action.SAVE, True, first)
-    assert decide(Others(0, vote), NONE) == (Action.NOTHING, False, NONE)
+    assert decide(Others(1, first), NONE) == (Action.SAVE, first)
+    assert decide(Others(0, vote), NONE) == (Action.NOTHING, NONE)
 
 
 @pytest.mark.parametrize("name", ["stop", "force"])
 def test_a_signal_or_a_wish_of_any_rank_counts(name: str) -> None:
     """Stop and force are heard from all."""
     other = replace(NONE, **{name: True})
-    assert decide(Others(0, other), NONE) == (Action.SAVE, True, other)
+    assert decide(Others(0, other), NONE) == (Action.SAVE, other)
 
 
 def test_what_any_rank_says_of_its_memory_counts() -> None:
     """A save that runs on one rank, a state that one could not keep, and one that keeps none."""
     due = replace(NONE, is_due=True)
     other = replace(NONE, is_busy=True, memory=MemoryVote(has_failed=True))
-    assert decide(Others(0, other), due) == (Action.HOLD, True, replace(other, is_due=True))
+    assert decide(Others(0, other), due) == (Action.HOLD, replace(other, is_due=True))
     other = replace(NONE, is_busy=True, must_write=True, memory=MemoryVote(ends=True))
-    assert decide(Others(0, other), due) == (Action.SAVE, True, replace(other, is_due=True))
+    assert decide(Others(0, other), due) == (Action.SAVE, replace(other, is_due=True))
 
 
 def test_that_another_run_has_the_folder_is_the_first_ranks_to_say() -> None:
     """It is known on all ranks then, whatever else is decided."""
     lost = replace(NONE, is_lost=True)
-    assert decide(Agreement(None), lost).vote.is_lost
-    assert decide(Others(1, lost), NONE).vote.is_lost
-    assert not decide(Others(1, NONE), lost).vote.is_lost
+    assert decide(Agreement(None), lost)[1].is_lost
+    assert decide(Others(1, lost), NONE)[1].is_lost
+    assert not decide(Others(1, NONE), lost)[1].is_lost
 
 
 def test_ranks_at_different_steps() -> None:
@@ -94,6 +93,6 @@ def test_ranks_at_different_steps() -> None:
 def test_what_any_rank_says_of_copies_counts() -> None:
     """That one is in progress, has failed, or is not made any more; and that another run has the partner."""
     running, failed = (replace(NONE, memory=MemoryVote(**{name: True})) for name in ("copy_runs", "copy_failed"))
-    assert decide(Others(1, failed), running).vote.memory == MemoryVote(copy_runs=True, copy_failed=True)
+    assert decide(Others(1, failed), running)[1].memory == MemoryVote(copy_runs=True, copy_failed=True)
     ended = replace(NONE, memory=MemoryVote(copies_end=True, is_superseded=True))
-    assert decide(Others(1, ended), NONE).vote.memory == MemoryVote(copies_end=True, is_superseded=True)
+    assert decide(Others(1, ended), NONE)[1].memory == MemoryVote(copies_end=True, is_superseded=True)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.retention import Retaining, Retention
-from dcp_tensorizer._job.steps import Position, Step, StepNames, leave, read_steps
+from dcp_tensorizer._job.steps import Position, Step, StepNames, new_branch, read_steps
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._storage.lease import Lease
 from dcp_tensorizer._storage.local import LocalStorage
@@ -46,7 +46,7 @@ def two_steps(path: Path) -> tuple[LocalStorage, Step, Step]:
 def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
     """The job has gone back since, and what it went back to is of the branch that it has left."""
     folder, first, late = two_steps(tmp_path)
-    place = Position.at(leave(first), first, [first, late])
+    place = Position.at(new_branch(first), first, [first, late])
     Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [100, 200]
     state: dict[str, Any] = {"w": torch.ones(4)}

@@ -35,7 +35,7 @@ def test_each_multiple_is_saved_once(every: int, calls: list[int]) -> None:
         is_due = any(number % every == 0 for number in range(last + 1, step + 1))
         assert policy.is_due(step) == is_due
         if is_due:
-            policy.begin(step, is_due=True)
+            policy.record_save(step, is_due=True)
             last = step
 
 
@@ -47,7 +47,7 @@ def test_seconds_are_counted_from_the_last_save() -> None:
     for clock.now in (9.0, 10.0, 11.0, 19.9, 20.0):
         due.append(policy.is_due(1))
         if due[-1]:
-            policy.begin(1, is_due=True)
+            policy.record_save(1, is_due=True)
     assert due == [False, True, False, False, True]
 
 
@@ -78,7 +78,7 @@ def test_an_interval_that_sets_itself_follows_costs_and_failures() -> None:
     policy = SavePolicy(None, "auto", clock=clock)
     assert policy.is_due(1)
     saved(time, clock, stall=0.5, durable=4.0)
-    policy.begin(1, is_due=True)
+    policy.record_save(1, is_due=True)
     assert policy.interval == pytest.approx((2 * 0.5 * ASSUMED) ** 0.5)
     time.now = 3 * ASSUMED  # it has not failed meanwhile
     assert policy.interval == pytest.approx((2 * 0.5 * 4 * ASSUMED) ** 0.5)
@@ -126,9 +126,9 @@ def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:
     """A step that is held was of memory alone: the save is still due. A restored step is both."""
     policy = SavePolicy(10, None, 3, clock=GoodputClock(Time()))
     assert (policy.is_due(10), policy.is_due_in_memory(10)) == (True, True)
-    policy.begin(10, is_due=False)
+    policy.record_save(10, is_due=False)
     assert (policy.is_due(11), policy.is_due_in_memory(11)) == (True, False)
-    policy.begin(11, is_due=True)
+    policy.record_save(11, is_due=True)
     assert (policy.is_due(12), policy.is_due_in_memory(12)) == (False, True)
     policy.continue_from(29)
     assert [(policy.is_due(step), policy.is_due_in_memory(step)) for step in (29, 30)] == [(False, False), (True, True)]

@@ -33,7 +33,7 @@ def test_a_signal_is_noted_and_passed_on(heard: list[int]) -> None:
     assert (stop.seen, heard) == (True, [signal.SIGUSR1])
     os.kill(os.getpid(), signal.SIGUSR1)  # the launcher's copy of the same signal
     assert heard == [signal.SIGUSR1] * 2
-    stop.restore()
+    stop.uninstall()
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
@@ -56,7 +56,7 @@ def test_a_handler_that_came_later_stays(heard: list[int]) -> None:
     stop.install()
     ours = signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda number, frame: ours(number, frame))  # type: ignore[operator,misc]
-    stop.restore()
+    stop.uninstall()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert heard == [signal.SIGUSR1]
 
@@ -76,7 +76,7 @@ def test_a_forked_child_ends_when_it_is_told_to() -> None:
         os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)
     finally:
-        stop.restore()
+        stop.uninstall()
         os.close(reading)
         os.close(writing)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
@@ -87,7 +87,7 @@ def test_handlers_go_back_from_another_thread(heard: list[int]) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     stop = StopSignals([signal.SIGUSR1])
     stop.install()
-    thread = threading.Thread(target=stop.restore)
+    thread = threading.Thread(target=stop.uninstall)
     thread.start()
     thread.join()
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -143,4 +143,4 @@ def test_a_signal_waits_while_a_child_is_forked() -> None:
         os._exit(0 if is_free and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
-    stop.restore()
+    stop.uninstall()

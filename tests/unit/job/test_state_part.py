@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from dcp_tensorizer import StagingError
-from dcp_tensorizer._job.restore import StatePart
+from dcp_tensorizer._job.saves import collected_part
 
 
 def names(state: dict[str, Any], prefix: str = "") -> list[str]:
@@ -18,6 +18,11 @@ def names(state: dict[str, Any], prefix: str = "") -> list[str]:
     for key, value in state.items():
         found += names(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
     return found
+
+
+def trained(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of a state that is trained."""
+    return collected_part(state, trainable_only=True)[0]
 
 
 class Tied(torch.nn.Module):
@@ -36,7 +41,7 @@ def test_all_of_a_state_is_all_of_it() -> None:
     """Modules are asked for their state; everything else is as it is."""
     model = Tied()
     state = {"model": model, "nested": {"empty": {}}, "step": 1}
-    assert names(StatePart().of(state)) == [
+    assert names(collected_part(state)[0]) == [
         *(f"model.{name}" for name in model.state_dict()),
         "nested.empty",
         "step",
@@ -46,13 +51,13 @@ def test_all_of_a_state_is_all_of_it() -> None:
 def test_keys_are_left_out_by_patterns() -> None:
     """Dicts of which nothing is left go, too. The state itself stays as it is."""
     state = {"model": {"base": {"w": 1, "b": 2}, "lora": {"w": 3}}, "data": [1, 2], 7: {"x": 1}, "empty": {}}
-    assert names(StatePart(("model.base.*", "data", "7.x")).of(state)) == ["model.lora.w", "empty"]
+    assert names(collected_part(state, ("model.base.*", "data", "7.x"))[0]) == ["model.lora.w", "empty"]
     assert len(names(state)) == 6
 
 
 def test_frozen_parameters_are_left_out() -> None:
     """Under each of their names; buffers stay."""
-    state = StatePart(trainable_only=True).of({"model": Tied(), "step": 1})
+    state = trained({"model": Tied(), "step": 1})
     assert names(state) == ["model.scale", "model.adapter.weight", "model.adapter.bias", "step"]
 
 
@@ -61,7 +66,7 @@ def test_modules_in_between_are_in_no_key() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2))
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, torch.nn.Linear))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
-    state = StatePart(trainable_only=True).of({"model": model})
+    state = trained({"model": model})
     assert names(state) == ["model.1.weight", "model.1.bias"]
 
 
@@ -70,18 +75,18 @@ def test_frozen_parameters_by_other_names_are_told(caplog: pytest.LogCaptureFixt
     model = torch.nn.Linear(2, 2).requires_grad_(False)
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"w": state.pop("weight")}))
     del model.bias
-    assert names(StatePart(trainable_only=True).of({"model": model})) == ["model.w"]
+    assert names(trained({"model": model})) == ["model.w"]
     assert "no frozen parameter of 'model' is in its state dict by its name ('weight')" in caplog.text
 
 
 def test_parameters_in_dicts_say_themselves_whether_they_are_frozen() -> None:
     """As in a state dict that was made with ``keep_vars=True``."""
     state = {"model": Tied().state_dict(keep_vars=True), "step": 1}
-    part = StatePart(("step",), trainable_only=True).of(state)
+    part = collected_part(state, ("step",), trainable_only=True)[0]
     assert names(part) == ["model.scale", "model.adapter.weight", "model.adapter.bias"]
 
 
 def test_a_state_that_does_not_say_what_is_trained_is_refused() -> None:
     """The tensors of a plain state dict are all the same."""
     with pytest.raises(StagingError, match="give the module itself in the state"):
-        StatePart(trainable_only=True).of({"model": Tied().state_dict()})
+        trained({"model": Tied().state_dict()})

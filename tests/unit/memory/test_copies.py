@@ -38,7 +38,7 @@ class _Keeper:
 def ready() -> tuple[PeerCopies, Any]:
     """Copies for which there is a partner, and room."""
     copies = PeerCopies(Agreement(None), 2, CopyOptions())
-    copies._partner, copies._has_room = Address("10.0.0.2", 5, b""), True
+    copies._partner, copies._has_memory = Address("10.0.0.2", 5, b""), True
     return copies, _Keeper()
 
 
@@ -103,7 +103,7 @@ def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A warning says so, and nothing is copied."""
     copies = PeerCopies(Agreement(None), 2, CopyOptions())
     with caplog.at_level(logging.WARNING):
-        copies.begin(None)
+        copies.find_partners(None)
     assert not copies.is_on
     assert "as with copies=1: all ranks are on one host" in caplog.text
 

@@ -8,11 +8,10 @@ import pytest
 
 from dcp_tensorizer._memory.copies import (
     Peer,
-    Room,
     address_of,
     address_towards,
     is_local,
-    lack_of_room,
+    lack_of_memory,
     partners,
     this_host,
 )
@@ -60,15 +59,15 @@ def test_addresses() -> None:
         address_of("nothere0")
 
 
-def test_room() -> None:
+def test_memory_of_hosts() -> None:
     """Each host needs two replicas of each state that it is given, what its ranks stage, and some for others."""
     hosts, partner_of = peers("aab"), [2, 2, 0]
-    rooms = [Room(100, 1, 550), Room(100, 1, None), Room(200, 2, 850)]
+    memory: list[tuple[int, int, int | None]] = [(100, 1, 550), (100, 1, None), (200, 2, 850)]
     words = "550 bytes of memory available. Replicas there take 400, staging buffers 200 more, and 0 are left to others"
-    assert lack_of_room(hosts, partner_of, rooms, 0) == f"the host of rank 0 has {words}"
-    rooms[0] = Room(100, 1, 600)
-    assert lack_of_room(hosts, partner_of, rooms, 0) == ""
-    assert lack_of_room(hosts, partner_of, rooms, 1).startswith("the host of rank 0 has 600")
-    rooms[0] = Room(100, 1, None)
-    assert lack_of_room(hosts, partner_of, rooms, 50) == ""
-    assert lack_of_room(hosts, partner_of, rooms, 51).startswith("the host of rank 2 has 850")
+    assert lack_of_memory(hosts, partner_of, memory, 0) == f"the host of rank 0 has {words}"
+    memory[0] = (100, 1, 600)
+    assert lack_of_memory(hosts, partner_of, memory, 0) == ""
+    assert lack_of_memory(hosts, partner_of, memory, 1).startswith("the host of rank 0 has 600")
+    memory[0] = (100, 1, None)
+    assert lack_of_memory(hosts, partner_of, memory, 50) == ""
+    assert lack_of_memory(hosts, partner_of, memory, 51).startswith("the host of rank 2 has 850")

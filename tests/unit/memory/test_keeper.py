@@ -20,11 +20,11 @@ from dcp_tensorizer._memory.protocol import (
     Extent,
     Forget,
     Found,
+    GetPart,
     Hold,
     Plain,
     StateContent,
     StateHead,
-    Take,
     WrittenDigests,
 )
 from dcp_tensorizer._memory.runtime_directory import listen
@@ -81,7 +81,7 @@ def test_what_a_save_has_digested_is_not_digested_again(buffer: int) -> None:
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"of a save"})) == Done()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
         assert ask(trainer, WrittenDigests("gone", {})) == Done()
-        assert ask(visitor, Take("a", 0)) == StateContent(awaited, (b"of a save", digests_of(b"abc")))
+        assert ask(visitor, GetPart("a", 0)) == StateContent(awaited, (b"of a save", digests_of(b"abc")))
 
 
 @pytest.mark.parametrize("dies", ["before it is told", "afterwards"])
@@ -94,7 +94,7 @@ def test_what_no_save_has_written_is_digested_when_the_trainer_is_gone(buffer: i
         assert ask(trainer, awaited, (buffer,)) == Done()
         keeper.orphan()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
-        assert ask(visitor, Take("a", 0)) == StateContent(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
+        assert ask(visitor, GetPart("a", 0)) == StateContent(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
 
 
 def test_a_state_is_given_with_its_digests(buffer: int) -> None:
@@ -102,18 +102,18 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
         assert ask(trainer, state("a"), (buffer,)) == Done()
-        assert ask(visitor, Plain.LOOK) == Found("run", 7, False, (state("a").head,))
-        content = ask(visitor, Take("a", 0))
+        assert ask(visitor, Plain.LIST) == Found("run", 7, False, (state("a").head,))
+        content = ask(visitor, GetPart("a", 0))
         assert isinstance(content, StateContent)
         assert content.state == state("a")
         assert [len(digest) for digest in content.digests] == [8, 8]
         os.pwrite(buffer, b"y", 64)
         assert ask(trainer, state("b"), (buffer,)) == Done()
-        other = ask(visitor, Take("b", 0))
+        other = ask(visitor, GetPart("b", 0))
         assert isinstance(other, StateContent)
         assert other.digests[0] != content.digests[0]
         assert other.digests[1] == content.digests[1]
-        assert isinstance(ask(visitor, Take("c", 0)), Failed)
+        assert isinstance(ask(visitor, GetPart("c", 0)), Failed)
 
 
 def test_what_is_forgotten_is_gone(buffer: int) -> None:
@@ -123,7 +123,7 @@ def test_what_is_forgotten_is_gone(buffer: int) -> None:
         for number in "abc":
             ask(trainer, state(number), (buffer,))
         assert ask(trainer, Forget(("a", "unknown"))) == ("a", "unknown")
-        found = ask(trainer, Plain.LOOK)
+        found = ask(trainer, Plain.LIST)
         assert isinstance(found, Found)
         assert [head.id for head in found.heads] == ["b", "c"]
 
@@ -168,7 +168,7 @@ def test_how_long_it_waits(buffer: int) -> None:
         with connected(keeper, is_trainer=True) as trainer:
             ask(trainer, state("a", 0.01), (buffer,))
             ask(trainer, state("b", 600.0), (buffer,))
-        assert isinstance(ask(visitor, Take("b", 0)), StateContent)
+        assert isinstance(ask(visitor, GetPart("b", 0)), StateContent)
         assert waiting.is_alive()
         ask(visitor, Forget(("b",)))
         waiting.join()

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from typing import Any
 
 import pytest
 
 from dcp_tensorizer._memory import copies as copies_module
-from dcp_tensorizer._memory.copies import CopyOptions, Peer, arrange, introduce
+from dcp_tensorizer._memory.copies import CopyOptions, Peer, PeerCopies, introduce, routes_to_others
 from dcp_tensorizer._memory.wire import Address
 
 COPIES = CopyOptions(rate=4e6)
+
+
+class _OneOf:
+    """The agreement of one rank of several, all of which introduce themselves as ``peers``."""
+
+    def __init__(self, rank: int, peers: list[Peer]) -> None:
+        self.rank, self.is_first, self._peers = rank, rank == 0, peers
+
+    def gathered(self, own: Any) -> list[Any]:
+        return self._peers
+
+
+def copies_of(rank: int, peers: list[Peer], options: CopyOptions = COPIES) -> PeerCopies:
+    agreement: Any = _OneOf(rank, peers)
+    copies = PeerCopies(agreement, 2, options)
+    copies.find_partners(None)
+    return copies
 
 
 def keeper(number: int) -> Address:
@@ -25,37 +43,40 @@ FOUR = [rank("x", 0), rank("x", 1), rank("y", 2), rank("y", 3)]
 
 
 def test_partners_and_rates() -> None:
-    """Each rank's is on the next host; the ranks of a host share what it may send."""
-    found = arrange(FOUR, COPIES)
-    assert [found.partner(n) for n in range(4)] == [keeper(2), keeper(3), keeper(0), keeper(1)]
-    assert [found.rate(n, COPIES) for n in range(4)] == [2e6] * 4
-    assert found.rate(0, replace(COPIES, rate=None)) == 0
+    """Each rank's partner is on the next host; the ranks of a host share the rate."""
+    found = [copies_of(n, FOUR) for n in range(4)]
+    assert [(copies._partner, copies._rate) for copies in found] == [(keeper(n), 2e6) for n in (2, 3, 0, 1)]
+    assert copies_of(0, FOUR, CopyOptions(rate=None))._rate == 0
 
 
-def test_why_there_are_none() -> None:
-    """One host alone, one domain, or a keeper that is not reached."""
-    assert arrange(FOUR[:2], COPIES).why == "all ranks are on one host, and no other one can hold replicas"
-    same = [one._replace(domain="rack") for one in FOUR]
-    assert arrange(same, replace(COPIES, failure_domain="rack")).why.startswith("all ranks are in one failure domain")
-    broken = [*FOUR[:3], Peer("y", "y", "", "it has no keeper")]
-    found = arrange(broken, COPIES)
-    assert (found.why, found.partner(0)) == ("rank 3: it has no keeper", None)
+@pytest.mark.parametrize(
+    ("peers", "domain", "why"),
+    [
+        (FOUR[:2], None, "all ranks are on one host, and no other one can hold replicas"),
+        ([one._replace(domain="rack") for one in FOUR], "rack", "all ranks are in one failure domain"),
+        ([*FOUR[:3], Peer("y", "y", "", "it has no keeper")], None, "rank 3: it has no keeper"),
+    ],
+    ids=["one host", "one domain", "a keeper that is not reached"],
+)
+def test_why_there_are_none(peers: list[Peer], domain: str | None, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is copied, and a warning says why."""
+    with caplog.at_level(logging.WARNING):
+        copies = copies_of(0, peers, CopyOptions(rate=4e6, failure_domain=domain))
+    assert not copies.is_on
+    assert f"as with copies=1: {why}" in caplog.text
 
 
 def test_an_address_that_leads_a_host_to_itself() -> None:
-    """Others are told as the way to go; it is never listened on."""
-    own = introduce(replace(COPIES, interface="127.0.0.1"), None)
+    """A rank with such an address gets that of another host as its route, and its keeper never listens on it."""
+    own = introduce(CopyOptions(interface="127.0.0.1"), None)
     assert own.keeper is None and "127.0.0.1 is a loopback address. Pass interface=" in own.problem
-    found = arrange([own, rank("y", 1, "10.0.0.7")], COPIES)
-    assert [found.towards(n) for n in range(2)] == ["10.0.0.7", ""]
+    assert routes_to_others([own, rank("y", 1, "10.0.0.7")]) == ["10.0.0.7", ""]
 
 
-def test_what_many_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each address is looked at twice at most, however many ranks there are."""
-    looks = list[str]()
-    monkeypatch.setattr(copies_module, "is_local", lambda address: looks.append(address) or not address)
+def test_routes_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each address is checked once, however many ranks there are."""
+    checked = list[str]()
+    monkeypatch.setattr(copies_module, "is_local", lambda address: checked.append(address) or not address)
     many = [rank(f"host {n // 8}", 0, "10.0.0.1" if n % 8 else "") for n in range(4096)]
-    found = arrange(many, COPIES)
-    told = [(found.partner(n), found.rate(n, COPIES), found.towards(n)) for n in range(4096)]
-    assert told == [(keeper(0), 5e5, "" if n % 8 else "10.0.0.1") for n in range(4096)]
-    assert len(looks) <= 2 * 4096
+    assert routes_to_others(many) == ["" if n % 8 else "10.0.0.1" for n in range(4096)]
+    assert len(checked) == 4096

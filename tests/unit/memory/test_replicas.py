@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import xxhash
 
@@ -22,16 +23,12 @@ from dcp_tensorizer._memory.keeper import Keeper
 from dcp_tensorizer._memory.protocol import ClaimRequest, CopyStatus, Extent, Hold, OpenToPeers, StateContent, StateHead
 from dcp_tensorizer._memory.replicas import (
     BLOCK,
-    Accepted,
     Block,
-    Join,
     NotCopied,
-    Ok,
     Record,
     RemotePart,
+    ReplicaAnswer,
     ReplicaOffer,
-    ReplicaRefused,
-    Sent,
     Throttle,
     copy_part,
     decoded,
@@ -117,7 +114,7 @@ def test_a_state_is_copied_and_read_from_afar(
     with closing(found("test-partner")) as keeper:
         assert keeper.found.heads == (state.head,)
         assert keeper.found.address == address
-        content, fd = keeper.take("a", 0)
+        content, fd = keeper.part("a", 0)
         assert content == content_of(state, data)
         assert os.pread(fd.number, NBYTES, 0) == data
         fd.close()
@@ -182,14 +179,13 @@ def test_a_copy_that_is_no_longer_wanted_is_not_offered() -> None:
     address = opened(keeper)
     with closing(address.connect()) as offering, closing(address.connect()) as joined:
         newer = ReplicaOffer(part("b").head, NBYTES, 1, "")
-        copy = offering.ask(newer, Accepted | ReplicaRefused)
+        copy = offering.ask(newer, ReplicaAnswer).copy
         with pytest.raises(NotCopied, match="its memory was needed"):
             copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: False)
-        assert isinstance(copy, Accepted)
-        assert joined.ask(Join(copy.copy), Ok | ReplicaRefused) == Ok()
-        joined.send(Block(0, BLOCK, xxhash.xxh3_128_digest(bytes(BLOCK))))
+        assert joined.ask(msgspec.structs.replace(newer, copy=copy), ReplicaAnswer) == ReplicaAnswer()
+        joined.send(Block(0, BLOCK, xxhash.xxh3_128_digest(bytes(BLOCK)), is_last=True))
         joined.send_bytes(memoryview(bytearray(BLOCK)))
-        assert joined.ask(Sent(), Ok) == Ok()
+        assert joined.receive(ReplicaAnswer) == ReplicaAnswer()
 
 
 def test_a_copy_counts_only_beside_its_own_part(
@@ -234,7 +230,7 @@ def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
         copy_part(address, content_of(part("b"), data), buffer.fd, "a", Throttle(0), claim_in_the_midst)
     with pytest.raises(OSError, match="has claimed"):
         drop_copies(address, part("b").head)
-    ((fd, _),) = keeper.drop_replicas(part("a").head, keep="b")
+    ((fd, _),) = keeper.drop_replicas(part("a").head, "b")
     os.close(fd)
 
 
@@ -268,7 +264,7 @@ def test_what_is_not_whole_is_not_there() -> None:
     for is_changed in (False, True):
         with closing(address.connect()) as wire:
             offer = ReplicaOffer(content.state.head, 2 * BLOCK, len(record), "")
-            assert isinstance(wire.ask(offer, Accepted | ReplicaRefused), Accepted)
+            assert wire.ask(offer, ReplicaAnswer).copy
             with pytest.raises(ConnectionError):
                 _send_a_part(wire, data, b"other" if is_changed else data, record)
     assert keeper.content("a", 0, 0.0) is None
@@ -276,12 +272,12 @@ def test_what_is_not_whole_is_not_there() -> None:
 
 
 def _send_a_part(wire: Wire, data: bytes, digested: bytes, record: bytes) -> None:
-    wire.send(Block(0, BLOCK, xxhash.xxh3_128_digest(digested)))
+    wire.send(Block(0, BLOCK, xxhash.xxh3_128_digest(digested), is_last=True))
     wire.send_bytes(memoryview(data))
-    wire.send(Sent())
+    wire.receive(ReplicaAnswer)
     wire.send(Record(xxhash.xxh3_128_digest(record)))
     wire.send_bytes(memoryview(record))
-    wire.receive(Ok | ReplicaRefused)
+    wire.receive(ReplicaAnswer)
 
 
 def _open_files() -> list[str]:

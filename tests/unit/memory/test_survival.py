@@ -81,7 +81,7 @@ class _Keeper(KeeperConnection):
         self.found = Found("run", 7, True, (kept,))
         self.has_ended = has_ended
 
-    def take(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
+    def part(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
         return StateContent(Hold(self.found.heads[0], 0, (), b"", b"", 60.0), ()), Descriptor(

@@ -134,7 +134,7 @@ def test_who_repeats_what_he_has_heard() -> None:
     ends = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(Wire, ends[1], SECRET, is_server=True)
-        ends[0].sendall(b"DCPTZR2\1" + bytes(32))
+        ends[0].sendall(b"DCPTZR3\1" + bytes(32))
         heard = ends[0].recv(65)
         ends[0].sendall(heard[33:])
         assert isinstance(server.exception(), WireError)
@@ -159,7 +159,7 @@ def test_who_sends_slowly_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPat
 
     def send_slowly() -> None:
         with suppress(OSError):
-            for byte in b"DCPTZR2\1" + bytes(64):
+            for byte in b"DCPTZR3\1" + bytes(64):
                 ends[0].send(bytes([byte]))
                 is_over.wait(0.1)
 

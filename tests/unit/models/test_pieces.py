@@ -133,14 +133,13 @@ def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, fil
     if layout.has_granules:
         exchange = PieceExchange(shared, layout, member, fill)
         for number in range(round_count(layout)):
-            received = exchange.swap(number, member.gather(exchange.counts(number)))
-            put(received.own, fill)
-            content = received.content
+            own, others, content = exchange.swap(number, member.gather(exchange.counts(number)))
+            put(own, fill)
 
             def came(_: int, start: int, memory: np.ndarray, content: np.ndarray = content) -> None:
                 memory[:] = content[start : start + memory.nbytes]
 
-            put(received.others, came)
+            put(others, came)
     return Pieces.joined(written)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a model that is published is cleaned up and released when nobody needs it any more."""
+"""The directory of a model that is published is cleaned up and released when it is no longer needed."""
 
 from __future__ import annotations
 

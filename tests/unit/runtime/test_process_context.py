@@ -67,7 +67,7 @@ def test_the_umask_is_read_and_stays(mask: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("looks", "expected"),
+    ("readings", "expected"),
     [
         ([0o022, 0o666, *[0o022] * 7], 0o022),
         ([0o666, 0o666, *[0o022, 0o666] * 3, 0o666], 0o022),
@@ -77,15 +77,15 @@ def test_the_umask_is_read_and_stays(mask: int) -> None:
     ],
 )
 def test_a_umask_that_is_set_for_a_moment_is_not_taken(
-    looks: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
+    readings: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread reads the umask by setting another one: files of that would have the mode 0000."""
-    monkeypatch.setattr(process_context, "_look", iter(looks).__next__)
+    monkeypatch.setattr(process_context, "_read_umask", iter(readings).__next__)
     assert current_umask() == expected
 
 
 def test_variables_that_another_thread_removes() -> None:
-    """One that goes between two looks is left out, and is no error."""
+    """One that goes between two readings is left out, and is no error."""
 
     class Going(dict[str, str]):
         def get(self, name: str, default: object = None) -> str | None:  # type: ignore[override]
@@ -105,7 +105,7 @@ def test_nobody_sees_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_thread_that_reads_the_umask_all_the_time() -> None:
-    """As packages do: by setting 0666, and back. Each look of ours shows the umask of the process."""
+    """As packages do: by setting 0666, and back. Each reading shows the umask of the process."""
     ended, mask = threading.Event(), os.umask(0o022)
 
     def read() -> None:

@@ -16,7 +16,7 @@ def _fail(counter, times):
 
 
 def test_the_limit_names_the_last_error_and_the_last_commit():
-    """After as many failures in a row as allowed, the error says what failed last and what is still good."""
+    """After the allowed failures in a row, the error has the last failure and the last checkpoint."""
     counter = FailureCounter()
     counter.begin("/ckpt/step-0")
     counter.committed()
@@ -89,7 +89,7 @@ def test_a_rank_may_coordinate_one_save_and_not_another():
 
 
 def test_groups_and_paths_are_counted_apart():
-    """What one process group cannot write says nothing of another one's saves, nor of those to another folder."""
+    """Failures of one process group do not count for another group, nor for another folder."""
     counter = FailureCounter()
     for number in range(2):
         counter.begin(f"/ckpt/step-{number}/model", "saves")

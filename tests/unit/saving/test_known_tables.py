@@ -50,7 +50,7 @@ def test_another_coordinator_is_sent_everything() -> None:
 
 
 def test_answers_to_other_saves_count_for_nothing() -> None:
-    """A planner may keep plans with what was beside them; a save that failed has left a table that nobody got."""
+    """A planner may keep plans with old answers; a failed save leaves a table that the coordinator never got."""
     rank, coordinator = KnownTables(), KnownTables()
     save(rank, coordinator, part(), "a")
     stale = SaveTables(coordinator, "b").answer(SaveTables(rank, "a").offer(PLAN))
@@ -74,14 +74,14 @@ def test_what_is_promised_is_kept() -> None:
     assert coordinator.find(part(rank=2).table_digest) is None
 
 
-def test_a_table_that_nobody_promised_to_know_is_an_error() -> None:
+def test_a_table_that_the_coordinator_does_not_know_is_an_error() -> None:
     """It names the rank: no index is written that leaves something out."""
     with pytest.raises(WriteError, match=r"rank 1 has not sent the locations of its data"):
         SaveTables(KnownTables(), "a").completed([part()._replace(table=b"")])
 
 
 def test_plans_are_otherwise_as_they_were() -> None:
-    """What is offered changes nobody else's plan, and a plan without an offer gets no answer."""
+    """An offer changes only its own plan, and a plan without an offer gets no answer."""
     known = KnownTables()
     assert SaveTables(known, "a").offer(PLAN).storage_data == Offer("a", ())
     assert SaveTables(known, "a").answer(PLAN) is PLAN

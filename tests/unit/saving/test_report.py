@@ -113,7 +113,7 @@ def test_the_progress_of_a_save_has_a_beginning_and_an_end() -> None:
 
 
 def test_a_rank_that_writes_nothing_shows_nothing() -> None:
-    """And without a callback nobody asks how much there is."""
+    """Without a callback the total is not computed."""
     calls: list[tuple[int, int]] = []
     with SaveCallbacks(on_progress=lambda *both: calls.append(both)).progress("/ckpt", lambda: 0):
         pass

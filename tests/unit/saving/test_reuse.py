@@ -75,7 +75,7 @@ class Job:
             requests = save.request(sources, lambda sources: digests_of(values, sources)).files
         results = []
         for request in requests:
-            is_adopted = bool(request.homes) and not {home.name for home in request.homes} <= set(refuse)
+            is_adopted = bool(request.earlier) and not {file.name for file in request.earlier} <= set(refuse)
             items = [] if is_adopted else [stored(request.name, source) for source in request.tensors]
             identity = identify(request.name)
             size = 1000 + sum(source.nbytes for source in request.tensors)
@@ -111,15 +111,15 @@ def test_the_third_save_adopts_what_does_not_change() -> None:
 
 
 def test_an_adopted_file_has_a_name_of_its_own() -> None:
-    """It says where the tensors are in it, and knows the names that it had before, the newest first."""
+    """It has the locations of its tensors, and the names that it had before, the newest first."""
     job = Job()
     saves = [job.save({"base": 1, "lora": step}) for step in range(8)]
     name = data_file_name(0, 0, save_id(8))
     adopted = saves[-1].done.files[0]
     assert (adopted.name, adopted.nbytes) == (name, 1000 + MIB)
     assert adopted.tensors == (stored(name, TensorSource("base", "uint8", (MIB,), MIB)),)
-    homes = saves[-1].requests[0].homes
-    assert [(home.location, home.name) for home in homes] == [
+    earlier = saves[-1].requests[0].earlier
+    assert [(file.location, file.name) for file in earlier] == [
         ("/job", data_file_name(0, 0, save_id(number))) for number in (7, 6, 5, 4)
     ]
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_adopted_is_written_and_adopted_next_time() -> None:
     assert (refused.files, refused.adopted) == ([["base"], ["lora"]], [])
     after = job.save({"base": 1, "lora": 4})
     assert after.adopted == [["base"]]
-    assert [home.name for home in after.requests[0].homes] == [data_file_name(0, 0, save_id(n)) for n in (4, 3, 2)]
+    assert [file.name for file in after.requests[0].earlier] == [data_file_name(0, 0, save_id(n)) for n in (4, 3, 2)]
 
 
 def test_a_file_is_written_anew_after_so_many_reuses() -> None:
@@ -173,7 +173,7 @@ def test_a_file_is_written_anew_after_so_many_reuses() -> None:
     adopted = [bool(job.save({"base": 1, "lora": step}).adopted) for step in range(9)]
     assert adopted == [False, False, True, True, False, True, True, False, True]
     job.save({"base": 1, "lora": 9})
-    assert job.save({"base": 1, "lora": 10}).requests[0].homes == ()
+    assert job.save({"base": 1, "lora": 10}).requests[0].earlier == ()
     assert job.save({"base": 1, "lora": 11}).adopted
     assert not job.save({"base": 1, "lora": 12}, refuse=names_until(13)).adopted
     assert [bool(job.save({"base": 1, "lora": step}).adopted) for step in (13, 14)] == [True, False]
@@ -187,7 +187,7 @@ def test_a_save_that_failed_changes_nothing() -> None:
     job.save({"base": 1, "lora": 3}, fails=True)
     after = job.save({"base": 1, "lora": 4})
     assert after.adopted == [["base"]]
-    assert after.requests[0].homes[0].name == data_file_name(0, 0, save_id(3))
+    assert after.requests[0].earlier[0].name == data_file_name(0, 0, save_id(3))
 
 
 def test_a_file_whose_tensor_changed_while_it_was_written_is_not_adopted() -> None:
@@ -260,7 +260,7 @@ def test_a_file_that_is_too_large_to_be_adopted_is_cut() -> None:
 
 
 def test_files_without_identity_are_not_adopted() -> None:
-    """Where nothing says whether a file is still the same."""
+    """A storage that cannot identify a file does not adopt it."""
     job = Job()
     assert [job.save({"a": 1}, identify=lambda name: None).adopted for _ in range(3)] == [[]] * 3
 

@@ -159,7 +159,7 @@ class Flattening(DefaultSavePlanner):
 
 
 def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> None:
-    """The metadata has the planned shape: nobody could load what is there."""
+    """The metadata has the planned shape, so that no load could read another one."""
     planner = Flattening()
     plan, _ = planned({"w": torch.ones(2, 3)})
     planner.set_up_planner({"w": torch.ones(2, 3)})
@@ -256,7 +256,7 @@ def test_items_without_elements_are_reported_whether_or_not_they_are_in_a_file()
 
 
 def items_in(part: RankPlaces, keys: list[Any]) -> list[StoredItem | None]:
-    """Where the items with some keys are, as a rank tells the coordinator."""
+    """Returns the locations of some items, as a rank reports them to the coordinator."""
     table = PlaceTable(decode_places(part.places), part.files, is_encrypted=bool(part.check))
     return list(table.find([key for key, _ in keys], [hash_of(*key) for key in keys]))
 

@@ -74,7 +74,7 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
     monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
     monkeypatch.setattr(gpu_ipc, "withdraw", withdrawn.extend)
     process = Refusing([WriterProcessDied("died"), WriteError("no GPU memory"), WriteError("never asked for")])
-    copies = Copies(SideStreams(SimulatedDevice()), 1)
+    copies = Copies(SideStreams(SimulatedDevice()), [])
     client = client_of(lambda **options: process)
     ways = [DeviceWay(client, 10.0) for _ in range(2)]  # as of two writers
     assert [way.copy_elsewhere(buffer, copies) for way in ways * 2] == [False] * 4
@@ -86,11 +86,11 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
 def test_after_two_deaths_no_snapshot_is_asked_for(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each save would kill and start a process: an error says what to pass instead."""
+    """Each save would kill and start a process: an error names the option to pass instead."""
     monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
     process = Refusing([WriterProcessDied("died")] * 3)
     client = client_of(lambda **options: process)
-    copies = Copies(SideStreams(SimulatedDevice()), 1)
+    copies = Copies(SideStreams(SimulatedDevice()), [])
     ways = [DeviceWay(client, 10.0) for _ in range(2)]  # as of two writers
     assert [way.copy_elsewhere(buffer, copies) for way in ways * 2] == [False] * 4
     assert len(process.errors) == 1

@@ -14,7 +14,7 @@ from dcp_tensorizer._tensor_file.names import data_file_name
 
 
 def test_a_mark_comes_to_the_other_ranks() -> None:
-    """It says that a rank's part has failed; without it the commit itself may have, and its answer may be lost."""
+    """A mark proves that a rank's part has failed. Without it the commit may have, and its answer may be lost."""
     failed, unknown = WriteError("rank 1: full"), WriteError("no answer")
     failed_before_commit(failed)
     failed, unknown = pickle.loads(pickle.dumps((failed, unknown)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_tensorizer._runtime.threads import Deadline
-from dcp_tensorizer._staging.buffer_pool import StagedSaves
+from dcp_tensorizer._staging.saves import StagedSaves
 from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict
 from dcp_tensorizer._staging.stager import Stager
 

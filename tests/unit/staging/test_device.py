@@ -12,7 +12,7 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging import device as device_module
-from dcp_tensorizer._staging.device import PIN_BYTES, Cuda, expandable_segments, settle_other_devices
+from dcp_tensorizer._staging.device import PIN_BYTES, Cuda, expandable_segments, synchronize_other_devices
 
 GIB = 1 << 30
 
@@ -116,7 +116,7 @@ def test_other_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(device_module, "_has_other_accelerator", lambda: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
     tensors: list[Any] = [types.SimpleNamespace(device=torch.device(name)) for name in ("xpu:1", "mps", "cpu", "xpu:1")]
-    settle_other_devices(tensors)
+    synchronize_other_devices(tensors)
     assert sorted(waited) == ["mps", "xpu:1 stream"]
 
 

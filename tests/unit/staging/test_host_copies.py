@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 def host_copies(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> Copies:
     """Copies without devices."""
-    copies = Copies(SideStreams(SimulatedDevice()), threads)
-    copies.add(staged, sources, [None] * len(sources))
+    copies = Copies(SideStreams(SimulatedDevice()), sources, threads=threads)
+    copies.add(staged)
     return copies
 
 

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._runtime.threads import Deadline
-from dcp_tensorizer._staging.buffer_pool import StagedSaves
+from dcp_tensorizer._staging.saves import StagedSaves
 from dcp_tensorizer._staging.shared_mappings import SharedWay
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.staged_save import StagedSave, StagedStateDict

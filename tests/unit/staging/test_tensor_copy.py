@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcp_tensorizer._staging.device import SideStreams
-from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
+from dcp_tensorizer._staging.shared_memory import SharedBuffer
 from dcp_tensorizer._staging.tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits, allocation_order
 
 from ...lab.simulated import SimulatedDevice
@@ -29,16 +29,13 @@ def copied(
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> tuple[list[torch.Tensor], SharedBuffer]:
     """Staged tensors in a shared buffer of their own, with everything copied to them."""
-    dtypes = dtypes or [source.dtype for source in sources]
-    buffer = SharedBuffer(sum(aligned(source.nbytes) for source in sources))
-    order = allocation_order(sources, dtypes, device, limits)
-    staged = {n: buffer.allocate(dtypes[n], sources[n].shape) for n in order}
-    in_order = [staged[n] for n in range(len(sources))]
-    copies = Copies(following(sources, device), 1, limits)
-    copies.add(in_order, sources, list(map(device.index_of, sources)))
+    copies = Copies(following(sources, device), sources, limits=limits)
+    copies.dtypes = list(dtypes or copies.dtypes)
+    buffer = SharedBuffer(copies.nbytes)
+    staged = list(copies.begin(buffer))
     copies.start()
     copies.wait()
-    return in_order, buffer
+    return staged, buffer
 
 
 @pytest.mark.parametrize("has_batches", [False, True], ids=["gathered", "batches"])
@@ -173,7 +170,8 @@ def test_what_is_gathered_together_is_of_one_device() -> None:
     kinds = [("second", torch.int8), ("host", torch.int8), ("first", torch.int32), ("second", torch.int32)]
     kinds += [("first", torch.int8), ("host", torch.int32), ("second", torch.int8), ("first", torch.int32)]
     sources = [torch.zeros(on[where], dtype=dtype) for where, dtype in kinds]
-    assert allocation_order(sources, [source.dtype for source in sources], Devices()) == [4, 2, 7, 0, 6, 3, 1, 5]
+    copies = Copies(SideStreams(Devices()), sources)
+    assert allocation_order(sources, copies.dtypes, copies.indices) == [4, 2, 7, 0, 6, 3, 1, 5]
 
 
 @pytest.mark.parametrize("training_first", [True, False])
@@ -186,8 +184,8 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     staged = [buffer.allocate(t.dtype, t.shape) for t in (small, weight, strided)]
     device.queue(lambda: [t.fill_(1.0) for t in (weight, small, strided)])  # the step before
     sources = (small, weight, strided)
-    copies = Copies(following(sources, device), 1)
-    copies.add(staged, sources, list(map(device.index_of, sources)))
+    copies = Copies(following(sources, device), sources)
+    copies.add(staged)
     copies.start()
     copies.hold()
     device.queue(lambda: [t.fill_(2.0) for t in (weight, small, strided)])  # the step after
@@ -205,8 +203,8 @@ def test_what_is_changed_without_holding_is_torn() -> None:
     device = SimulatedDevice(free_running=False)
     weight = device.declare(torch.zeros(100_000))
     tensor = torch.empty(100_000)
-    copies = Copies(following([weight], device), 1)
-    copies.add([tensor], [weight], [device.index_of(weight)])
+    copies = Copies(following([weight], device), [weight])
+    copies.add([tensor])
     copies.start()
     device.queue(lambda: weight.fill_(2.0))
     device.run(training_first=True)

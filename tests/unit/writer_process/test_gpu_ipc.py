@@ -86,7 +86,7 @@ def test_storages_that_begin_together_are_two(handles: None) -> None:
     assert [tensor.storage for tensor in request.tensors] == [0, 1]
 
 
-def test_memory_that_cannot_be_handed_over_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_handed_over_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own words, and the way out."""
 
     def refuse(alias: torch.Tensor) -> Any:

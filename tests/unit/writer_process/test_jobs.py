@@ -173,7 +173,7 @@ def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
+def test_a_disks_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
     """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""
 
     def fail(*args: object) -> None:
@@ -212,7 +212,7 @@ def test_no_files_is_no_work(storage: Storage) -> None:
 
 
 def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
-    """What a backend says is cleaned of the options it was given."""
+    """A backend's message is cleaned of the options that it was given."""
     storage = open_storage(f"memory://{tmp_path.name}", {"key": "correct-horse"})
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -325,8 +325,8 @@ def _saved_before(folder: Path, content: dict[str, torch.Tensor]) -> FileResult:
     return result
 
 
-def _adopting(folder: Path, content: dict[str, torch.Tensor], homes: tuple[EarlierFile, ...]) -> FileJob:
-    request = FileRequest(NAMES[0], sources(content.items()), homes, 4711)
+def _adopting(folder: Path, content: dict[str, torch.Tensor], earlier: tuple[EarlierFile, ...]) -> FileJob:
+    request = FileRequest(NAMES[0], sources(content.items()), earlier, 4711)
     return FileJob(
         open_storage(folder), [request], lambda source: host_bytes(content[source.name]), SaveOptions(thread_count=1)
     )
@@ -338,9 +338,9 @@ def test_a_file_is_adopted_from_the_first_place_where_that_is_possible(tmp_path:
     before = _saved_before(tmp_path / "old", content)
     right = EarlierFile(str(tmp_path / "old"), before.name, before.identity or ())
     wrong = right._replace(identity=(1, 2, 3)), right._replace(location="unknown://nowhere")
-    for name, homes, adopted in (("new", (*wrong, right), True), ("written", wrong, False)):
+    for name, earlier, adopted in (("new", (*wrong, right), True), ("written", wrong, False)):
         (tmp_path / name).mkdir()
-        (result,) = _adopting(tmp_path / name, content, homes).run().files
+        (result,) = _adopting(tmp_path / name, content, earlier).run().files
         assert (result.name, result.adopted, len(result.tensors)) == (NAMES[0], adopted, int(not adopted))
         assert os.path.samefile(tmp_path / "old" / before.name, tmp_path / name / NAMES[0]) == adopted
         assert (tmp_path / name / NAMES[0]).read_bytes() == (tmp_path / "old" / before.name).read_bytes()
@@ -357,8 +357,8 @@ def test_what_cannot_be_adopted_in_time_is_written(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(LocalStorage, "adopt", wait_in_vain)
     monkeypatch.setattr("dcp_tensorizer._writer_process.jobs.in_threads", lambda work, files: [*map(work, files)])
-    homes = tuple(EarlierFile(str(tmp_path / "old"), name, (1,)) for name in ("newest", "older"))
-    requests = [FileRequest(name, tuple(sources([(name, content[name])])), homes, 4711) for name in NAMES]
+    earlier = tuple(EarlierFile(str(tmp_path / "old"), name, (1,)) for name in ("newest", "older"))
+    requests = [FileRequest(name, tuple(sources([(name, content[name])])), earlier, 4711) for name in NAMES]
     work = FileJob(
         open_storage(tmp_path),
         requests,

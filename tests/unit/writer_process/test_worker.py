@@ -25,7 +25,7 @@ def stat(busy: float, idle: float) -> str:
     return f"cpu {int(busy)} 0 0 {int(idle)} 0 0 0 0 0 0"
 
 
-def test_spare_cores_are_those_that_nobody_else_uses() -> None:
+def test_spare_cores_are_those_that_no_other_process_uses() -> None:
     """Idle ones, and what this process has had of the busy ones; only what was added since the last look counts."""
     cores = os.cpu_count() or 1
     lines = [stat(0, 7 * SECOND), stat(SECOND / 2, 7.5 * SECOND), stat(1.5 * SECOND, 7.5 * SECOND)]
