@@ -51,7 +51,7 @@ class ManagerModel(RuleBasedStateMachine):
     """Drives a manager, and compares the folder with the model after each call."""
 
     url: str | None = None
-    """Where to save, with a place for a name; None: a temporary directory."""
+    """Where to save, with ``{}`` for a name; None: a temporary directory."""
     storage_options: Mapping[str, Any] | None = None
 
     @initialize(
@@ -115,7 +115,7 @@ class ManagerModel(RuleBasedStateMachine):
 
     @rule(stride=st.integers(1, 3))
     def save_fails(self, stride: int) -> None:
-        """Something is in the way: the job is told, and nothing changes."""
+        """A save fails: the job gets the error, and nothing changes."""
         step = self.step + stride
         if self.url is not None or step in self.disk:
             return
