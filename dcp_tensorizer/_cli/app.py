@@ -155,8 +155,6 @@ def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Cal
         @of.command(name=function.__name__.rpartition("_")[2])
         @functools.wraps(function)
         def command(*args: Any, **kwargs: Any) -> int:
-            from ..errors import CheckpointError
-
             try:
                 try:
                     code = function(*args, **kwargs)
@@ -169,14 +167,15 @@ def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Cal
     return add
 
 
-def emit(result: object, show: Callable[[], None], *, as_json: bool) -> None:
-    """Prints the result of a command as a JSON document, or shows it to people."""
+def emit(result: object, show: Callable[[], None], *, as_json: bool) -> int:
+    """Prints the result of a command as a JSON document, or shows it to people; returns the exit code of a success."""
     from .terminal import print_json
 
     if as_json:
         print_json(result)
     else:
         show()
+    return OK
 
 
 @_app.callback()
@@ -197,8 +196,7 @@ def ls(
     from .views import show_listing
 
     found = tools.list_checkpoints(path, storage_options=read_options(storage_option))
-    emit(found, lambda: show_listing(found, path), as_json=as_json)
-    return OK
+    return emit(found, lambda: show_listing(found, path), as_json=as_json)
 
 
 @_command()
@@ -219,8 +217,7 @@ def inspect(
 
     options, key = read_options(storage_option), read_key(key_file, passphrase_file)
     inspected = tools.inspect(checkpoint, pattern, storage_options=options, encryption=key)
-    emit(inspected, lambda: show_checkpoint(inspected, chunks), as_json=as_json)
-    return OK
+    return emit(inspected, lambda: show_checkpoint(inspected, chunks), as_json=as_json)
 
 
 @_command()
@@ -348,8 +345,7 @@ def convert(
             on_progress=on_progress,
         )
     result = {"path": shown_path(target), "format": to} | fields(converted)
-    emit(result, lambda: show_converted(converted, target, to), as_json=as_json)
-    return OK
+    return emit(result, lambda: show_converted(converted, target, to), as_json=as_json)
 
 
 @_command()
@@ -376,8 +372,7 @@ def report(
             encryption=read_key(key_file, passphrase_file),
             on_progress=on_progress,
         )
-    emit(reported, lambda: show_report(reported), as_json=as_json)
-    return OK
+    return emit(reported, lambda: show_report(reported), as_json=as_json)
 
 
 @_command()
@@ -391,8 +386,7 @@ def trace(
     from .views import show_trace
 
     traced = tools.trace(sources, output)
-    emit(traced, lambda: show_trace(traced), as_json=as_json)
-    return OK
+    return emit(traced, lambda: show_trace(traced), as_json=as_json)
 
 
 @_command()
@@ -472,8 +466,7 @@ def publish_add(
             storage_options=read_options(storage_option),
             on_progress=on_progress,
         )
-    emit(version, lambda: show_published(version), as_json=as_json)
-    return OK
+    return emit(version, lambda: show_published(version), as_json=as_json)
 
 
 @_command(of=_publish)
@@ -483,8 +476,7 @@ def publish_ls(published: Published, storage_option: StorageOptions = None, as_j
     from .views import show_versions
 
     versions = list_versions(published, storage_options=read_options(storage_option))
-    emit(versions, lambda: show_versions(versions), as_json=as_json)
-    return OK
+    return emit(versions, lambda: show_versions(versions), as_json=as_json)
 
 
 @_command(of=_publish)
@@ -507,8 +499,7 @@ def publish_apply(
     with progress("applying", hidden=as_json) as on_progress:
         applied = apply_delta(copy, published, version=version, storage_options=options, on_progress=on_progress)
     result = {"path": shown_path(copy)} | fields(applied)
-    emit(result, lambda: show_applied(applied, copy), as_json=as_json)
-    return OK
+    return emit(result, lambda: show_applied(applied, copy), as_json=as_json)
 
 
 @_command(of=_publish)
@@ -550,5 +541,4 @@ def publish_gc(
     options = read_options(storage_option)
     removed = collect_versions(published, keep_latest=keep_latest, dry_run=dry_run, storage_options=options)
     result = {"dry_run": dry_run, "bytes": sum(info.nbytes for info in removed), "removals": removed}
-    emit(result, lambda: show_versions_removed(removed, dry_run), as_json=as_json)
-    return OK
+    return emit(result, lambda: show_versions_removed(removed, dry_run), as_json=as_json)

@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._index import container
-from .._index.container import IndexFile, data_files, decoded, find_index, invalid_index
+from .._index.container import IndexFile, committed, decoded, invalid_index
 from .._index.entries import TensorValue, Value, values_of
 from .._index.layouts import ChunkLayout
 from .._index.locations import LocationTable, hash_of, known_dtype
 from .._index.schema import (
-    Head,
     ItemKey,
     Places,
     Properties,
@@ -71,7 +70,7 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     `ReadError` if it cannot be read.
     """
     name = metadata_file_name(rank)
-    file = find_index(storage, name)
+    file = committed(storage, name)
     if file is None:
         return None
     index = Index(file)
@@ -80,12 +79,6 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
         whose = "all ranks" if own is None else f"rank {own}"
         raise MetadataError(f"{file.path} is the metadata of {whose}: files were exchanged, or renamed")
     return index
-
-
-def read_head(storage: Storage) -> Head | None:
-    """Reads and checks the head of the index of all ranks; None if there is none. Raises what `read_index` raises."""
-    file = find_index(storage, metadata_file_name())
-    return None if file is None else file.head
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
@@ -131,7 +124,7 @@ class Index(Catalog):
     def __init__(self, file: IndexFile) -> None:
         self.path = file.path
         self.head = file.head
-        self.files = data_files(file.head)
+        self.files = file.files
         self._file = file
         self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share a few
         with _valid(self.path), collector_paused():

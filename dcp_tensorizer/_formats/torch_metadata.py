@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._runtime.torch_compat import GET_LAYOUT, OLD_PROPERTIES, StorageInfo, StoragePrefix
 from .._tensor_file.dtypes import named_dtype
-from .._tensor_file.names import MAX_DIMENSIONS
-from .._trust.inert import MAX_DEPTH, WORK_PER_BYTE, Inert, Made, Named, hash_cost
+from .._trust.inert import MAX_DEPTH, MAX_DIMENSIONS, WORK_PER_BYTE, Inert, Made, Named, hash_cost
 from ..errors import CheckpointError, MetadataError, UntrustedObject
 
 _MAX_KEY = 1000  # values in a key that is a tuple

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from .._tensor_file.names import Seal, is_data_file_name
+from .._tensor_file.names import Seal, is_data_file_name, metadata_file_name
 from .._version import INDEX_VERSION
 from ..errors import MetadataError, UnsupportedFormat
 from .schema import DataFile, Head, Section, SectionKind, decode_head, encode_rows
@@ -39,6 +39,7 @@ _FIXED = struct.Struct("<8sQQQ")
 _DIGEST = 16
 _MAC = 32
 _START = _FIXED.size + _DIGEST + _MAC
+_METADATA = metadata_file_name()
 _PICKLE = b"\x80"  # the first byte of any pickle since protocol 2
 _OLD_TRAILER = b"\x00DCPTZR1"  # the end of the pickles that this package wrote before its first release
 
@@ -64,6 +65,11 @@ class IndexFile(NamedTuple):
     def seal(self) -> Seal:
         """The proof that the index was made with the checkpoint's key."""
         return read_seal(self.data)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The data files that the index names, and their sizes."""
+        return {file.name: file.nbytes for section in self.head.sections for file in section.files}
 
     def section(self, section: Section) -> bytes | memoryview:
         """The bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be
@@ -131,8 +137,11 @@ def head_end(data: bytes) -> int:
     return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
 
 
-def find_index(storage: Storage, name: str) -> IndexFile | None:
-    """Opens the index in a directory; None if there is none. Raises what `open_index` raises."""
+def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
+    """Opens the index of the checkpoint in a directory, or of one rank's part by its name.
+
+    Returns None if nothing is committed there. Raises what `open_index` raises.
+    """
     data = storage.read(name, FIRST_BYTES)
     if data is None:
         return None
@@ -204,11 +213,6 @@ def check_section(content: bytes | memoryview, section: Section, path: str) -> b
     if section.strong is not None and _strong(content) != section.strong:
         raise _damaged(path, "its BLAKE2b digest does not match")
     return content
-
-
-def data_files(head: Head) -> dict[str, int]:
-    """The data files that an index names, and their sizes."""
-    return {file.name: file.nbytes for section in head.sections for file in section.files}
 
 
 def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
-from .._index.container import data_files, find_index
+from .._index.container import committed
 from .._index.locations import RankLocations
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, SharedFile, Storage, temporary_file_name
@@ -224,9 +224,9 @@ def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """Returns the data files that a metadata file names, read only from its head; raises `CheckpointError`."""
-    file = find_index(storage, name)
-    return set() if file is None else set(data_files(file.head))
+    """Returns the data files of the checkpoint in a directory; raises `CheckpointError`."""
+    file = committed(storage, name)
+    return set() if file is None else set(file.files)
 
 
 # --- uploads of a model's files, where no lock tells whether a save is in progress -----------------------------------

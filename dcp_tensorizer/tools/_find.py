@@ -188,7 +188,7 @@ def step_of(name: str) -> int | None:
 
 
 def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
-    """Reads a checkpoint's metadata as `read_parts` does. `NotCommitted` names checkpoints below the directory, too."""
+    """Reads a checkpoint's metadata as `read_parts` does. `NotCommitted` also names checkpoints below it."""
     try:
         return read_parts(storage)
     except NotCommitted as error:
@@ -473,7 +473,7 @@ def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:
     """Separates the steps that managers have recorded, by job, from other checkpoints in a directory.
 
     The names of a job's steps differ only by the step. A checkpoint with such a name that was saved without a manager
-    is a step of that job, too, as it is for the manager.
+    is a step of that job as well, as it is for the manager.
     """
     jobs: dict[str, list[Folder]] = defaultdict(list)  # by a pattern of their names
     unrecorded: list[Folder] = []
@@ -508,7 +508,7 @@ def _arrangement(folders: Sequence[Folder], around: int) -> Literal["steps", "pa
     if len(numbered) != 1 or not (len(folders) == 1 or _some_are_alike(numbered[0])):
         return "unknown"
     claim = _claim(numbered[0][0].name)
-    # A run may consist of several checkpoints, too: ``run-1`` with a model and an optimizer in it.
+    # A run may also consist of several checkpoints: ``run-1`` with a model and an optimizer in it.
     is_step = claim > around and (claim > 1 or all(folder.info is not None for folder in numbered[0]))
     return "steps" if is_step else "unknown"
 

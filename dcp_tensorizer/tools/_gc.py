@@ -13,7 +13,7 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._saving.commit import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
@@ -22,7 +22,7 @@ from .._tensor_file.names import is_data_file_name, is_ours, is_temporary_file_o
 from ..errors import describe
 from ._find import Folder, arrange, of_manager, steps_of, walk
 
-_MAY_BE_UNDER_WAY = (
+_MAY_BE_IN_PROGRESS = (
     "a save or a copy may be in progress there. Pass an age with --older-than that no save or copy exceeds."
 )
 _RETAINED = "its manager retains it by keep_every or keep_best. To remove it, delete its directory."
@@ -49,12 +49,8 @@ class Collected:
     failed: bool
 
 
-class Removal(NamedTuple):
-    """The plan of a removal, or of a refusal with its reason."""
-
-    folder: Folder  # as it was listed for the plan
-    files: tuple[FileInfo, ...]  # by their paths below the directory
-    planned: Collected
+Removal = tuple[Folder, Collected]
+"""The plan of a removal, or of a refusal with its reason; the directory as it was listed for the plan."""
 
 
 def collect(
@@ -92,7 +88,7 @@ def collect(
             f"keep_latest must be at least 1, because the newest checkpoint always stays, got {keep_latest}."
         )
     removals = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
-    return tuple(removal.planned if dry_run else remove(removal) for removal in removals)
+    return tuple(removal[1] if dry_run else remove(removal) for removal in removals)
 
 
 def plan_collection(
@@ -114,13 +110,13 @@ def plan_collection(
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep, older_than, only_data)
     # An old checkpoint that stays may hold leftovers of dead saves. One that could not be listed has been reported.
-    done = [folder for folder, _, planned in removals if planned.kept is None or planned.failed]
+    done = [folder for folder, planned in removals if planned.kept is None or planned.failed]
     whole = {part.storage.path for folder in done for part in folder.checkpoints}
     for folder in top.walk():
         if folder.info is None:  # killed jobs leave files beside their checkpoints
             files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
             if files:
-                kept = None if _are_old(files, older_than) else _MAY_BE_UNDER_WAY
+                kept = None if _are_old(files, older_than) else _MAY_BE_IN_PROGRESS
                 removals.append(_removal(folder, files, whole=False, kept=kept))
         elif folder.storage.path not in whole:
             removals += _leftovers(folder, older_than)
@@ -131,23 +127,23 @@ def _removal(
     folder: Folder, files: Sequence[FileInfo], *, whole: bool, kept: str | None = None, failed: bool = False
 ) -> Removal:
     names, nbytes = tuple(file.name for file in files), sum(file.nbytes for file in files)
-    return Removal(folder, tuple(files), Collected(folder.storage.path, whole, names, nbytes, kept, failed))
+    return folder, Collected(folder.storage.path, whole, names, nbytes, kept, failed)
 
 
 def remove(removal: Removal) -> Collected:
-    """Carries out a plan, unless there is a reason against it. Returns the removed files, or the reason."""
-    folder, files, planned = removal
+    """Carries out a plan unless it has a reason against it. Returns the removed files, or the reason."""
+    folder, planned = removal
     if planned.kept is not None:
         return planned
     try:
         with ExitStack() as stack:
-            return _remove(folder, files, planned, stack)
+            return _remove(folder, planned, stack)
     except Exception as error:
         kept = folder.storage.scrub(f"cannot remove: {describe(error)}")
         return replace(planned, files=(), nbytes=0, kept=kept, failed=True)
 
 
-def _remove(folder: Folder, files: Sequence[FileInfo], planned: Collected, stack: ExitStack) -> Collected:
+def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
     """Locks directories, and removes their files."""
     for locked in folder.walk() if planned.whole else [folder]:
         if locked.info is None:
@@ -172,8 +168,8 @@ def _remove(folder: Folder, files: Sequence[FileInfo], planned: Collected, stack
         if folder.info is not None and folder.info.state == "unfinished":
             folder.storage.remove_directory()
     # Files may have got or lost other names since this was planned.
-    shared = sum(file.nbytes for file in _files_below(now) if file.name in chosen and file.shared)
-    return replace(planned, nbytes=sum(file.nbytes for file in files) - shared)
+    shared = sum(file.nbytes for file in _chosen(now, planned) if file.shared)
+    return replace(planned, nbytes=sum(file.nbytes for file in _chosen(folder, planned)) - shared)
 
 
 def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
@@ -201,18 +197,25 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
     }
 
 
+def _chosen(folder: Folder, planned: Collected) -> list[FileInfo]:
+    """Returns the files of a plan, by their paths below the directory. No listing shows those in uploads."""
+    names = set(planned.files)
+    found = {file.name: file for file in (*folder.leftovers, *_files_below(folder))}
+    return [file for name, file in found.items() if name in names]
+
+
 def _with_shared(removals: Sequence[Removal]) -> list[Removal]:
-    """Subtracts from each removal the space that it does not free: a file's space is freed with its last name."""
+    """Subtracts from each removal the space that it does not free: deleting a file's last name frees its space."""
     left: dict[tuple[int, int], int] = {}
     freeing: list[Removal] = []
-    for folder, files, planned in removals:
+    for folder, planned in removals:
         shared = 0
-        for file in files if planned.kept is None else ():
+        for file in _chosen(folder, planned) if planned.kept is None else ():
             if file.shared is not None:
                 inode = file.shared.device, file.shared.inode
                 left[inode] = left.get(inode, file.shared.names) - 1
                 shared += file.nbytes if left[inode] else 0
-        freeing.append(Removal(folder, files, replace(planned, nbytes=planned.nbytes - shared)))
+        freeing.append((folder, replace(planned, nbytes=planned.nbytes - shared)))
     return freeing
 
 
@@ -223,7 +226,7 @@ def _leftovers(folder: Folder, older_than: float | None) -> Iterator[Removal]:
     if files := folder.leftovers if are_old else folder.dead:
         yield _removal(folder, files, whole=False)
     if not are_old:
-        yield _removal(folder, others, whole=False, kept=_MAY_BE_UNDER_WAY)
+        yield _removal(folder, others, whole=False, kept=_MAY_BE_IN_PROGRESS)
     if folder.unknown:
         yield _removal(folder, (), whole=False, kept=folder.unknown, failed=True)
 
@@ -249,12 +252,12 @@ def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, on
 
 
 def _objection(old: Folder, linked: Sequence[str], older_than: float | None) -> str:
-    """The reason why an old checkpoint must stay; empty if there is none."""
+    """Returns the reason why an old checkpoint must stay; without one, an empty string."""
     real = old.storage.real_path
     if any(path == real or path.startswith(real + "/") for path in linked):
         return "a link leads to it"
     others = [file for part in old.checkpoints for file in part.leftovers if file not in part.dead]
-    return "" if _are_old(others, older_than) else _MAY_BE_UNDER_WAY
+    return "" if _are_old(others, older_than) else _MAY_BE_IN_PROGRESS
 
 
 def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
@@ -265,7 +268,7 @@ def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
 
 
 def _beyond(folders: Sequence[Folder], keep: int) -> list[Folder]:
-    """The steps that are neither among the newest nor among the highest."""
+    """Returns the steps that are neither among the newest nor among the highest."""
     steps = [(folder.step, folder) for folder in folders if folder.committed and folder.step is not None]
     most = max((folder.ranks for _, folder in steps), default=0)
     steps = [(step, folder) for step, folder in steps if folder.ranks in (0, most)]

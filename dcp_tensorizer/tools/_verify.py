@@ -249,7 +249,7 @@ def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
 
 
 def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:
-    """Adds to each damage whether the file has other names: if so, the checkpoints that share it are damaged, too."""
+    """Adds to each damage whether the file has other names: then the checkpoints that share it are damaged as well."""
     names: dict[str, int] = {}
     with suppress(CheckpointError):
         names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
@@ -328,7 +328,7 @@ class _Check:
         self._buffers = threading.local()
 
     def run(self, run: _ReadRun) -> list[Damage]:
-        """Reads and checks a run of sections; returns the damages. Ranges that cannot be read are damages, too."""
+        """Reads and checks a run of sections; returns the damages. Ranges that cannot be read also are damages."""
         try:
             reader = self._storage.open_uncached(run.file)
         except OSError as error:

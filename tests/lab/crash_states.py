@@ -36,7 +36,7 @@ def _writes(arguments: tuple[object, ...]) -> bool:
     return isinstance(flags, int) and bool(flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR))
 
 
-sys.addaudithook(_audit)  # it cannot be removed, and does nothing while nobody records
+sys.addaudithook(_audit)  # it cannot be removed, and does nothing without a recording
 
 
 @dataclass(frozen=True)

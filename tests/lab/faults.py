@@ -97,7 +97,7 @@ class _Proxy:
 
 
 class S3Proxy(_Proxy):
-    """Forwards to an S3 server. ``rule`` says what goes wrong, and may be replaced at any time."""
+    """Forwards to an S3 server. ``rule`` chooses what goes wrong, and may be replaced at any time."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class S3Proxy(_Proxy):
         self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
         self.rule: Rule = lambda request: None
         self.requests: list[Request] = []
-        self.sent_bytes = 0  # in the bodies of answers whose length their heads say
+        self.sent_bytes = 0  # in the bodies of answers whose heads have their lengths
         self.most_at_once = 0
         self._at_once = 0
         start_thread(self._accept, self._threads)

@@ -1,4 +1,4 @@
-"""Edits of a checkpoint's `.metadata`, by somebody who makes every digest right again, and has no key."""
+"""Edits of a checkpoint's `.metadata`, with every digest made right again, but without the key."""
 
 from __future__ import annotations
 

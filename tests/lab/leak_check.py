@@ -48,7 +48,7 @@ def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 def _shown(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline()[:6])
-    except psutil.Error:  # it has ended, and nobody has waited for it
+    except psutil.Error:  # it has ended, and its parent has not waited for it
         return process.name()
 
 

@@ -1,4 +1,4 @@
-"""A job for torchrun that may be told to stop at any moment, and whoever tells it to.
+"""A job for torchrun that may be stopped at any moment, and the one that stops it.
 
 ``python -m tests.lab.preempted_job FOLDER LOG STEPS``, started by torchrun. Its steps are element by element, so that
 its losses are the same on any number of ranks, to the last bit.
@@ -49,14 +49,14 @@ def _made(weight: torch.Tensor) -> tuple[nn.Parameter, torch.optim.Optimizer]:
 
 
 def losses(steps: int) -> Iterator[tuple[int, str]]:
-    """The steps and losses of an undisturbed run, as its log says them."""
+    """The steps and losses of an undisturbed run, from its log."""
     weight, optimizer = _made(torch.zeros(_ROWS, _COLUMNS))
     for step in range(1, steps + 1):
         yield step, _train(weight, optimizer, step).hex()
 
 
 class Preempted:
-    """A job that runs on several ranks, until its end or until it is told to stop.
+    """A job that runs on several ranks, until its end or until it is stopped.
 
     Args:
         folder: For its checkpoints and its log.

@@ -70,7 +70,7 @@ def run_python(
 
 
 def can_mount(mounts: str) -> bool:
-    """Whether this system lets these tests mount something where nobody else sees it."""
+    """Whether these tests can mount something that no other process sees."""
     return subprocess.run([*_MOUNT_NAMESPACE, mounts], capture_output=True, check=False).returncode == 0
 
 
@@ -139,7 +139,7 @@ def workers() -> list[psutil.Process]:
 
 
 def keepers_below(folder: Path) -> list[psutil.Process]:
-    """The processes whose sockets are in a folder: other jobs on this machine may keep something, too."""
+    """The processes whose sockets are in a folder: other jobs on this machine may have keepers as well."""
     processes = psutil.process_iter(["cmdline"])
     return [p for p in processes if any(word.startswith(f"{folder}/") for word in p.info["cmdline"] or ())]
 

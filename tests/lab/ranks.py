@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from .. import warm
 
-# Names of the package come from modules that are imported when somebody asks for them, so those are here too.
+# Names of the package come from modules that are imported on first use, so those are here as well.
 _IMPORTED = [
     *(f"dcp_tensorizer.{name}" for name in ("writer", "reader", "planner", "manager", "tools", "integrations.install")),
     "torch._dynamo",  # torch imports it when the first tensor is distributed
@@ -81,7 +81,7 @@ def in_turn(rank, *calls):
 
 
 def attempt(function):
-    """Runs something that should fail; returns the error's own text and type for each rank that DCP says failed."""
+    """Runs something that should fail; returns the error's text and type for each rank whose failure DCP reports."""
     started = time.monotonic()
     try:
         function()

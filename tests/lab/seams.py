@@ -78,7 +78,7 @@ def read_range(storage: Storage, name: str, nbytes: int, offset: int = 0) -> byt
 
 
 def sources(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "tensor") -> tuple[TensorSource, ...]:
-    """What a request says of tensors."""
+    """The tensors of a request."""
     return tuple(TensorSource(n, dtype_name(t.dtype), tuple(t.shape), t.nbytes, kind) for n, t in tensors)
 
 

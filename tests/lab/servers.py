@@ -146,7 +146,7 @@ def s3_server(folder: Path, address: str = "127.0.0.1") -> Iterator[S3Server]:
     try:
         with process(command, folder, ready):
             yield server
-    finally:  # it makes these in a place of its own, and leaves them when it is killed
+    finally:  # it makes these in a directory of its own, and leaves them when it is killed
         for kind, port in (("master", master_grpc), ("volume", volume_grpc), ("filer", filer_grpc), ("s3", s3_grpc)):
             Path(f"/tmp/seaweedfs-{kind}-grpc-{port}.sock").unlink(missing_ok=True)
 
@@ -193,14 +193,14 @@ def process(command: list[str], folder: Path, ready: Any, environment: dict[str,
             time.sleep(0.05)
         yield
     finally:
-        process.kill()  # nobody needs its data any more
+        process.kill()  # no test needs its data any more
         process.wait()
         _running.discard(process.pid)
 
 
 @contextmanager
 def free_ports(count: int) -> Iterator[list[int]]:
-    """Ports that nobody listens on. They are held until the end of the block, so that they differ.
+    """Ports on which no process listens. They are held until the end of the block, so that they differ.
 
     They lie below those that the system gives to outgoing connections. One of those could be taken again between the
     end of the block and the start of the server.

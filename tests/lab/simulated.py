@@ -30,7 +30,7 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         if self.device.free_running:
             self.device.run()
-        assert self.done.wait(WAIT), "nobody ran the device"
+        assert self.done.wait(WAIT), "the test did not run the device"
 
     def wait(self) -> None:
         """Training waits: nothing that is queued there from now on happens before this event."""

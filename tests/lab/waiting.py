@@ -1,4 +1,4 @@
-"""Handshakes between threads, in place of sleeping: what is held back until a test says so, and who waits for it."""
+"""Handshakes between threads, in place of sleeping: what a test holds back, and what waits for it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Gate:
         self.opened.set()
 
     def wait_reached(self) -> None:
-        assert self.reached.wait(WAIT), "nobody came to the gate"
+        assert self.reached.wait(WAIT), "no thread came to the gate"
 
     def pass_through(self) -> None:
         self.reached.set()
-        assert self.opened.wait(WAIT), "nobody opened the gate"
+        assert self.opened.wait(WAIT), "the test did not open the gate"
 
 
 class HeldPlanner(DefaultSavePlanner):

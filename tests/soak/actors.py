@@ -209,8 +209,8 @@ class Collector(Actor):
             self.told("look", "", None, look)
             for removal in removals:
                 self.pause(0.01)
-                path = os.path.relpath(removal.planned.path, self.places.run)
-                if removal.planned.kept or not removal.planned.whole:
+                path = os.path.relpath(removal[1].path, self.places.run)
+                if removal[1].kept or not removal[1].whole:
                     remove(removal)
                     continue
                 self.told("remove", path, None, lambda removal=removal: (remove(removal).kept or "done", None))

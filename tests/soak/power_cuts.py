@@ -206,10 +206,10 @@ class _Round:
         paths = [self._root / "run", self._root / "latest"]
         removals = [r for path in paths if path.exists() for r in plan_collection(open_storage(path), _KEEP, None)]
         for removal in removals:
-            if not removal.planned.whole:
+            if not removal[1].whole:
                 remove(removal)
                 continue
-            name = os.path.relpath(removal.planned.path, self._root)
+            name = os.path.relpath(removal[1].path, self._root)
             step = int(name.rpartition("-")[2])
             if step in sorted(self._ledger.committed)[-_KEEP:]:
                 self.errors.append(Wrong(f"gc --keep {_KEEP} takes {name}"))

@@ -84,16 +84,16 @@ def _check_values(options: ConvertOptions) -> None:
     for name in ("include", "exclude", "buffers"):
         patterns = getattr(options, name)
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ConversionError(f"{name} must be a list of patterns, and is {patterns!r}")
+            raise ConversionError(f"{name} must be a list of patterns, got {patterns!r}.")
     if options.dtype is not None and not (isinstance(options.dtype, torch.dtype) and options.dtype.is_floating_point):
-        raise ConversionError(f"dtype must be a floating-point dtype of torch, and is {options.dtype!r}")
+        raise ConversionError(f"dtype must be a floating-point dtype of torch, got {options.dtype!r}.")
     for name in ("shard_bytes", "tensor_parallel"):
         count = getattr(options, name)
         if type(count) is not int or count < 1:
-            raise ConversionError(f"{name} must be a number from 1 on, and is {count!r}")
+            raise ConversionError(f"{name} must be an int of at least 1, got {count!r}.")
     for pattern, dimension in options.split.items():
         if type(dimension) is not int:
-            raise ConversionError(f"split must give the number of a dimension for {pattern!r}, and gives {dimension!r}")
+            raise ConversionError(f"split must give the number of a dimension for {pattern!r}, got {dimension!r}.")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """torch's own DCP format: read by ranges and without running code, and written tensor by tensor.
 
 Its data files hold the ``torch.save`` bytes of each write item, one after the other. ``.metadata`` is a pickle with the
-place of each.
+location of each.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _tensor(
 
 
 def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> tuple[StoredTensor, bool]:
-    """Locates the elements of a chunk; returns whether they are stored in C order, too."""
+    """Locates the elements of a chunk; also returns whether they are stored in C order."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
     with naming(storage, path + purpose), storage.reading(info.relative_path, purpose) as reader:

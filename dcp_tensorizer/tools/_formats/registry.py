@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._formats.recognise import has_data, nothing_committed
+from ..._formats.recognise import format_of, has_data, nothing_committed
 from ..._formats.rename import Renaming
-from ..._index.container import is_index, looks_like_pickle
+from ..._index.container import is_index
 from ..._loading.run import check_files
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _Check = Callable[[CheckpointView, ConvertOptions], None]
-"""Raises `ConversionError` if a format cannot hold a checkpoint, before anything is written."""
+"""Raises `ConversionError` before anything is written if a format cannot hold a checkpoint."""
 _Write = Callable[[CheckpointView, str, Mapping[str, Any], ConvertOptions], None]
 """Writes a checkpoint to a path, with options for its filesystem."""
 
@@ -95,8 +95,8 @@ def open_all(
 ) -> list[CheckpointView]:
     """Opens several checkpoints, of which only some may be encrypted; see `open_checkpoint`.
 
-    With ``look_at_files``, a `ReadError` is raised if data files of this package's checkpoints are missing or have
-    other sizes. A key that is none is a `TypeError`, before anything is read.
+    With ``look_at_files``, raises `ReadError` if data files of this package's checkpoints are missing or have other
+    sizes. If ``encryption`` is not a key, raises `TypeError` before anything is read.
     """
     if encryption is not None:
         check_decryption(encryption)
@@ -130,12 +130,23 @@ class _Location:
 def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_format: str | None = None) -> _Location:
     text = os.fspath(path)
     storage, name = open_storage(text, options), ""
-    actual = _directory_format(storage)
+    actual: str | None = None
+    with suppress(NotCommitted):  # it is a file, or nothing
+        actual = format_of(storage, 0)
+    if actual == "dcp":
+        pickled = storage.read(metadata_file_name())
+        if pickled is None:
+            raise ConversionError(
+                f"{storage.path} is of torch's own format, and each rank has saved for itself (use_collectives=False). "
+                f"Load it with torch's FileSystemReader on as many ranks, and save it with collectives."
+            )
+        if is_index(pickled):  # of this package before its first release, which `read_parts` refuses
+            actual = "dcp_tensorizer"
     if actual is None:
         storage, name = beside(re.sub("(?<=[^:/])/+$", "", text), options)
         actual = _file_format(storage, name)
     if expected_format not in (None, actual):
-        raise ConversionError(f"{redact(text)} is of the format {actual}, and not {expected_format}")
+        raise ConversionError(f"{redact(text)} is not of the format {expected_format}, got {actual}.")
     return _Location(redact(text), actual, storage, name, read_parts(storage) if actual == "dcp_tensorizer" else {})
 
 
@@ -145,34 +156,14 @@ def _open(location: _Location, encryption: DecryptionParams | None) -> Checkpoin
         return view_checkpoint(storage, location.parts, unlock_parts(storage, location.parts, encryption))
     if encryption is not None:
         raise DecryptionError(
-            f"{location.path} is of the format {location.format}, which is not decrypted here: read it without a key"
+            f"{location.path} is of the format {location.format}, which is not decrypted here. Read it without a key."
         )
     with naming(storage, location.path):
-        return _read_foreign(location)
-
-
-def _read_foreign(location: _Location) -> CheckpointView:
-    if location.format == "dcp":
-        return dcp.read(location.storage, location.storage.read(metadata_file_name()) or b"")
-    if not location.name:
-        return safetensors.read_directory(location.storage)
-    return _FILE_READERS[location.format](location.storage, location.name)
-
-
-def _directory_format(storage: Storage) -> str | None:
-    """The format of a checkpoint that is a directory; None if it is not a checkpoint."""
-    metadata = storage.read(metadata_file_name())
-    if metadata is not None:
-        return "dcp" if looks_like_pickle(metadata) and not is_index(metadata) else "dcp_tensorizer"
-    of_rank = storage.read(metadata_file_name(0))
-    if of_rank is not None and looks_like_pickle(of_rank) and not is_index(of_rank):
-        raise ConversionError(
-            f"{storage.path} is of torch's own format, and each rank has saved for itself (use_collectives=False): "
-            f"load it with torch's FileSystemReader on as many ranks, and save it with collectives"
-        )
-    if of_rank is not None:
-        return "dcp_tensorizer"
-    return "safetensors" if safetensors.is_directory(storage) else None
+        if location.format == "dcp":
+            return dcp.read(storage, storage.read(metadata_file_name()) or b"")
+        if not location.name:
+            return safetensors.read_directory(storage)
+        return _FILE_READERS[location.format](storage, location.name)
 
 
 def _file_format(storage: Storage, name: str) -> str:
@@ -199,7 +190,7 @@ def _file_format(storage: Storage, name: str) -> str:
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
-    """Returns whether a name is a directory's. Servers do not say so when it is read as a file."""
+    """Returns whether a name is a directory's. Servers do not report that when it is read as a file."""
     with suppress(CheckpointError):
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
@@ -210,7 +201,7 @@ def _is_directory(storage: Storage, name: str) -> bool:
 
 
 def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -> dict[str, Path]:
-    """The path of each value in the new nested state dict, by its old key.
+    """Returns the path of each value in the new nested state dict, by its old key.
 
     Raises `ConversionError` if two keys would be the same, if a key would be empty, or if a prefix or a pattern matches
     no key.
@@ -219,7 +210,10 @@ def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -
     if options.strip_prefix and all(stripped[key] is paths[key] for key in paths):
         raise ConversionError(f"no key of {source} that is to be converted begins with {options.strip_prefix!r}")
     renamed = _renamed(stripped, options.rename, source)
-    new = {key: _prefixed(path, options.add_prefix) for key, path in renamed.items()}
+    *around, begin = options.add_prefix.split(".")  # without a prefix, nothing is around
+    new = {
+        key: (*around, f"{begin}{path[0]}", *path[1:]) if begin else (*around, *path) for key, path in renamed.items()
+    }
     first: dict[str, str] = {}
     for key, path in new.items():
         if first.setdefault(key_of(path), key) != key:
@@ -260,7 +254,7 @@ def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -
 
 
 def _moved(path: Path, key: str) -> Path:
-    """The path of a new key: in the same nested dicts as before, as far as it begins with their keys."""
+    """Returns the path of a new key: in the same nested dicts as before, as far as it begins with their keys."""
     kept: list[str | int] = []
     for part in path[:-1]:
         if not key.startswith(f"{part}.") or key == f"{part}.":
@@ -268,10 +262,3 @@ def _moved(path: Path, key: str) -> Path:
         kept.append(part)
         key = key.removeprefix(f"{part}.")
     return (*kept, key)
-
-
-def _prefixed(path: Path, prefix: str) -> Path:
-    if not prefix:
-        return path
-    *around, begin = prefix.split(".")
-    return (*around, f"{begin}{path[0]}", *path[1:]) if begin else (*around, *path)

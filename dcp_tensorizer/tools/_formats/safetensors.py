@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from ..._formats.hugging_face import ModelCatalog
@@ -18,7 +17,7 @@ from ..._formats.weight_files import read_weight_file
 from ..._publish.model import written_file
 from ..._storage.base import Storage
 from ..._tensor_file.dtypes import host_bytes
-from ...errors import ConversionError, NotCommitted
+from ...errors import ConversionError
 from .._atomic_output import new_directory, new_file
 from .._view import BLOCK, CheckpointView, StoredTensor, blocks_of, view_of
 from .common import ConvertOptions, check_no_objects, naming
@@ -29,17 +28,8 @@ _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def is_directory(storage: Storage) -> bool:
-    """Returns whether a directory is laid out as by Hugging Face, or as by torch, which saves a file for each rank."""
-    if any(storage.head(name) is not None for name in (INDEX, SINGLE)):
-        return True
-    with suppress(NotCommitted):
-        return any(fnmatch.fnmatchcase(file.name, _PARTS) for file in storage.listing()[0])
-    return False
-
-
 def read_directory(storage: Storage) -> CheckpointView:
-    """The tensors of all files in a directory: from the file that the index names, or put together from parts.
+    """Views the tensors of all files in a directory: from the file that the index names, or joined from parts.
 
     Raises `MetadataError` if a file is of another kind, damaged, or lacks a tensor of the index, or if the parts of a
     tensor do not make it up, and `ReadError` if a file cannot be read.
@@ -48,7 +38,7 @@ def read_directory(storage: Storage) -> CheckpointView:
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """The tensors of a file.
+    """Views the tensors of a file.
 
     Raises `ConversionError` if it has only parts of tensors, `MetadataError` if it is of another kind or damaged, and
     `ReadError` if it cannot be read.
@@ -56,9 +46,9 @@ def read(storage: Storage, name: str) -> CheckpointView:
     path, file = f"{storage.path}/{name}", read_weight_file(storage, name)
     with naming(storage, path):
         offsets = saved_offsets(file.notes)
-    is_part = bool(offsets) and fnmatch.fnmatchcase(name, _PARTS)  # torch notes the offsets in whole files, too
+    is_part = bool(offsets) and fnmatch.fnmatchcase(name, _PARTS)  # torch records offsets in whole files as well
     if is_part or any(map(any, offsets.values())):
-        raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save: name its directory")
+        raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save. Name its directory.")
     return view_of(storage, path, "safetensors", ModelCatalog(storage, files=[file]))
 
 

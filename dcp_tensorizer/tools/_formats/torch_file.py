@@ -292,18 +292,18 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
                 entry.file_size = entry.compress_size = content.nbytes
 
 
-# --- loading with fake tensors, which have a place in the file --------------------------------------------------------
+# --- loading with fake tensors, which have a location in the file -----------------------------------------------------
 
 
 def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
-    """Loads ``torch.save`` bytes with fake tensors; `is_located` says which of them have a place in the file.
+    """Loads ``torch.save`` bytes with fake tensors; `is_located` returns which of them have a location in the file.
 
     Raises `UntrustedObject`, with the file's path, if it would need code to run, and any other error if it is damaged.
     """
     buffered = io.BufferedReader(file)
     records = check_saved(buffered, nbytes)
     try:
-        return _checked(_load(buffered, weights_only=True), records)
+        return _load(buffered, records, weights_only=True)
     except OSError:
         raise
     except Exception as error:
@@ -318,14 +318,23 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
             f"{path} could run code when it is loaded ({', '.join(needed)}), and was not loaded: if you trust it, "
             f"load it with torch.load(weights_only=False), and save its state dict"
         )
-    return _checked(_load(buffered, weights_only=False), records)
+    return _load(buffered, records, weights_only=False)
 
 
-def _load(file: IO[bytes], *, weights_only: bool) -> Any:
+def _load(file: IO[bytes], records: Sequence[tuple[int, int]], *, weights_only: bool) -> Any:
+    """Raises `ValueError` unless the bytes of all tensors lie within records of their file."""
     file.seek(0)
     with FakeTensorMode():
         pickling = None if weights_only else SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
-        return torch.load(file, weights_only=weights_only, pickle_module=pickling)
+        value = torch.load(file, weights_only=weights_only, pickle_module=pickling)
+    for tensor in tensors_in(value):
+        if not is_located(tensor) or not tensor.numel():
+            continue
+        nbytes = tensor.untyped_storage().nbytes()
+        number = bisect.bisect_right(records, (checkpoint_offset(tensor), 0)) - 1
+        if number < 0 or nbytes > records[number][1]:
+            raise ValueError(f"a tensor claims to have {nbytes:,} bytes, more than are stored")
+    return value
 
 
 class _Unpickler(pickle.Unpickler):
@@ -337,23 +346,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _stand_in(*arguments: Any) -> torch.Tensor:
     return torch.empty(0, device="meta")
-
-
-def _checked(value: Any, records: Sequence[tuple[int, int]]) -> Any:
-    _check_storages(value, records)
-    return value
-
-
-def _check_storages(value: Any, records: Sequence[tuple[int, int]]) -> None:
-    """Raises `ValueError` unless the bytes of all tensors lie within records of their file."""
-    for tensor in tensors_in(value):
-        if not is_located(tensor) or not tensor.numel():
-            continue
-        storage = tensor.untyped_storage()
-        start = checkpoint_offset(tensor)
-        number = bisect.bisect_right(records, (start, 0)) - 1
-        if number < 0 or storage.nbytes() > records[number][1]:
-            raise ValueError(f"a tensor claims to have {storage.nbytes():,} bytes, more than are stored")
 
 
 def is_located(value: Any) -> bool:

@@ -744,8 +744,8 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
     remove = _gc.remove
 
     def fail(removal: Removal) -> Collected:
-        if removal.folder.name == "step-7":
-            return dataclasses.replace(removal.planned, files=(), kept="cannot remove: not yours", failed=True)
+        if removal[0].name == "step-7":
+            return dataclasses.replace(removal[1], files=(), kept="cannot remove: not yours", failed=True)
         return remove(removal)
 
     monkeypatch.setattr(_gc, "remove", fail)

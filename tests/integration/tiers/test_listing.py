@@ -76,7 +76,7 @@ def test_a_save_whose_record_comes_after_a_look(run: Run) -> None:
     shutil.copytree(run.local / "step-5", copied.local / "step-5")
     (removal,) = plan_collection(open_storage(copied.local), None, 0.0)
     shutil.copytree(run.queue.folder, copied.queue.folder)
-    assert removal.planned.kept is None
+    assert removal[1].kept is None
     assert remove(removal).kept == "something has been saved or changed there in the meantime"
     assert states(copied.local) == {5: "unflushed"}
 

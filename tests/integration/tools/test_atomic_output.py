@@ -42,7 +42,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, to: str, name: str) -> Non
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_file_that_is_there_stays(tmp_path: Path, to: str) -> None:
-    """Also where a directory would be written, which is said before the work."""
+    """Also where a directory would be written; the error comes before the work."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "b").write_text("mine")
     with pytest.raises(ConversionError, match="exists"):
@@ -114,7 +114,7 @@ def test_a_destination_that_is_a_link_to_nothing(tmp_path: Path, to: str, leads_
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("name", ["x" * 255, "€" * 85, "😀" * 63], ids=["1", "3", "4"])
 def test_the_longest_names(tmp_path: Path, to: str, name: str) -> None:
-    """255 bytes, of characters of one, three and four bytes: the temporary name fits, too."""
+    """255 bytes, of characters of one, three and four bytes: the temporary name fits as well."""
     make_checkpoint(tmp_path / "a", {"x": torch.arange(3.0)})
     convert(tmp_path / "a", tmp_path / name, to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", name]
@@ -122,7 +122,7 @@ def test_the_longest_names(tmp_path: Path, to: str, name: str) -> None:
 
 
 def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can take its place, which is said before the work."""
+    """It cannot be replaced, which is an error before the work."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "b").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "b")

@@ -86,12 +86,12 @@ def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
         (ConvertOptions(strip_prefix="zz."), "zz"),
         (ConvertOptions(strip_prefix="a.b"), "nothing is left"),
         (ConvertOptions(strip_prefix="a."), "would both be 'b'"),
-        (ConvertOptions(source_format="torch"), "dcp_tensorizer, and not torch"),
+        (ConvertOptions(source_format="torch"), "not of the format torch, got dcp_tensorizer"),
         (ConvertOptions(tensor_parallel=2, split={"*.w": 0}), "no key matches"),
-        (ConvertOptions(include="a.*"), "include must be a list of patterns, and is 'a"),
+        (ConvertOptions(include="a.*"), "include must be a list of patterns, got 'a"),
         (ConvertOptions(exclude="b"), "exclude must be a list of patterns"),
         (ConvertOptions(dtype=torch.int32), "dtype must be a floating-point dtype"),
-        (ConvertOptions(tensor_parallel=0), "tensor_parallel must be a number from 1 on"),
+        (ConvertOptions(tensor_parallel=0), "tensor_parallel must be an int of at least 1"),
         (ConvertOptions(tensor_parallel=2, split={"a.b": True}), "split must give the number of a dimension for 'a.b'"),
         (ConvertOptions(dtype=torch.float4_e2m1fn_x2), "'a.b' is of torch.float32, which torch cannot convert to"),
         (ConvertOptions(include=["a.b"], tensor_parallel=2, split={"a.b": 0}), "'a.b' of shape .3,. cannot be split"),
@@ -204,7 +204,7 @@ def test_urls(tmp_path: Path, to: str) -> None:
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
-    """It is told of tensor bytes, and never runs backwards."""
+    """It gets the bytes of tensors, and never runs backwards."""
     make_checkpoint(tmp_path / "a", {"x": filled(torch.float32, (50, 30)), "y": torch.ones(7)}, {"o": 1})
     seen: list[tuple[int, int]] = []
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer", on_progress=lambda *now: seen.append(now))

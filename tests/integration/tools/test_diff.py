@@ -84,7 +84,7 @@ def test_how_far_values_lie_apart(
 
 
 def test_dtypes_without_arithmetic_are_counted(tmp_path: Path) -> None:
-    """They differ, and nobody can say by how much."""
+    """They differ by an unknown amount."""
     a = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     b = torch.tensor([0, 1, 0, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed

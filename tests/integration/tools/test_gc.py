@@ -1,4 +1,4 @@
-"""What lies below a path, and that collecting never takes what somebody needs."""
+"""Lists what lies below a path, and never collects what a job still needs."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkey
 
 
 def test_off_local_disks_leftovers_go_only_by_age() -> None:
-    """Nobody can see there whether a save is in progress."""
+    """Locks of a save in progress are not visible there."""
     memory = fsspec.filesystem("memory")
     url = "memory://collected"
     make_checkpoint(f"{url}/step-1", {"x": torch.ones(3)})
@@ -526,7 +526,7 @@ def test_ranks_of_the_same_keys_are_no_steps(tmp_path: Path, parts: tuple[str, .
 
 
 def test_ranks_of_one_checkpoint_alone(tmp_path: Path) -> None:
-    """A job has saved once, or overwrites: its ranks are no steps, also where no directory says what is a step."""
+    """A job has saved once, or overwrites: its ranks are no steps, also where no directory is named like a step."""
     make_numbered(tmp_path / "one" / "step-10", *RANKS)
     make_numbered(tmp_path / "two" / "final", *RANKS)
     make_numbered(tmp_path / "flat", *(f"step-10-{name}" for name in RANKS))
@@ -544,7 +544,7 @@ def test_fewer_ranks_than_before(tmp_path: Path) -> None:
 
 
 def test_steps_in_runs_with_numbers(tmp_path: Path) -> None:
-    """Each run is counted for itself: ``step-10`` says that it is a step, and ``run-1`` does not."""
+    """Each run is counted for itself: ``step-10`` is named like a step, and ``run-1`` is not."""
     for name in ("run-1", "run-2", "42"):
         make_numbered(tmp_path / name, "step-10", "step-20", "step-30")
     make_numbered(tmp_path / "run-3" / "checkpoints", "10", "20", "30")
@@ -692,7 +692,7 @@ def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
 
 
 def test_names_without_steps_stay(tmp_path: Path) -> None:
-    """The best one and the last one, beside the steps, are nobody's old steps."""
+    """The best one and the last one, beside the steps, are not old steps."""
     for step in (1, 2, 3):
         make(tmp_path / f"step-{step}", 100 - step)
     make(tmp_path / "best", 1000)

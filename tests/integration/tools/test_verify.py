@@ -22,7 +22,7 @@ from ...lab.states import filled
 
 @pytest.fixture(params=[None, Cipher(bytes(range(32)), Derivation(1, 8192, 2, bytes(16)))], ids=["plain", "encrypted"])
 def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Of an encrypted one nobody has the key here."""
+    """A checkpoint, plain or encrypted; verification has no key."""
     tensors = {"a": filled(torch.float32, (5, 4)), "b": filled(torch.bfloat16, (300, 1000), 1), "e": torch.empty(0, 2)}
     chunks = {"b": [Region((0, 0), (200, 1000)), Region((200, 0), (100, 1000))]}
     return make_checkpoint(tmp_path / "checkpoint", tensors, {"step": 7}, chunks, request.param)
@@ -104,7 +104,7 @@ def test_a_missing_file(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("saved_again", [True, False])
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path, saved_again: bool) -> None:
-    """A save to the same path has removed the files that it replaces; nor is one that somebody has removed."""
+    """A save to the same path has removed the files that it replaces; a removed one is an error as well."""
     storage = open_storage(checkpoint)
     parts, old = read_parts(storage), list(checkpoint.iterdir())
     if saved_again:
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_short_file(checkpoint: Path, full: bool) -> None:
-    """Its size is told, and what was lost with its end; what is before that is not damaged."""
+    """The damage has its size and what was lost with its end; what is before that is not damaged."""
     path = data_file(checkpoint, 0)
     size = path.stat().st_size
     with open(path, "r+b") as file:

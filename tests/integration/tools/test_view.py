@@ -67,7 +67,7 @@ def test_a_difference_of_a_later_rank_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_not_given_to_a_rank(tmp_path: Path) -> None:
-    """Somebody has a key that begins like a rank."""
+    """A state dict may have a key that begins like a rank."""
     for rank in range(2):
         make_checkpoint(tmp_path / "a", {"x": torch.full((1,), float(rank)), "rank1.x": torch.ones(1) * 9}, rank=rank)
     found = {key: tensor.tolist() for key, tensor in tensors_of(tmp_path / "a").items()}

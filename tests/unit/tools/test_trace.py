@@ -29,7 +29,7 @@ SAVE = [
 
 
 def write(file: Path, *records: dict[str, Any], end: str = "\n") -> None:
-    """A trace file; what a record does not say is that of a save of rank 0."""
+    """Writes a trace file; fields that a record leaves out are those of a save of rank 0."""
     common = {"kind": "save", "id": "s", "path": "/c", "rank": 0, "host": "h", "boot": "1", "pid": 1, "spans": SAVE}
     file.write_text("\n".join(json.dumps(common | {"clock_offset": 0.0} | record) for record in records) + end)
 

@@ -33,7 +33,7 @@ def test_metadata_that_leads_out_of_its_directory(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("to", ["safetensors", "dcp_tensorizer"])
 @pytest.mark.parametrize("kept", [0, 100])
 def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int, to: str) -> None:
-    """The error names key and file, and says that the file ends too early: the command line calls that damage."""
+    """The error names key and file, and that the file ends too early: the command line reports damage."""
     dcp.save({"x": torch.ones(3000)}, checkpoint_id=tmp_path / "a")
     (path,) = (tmp_path / "a").glob("*.distcp")
     os.truncate(path, kept)
@@ -45,7 +45,7 @@ def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int, to: str) 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("length", [1 << 60, -1, "x"])
 def test_lengths_that_no_file_has(tmp_path: Path, length: Any) -> None:
-    """Damaged metadata does not make anybody ask for so much memory."""
+    """Damaged metadata does not allocate that much memory."""
     dcp.save({"o": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
     for info in metadata.storage_data.values():

@@ -36,7 +36,7 @@ def archive(pickled: bytes, **records: bytes) -> bytes:
 
 
 def repickled(change: Callable[[bytes], bytes]) -> bytes:
-    """A file of `torch.save` with a tensor of 4 bytes, whose pickle somebody has changed."""
+    """A file of `torch.save` with a tensor of 4 bytes, whose pickle was changed."""
     stream = io.BytesIO()
     torch.save({"x": torch.zeros(4, dtype=torch.uint8)}, stream)
     with zipfile.ZipFile(stream) as stock:

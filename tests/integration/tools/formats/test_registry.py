@@ -67,7 +67,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpServer, slash: str) -> None:
-    """On a server, too, the error says which checkpoints there are, or which path to give."""
+    """Also on a server, the error names the checkpoints there, or the path to give."""
     name = uuid.uuid4().hex
     places: dict[str, dict[str, Any]] = {f"memory://{name}": {}, f"s3://{s3.bucket}/{name}": s3.options()}
     for url, options in (places | {f"sftp://127.0.0.1/{name}": sftp.options()}).items():

@@ -112,7 +112,7 @@ def test_tensorizer_files_are_verified_in_any_order(tmp_path: Path) -> None:
 
 
 def test_the_first_rule_for_a_split_counts(tmp_path: Path) -> None:
-    """Also for what can be split at all: a later one for the same key has no say."""
+    """Also for what can be split at all: a later one for the same key has no effect."""
     make_checkpoint(tmp_path / "a", {"l.weight": filled(torch.float32, (4, 3)), "l.bias": filled(torch.float32, (4,))})
     rules = {"*.bias": 0, "l.*": 0, "*": 1}
     convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=ConvertOptions(tensor_parallel=2, split=rules))
@@ -128,7 +128,7 @@ def tensorizer_file(path: Path) -> Path:
 
 
 def test_an_index_that_is_longer_than_the_file(tmp_path: Path) -> None:
-    """A damaged length does not make anybody ask for so much memory."""
+    """A damaged length does not allocate that much memory."""
     content = bytearray(tensorizer_file(tmp_path / "a").read_bytes())
     content[71] ^= 1  # in the length of the index
     (tmp_path / "a").write_bytes(content)
@@ -169,7 +169,7 @@ def test_nested_names(tmp_path: Path) -> None:
 
 
 def test_two_tensors_by_one_key(tmp_path: Path) -> None:
-    """Neither takes the place of the other."""
+    """Neither replaces the other."""
     serializer = TensorSerializer(tmp_path / "a")
     serializer.write_state_dict({"model": {"w": torch.ones(2)}, "model.w": torch.zeros(1)})
     serializer.close()

@@ -1,4 +1,4 @@
-"""A report: what it says of checkpoints, what it reads, and that it is one page that nothing can escape from."""
+"""A report: what it shows of checkpoints, what it reads, and that it is one page that nothing can escape from."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_page_asks_for_nothing(steps: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_has_no_values(tmp_path: Path) -> None:
-    """Tensors without elements or without arithmetic, and a checkpoint without tensors, have their place."""
+    """Tensors without elements or without arithmetic, and a checkpoint without tensors, are shown."""
     strange = filled(torch.float4_e2m1fn_x2, (4, 2))
     make_checkpoint(tmp_path / "a", {"none": torch.empty(0, 3), "strange": strange, "scalar": torch.tensor(2)})
     make_checkpoint(tmp_path / "b", {}, {"lr": 1})
@@ -197,7 +197,7 @@ def test_there_must_be_checkpoints(
 
 
 def test_damage_is_an_error_and_the_old_page_stays(steps: list[Path], tmp_path: Path) -> None:
-    """A page appears as a whole, in the place of the one before."""
+    """A page appears as a whole, and replaces the one before."""
     (tmp_path / "report.html").write_text("old")
     (data,) = steps[0].glob("*.tensors")
     content = data.read_bytes()

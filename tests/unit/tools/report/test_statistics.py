@@ -87,7 +87,7 @@ def test_values_beyond_float32() -> None:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype) -> None:
-    """Has its elements counted, or says that it has no arithmetic."""
+    """Its elements are counted, or it is reported to have no arithmetic."""
     values = filled(dtype, (6, 4))
     if dtype in NO_ARITHMETIC:
         with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
