@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from ._index.schema import ItemKey
 from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_rows, item_of, rows_of
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
-from ._planning.plan import Answer, CompactPlan, Histories, History, Items, Reference
+from ._planning.plan import AssignedItems, CompactPlan, Histories, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
 from ._runtime.gc_pause import collector_paused
 from ._runtime.torch_compat import ShardedTensor, plain_local, plain_tensor_at
@@ -139,7 +139,7 @@ class SavePlanner(DefaultSavePlanner):
         """Finishes the plan of the items that this rank writes."""
         history = self._history
         if history is not None:
-            if isinstance(new_plan.items, Answer):
+            if isinstance(new_plan.items, AssignedItems):
                 columns = history.answered(new_plan.items)
                 new_plan = CompactPlan.of(Items(columns, new_plan.items.choice), new_plan.storage_data)
             history.end()

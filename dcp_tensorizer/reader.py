@@ -1,6 +1,6 @@
 """Loading: `TensorizerStorageReader`, the storage reader for ``torch.distributed.checkpoint``, and `open_reader`.
 
-.metadata --DCP planner--> LoadPlan --catalog--> stored chunks --read_planner--> byte ranges, sorted and coalesced
+.metadata --DCP planner--> LoadPlan --catalog--> stored chunks --plan--> byte ranges, sorted and coalesced
           --run--> parallel reads into the targets' memory --> block digests --> planner.commit_tensor
 """
 
@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,15 +20,15 @@ from torch.futures import Future
 
 from ._formats.catalog import Catalog, check_coverage
 from ._formats.hugging_face import ModelCatalog
-from ._formats.own import read_index, read_metadata
+from ._formats.own import check_world_size, read_index, read_metadata
 from ._formats.recognise import contents, format_of, has_data, not_committed, nothing_committed
 from ._formats.rename import Renaming, Rules
 from ._formats.torch_dcp import TorchCatalog
-from ._loading.deliver import Load, LoadOptions
-from ._loading.exchange import identity_of, members_of, reads_alone
+from ._loading.deliver import Load, LoadOptions, check_one_save, warn_of_empty_dicts
+from ._loading.exchange import ReadFrom, identity_of, members_of, reads_alone
 from ._loading.report import LoadClock, LoadReport, publish
-from ._loading.targets import RetainedPlan
-from ._loading.validate import ReadFrom, check_files, check_one_save, check_world_size, unreadable, warn_of_empty_dicts
+from ._loading.run import check_files
+from ._planning.read_items import RetainedPlan
 from ._runtime.gc_pause import collector_paused
 from ._runtime.progress import TransferProgress
 from ._runtime.ranks import rank_of_job, world_size_of_job
@@ -227,7 +227,7 @@ class TensorizerStorageReader(StorageReader):
             self._metadata = metadata
             self._clock.has_metadata()
             return metadata
-        return unreadable(self._error, StorageMeta(load_id=self.load_id))
+        return Metadata(_Unreadable(self._error), planner_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def stored_metadata(self, *, rank: int | None = None) -> Metadata:
         """Returns the checkpoint's metadata with each chunk as it is stored; with ``rank`` that rank's own.
@@ -365,6 +365,22 @@ class TensorizerStorageReader(StorageReader):
         if index is None:  # DCP then asks again with `rank=`
             raise not_committed(storage.path) if rank is None else nothing_committed(storage)
         return storage, index
+
+
+class _Unreadable(dict[str, Any]):
+    """Stands for the entries of an unreadable checkpoint: raises the reason on any access.
+
+    DCP shows the metadata to the planner before it lets the storage raise the error.
+    """
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__()
+        self._error = error
+
+    def _raise(self, *arguments: object) -> NoReturn:
+        raise self._error
+
+    __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _raise
 
 
 def open_reader(

@@ -15,9 +15,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .._index.layouts import ChunkLayout, Region, covers
+from .._index.layouts import ChunkLayout
 from .._tensor_file.dtypes import named_dtype
 from .._tensor_file.names import StoredItem
+from .._tensor_file.regions import Region, covers
 from ..errors import MetadataError
 
 

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .._index.layouts import Region
 from .._tensor_file.dtypes import dtype_name, named_dtype
-from .._tensor_file.names import StoredItem
+from .._tensor_file.names import MAX_NUMBER, StoredItem
+from .._tensor_file.regions import Region
 from ..errors import MetadataError, ReadError, listed
 from .catalog import Catalog, Coder, Piece, check_chunks, check_length
 from .rename import Box, Placed, Renaming, Rules, Shape, place
@@ -38,7 +38,6 @@ _SCALE = "_scale_inv"
 _BLOCK = (128, 128)  # of DeepSeek's models, and torch's default
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _CONFIG = "config.json"
-_MOST = 2**63 - 1
 
 
 class ModelCatalog(Catalog):
@@ -166,7 +165,7 @@ class ModelCatalog(Catalog):
             origin = (0,) * len(shape)
             offset = offsets[file.name].get(tensor.key, () if file.notes.get(SHARDING) else origin)
             ends = [start + size for start, size in zip(offset, shape, strict=False)]
-            if len(offset) != len(shape) or max(ends, default=0) > _MOST:
+            if len(offset) != len(shape) or max(ends, default=0) > MAX_NUMBER:
                 raise MetadataError(
                     f"{self.path}/{file.name}: the note {SHARDING} does not have the offset of {tensor.key!r}"
                 )

@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._index import container
-from .._index.container import IndexFile, data_files, decoded, find_index, nonsense
+from .._index.container import IndexFile, committed, decoded, invalid_index
 from .._index.entries import TensorValue, Value, values_of
-from .._index.layouts import ChunkLayout, Region
-from .._index.locations import PlaceTable, hash_of, known_dtype
+from .._index.layouts import ChunkLayout
+from .._index.locations import LocationTable, hash_of, known_dtype
 from .._index.schema import (
-    Head,
     ItemKey,
     Places,
     Properties,
@@ -44,9 +43,11 @@ from .._index.schema import (
 from .._runtime.gc_pause import collector_paused
 from .._runtime.threads import in_threads
 from .._tensor_file.names import StoredItem, metadata_file_name
+from .._tensor_file.regions import Region
 from .._trust.objects import load_object
 from ..errors import CheckpointError, MetadataError
 from .catalog import Catalog, Piece
+from .recognise import nothing_committed
 
 if TYPE_CHECKING:
     from .._storage.base import Storage
@@ -65,11 +66,11 @@ def decode(data: bytes, path: str) -> Metadata:
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     """Reads and checks a checkpoint's index: that of all ranks, or one rank's own. None if there is none.
 
-    The places of a large one are read on demand. Raises `MetadataError` if it is damaged or of another format, and
+    The locations of a large one are read on demand. Raises `MetadataError` if it is damaged or of another format, and
     `ReadError` if it cannot be read.
     """
     name = metadata_file_name(rank)
-    file = find_index(storage, name)
+    file = committed(storage, name)
     if file is None:
         return None
     index = Index(file)
@@ -80,16 +81,27 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     return index
 
 
-def read_head(storage: Storage) -> Head | None:
-    """Reads and checks the head of the index of all ranks; None if there is none. Raises what `read_index` raises."""
-    file = find_index(storage, metadata_file_name())
-    return None if file is None else file.head
-
-
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
     """The whole index, as `Index.stored_metadata` returns it; raises what `read_index` raises."""
     index = read_index(storage, rank)
     return None if index is None else index.stored_metadata()
+
+
+def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
+    """Checks that a checkpoint whose ranks each saved for themselves is loaded by as many ranks.
+
+    All ranks look at the same files, so that all find the same. ``has_own`` says whether this rank's own metadata
+    exists. Raises `NotCommitted` if not even the first rank's exists, and `MetadataError` if another number of ranks
+    saved it.
+    """
+    if storage.head(metadata_file_name(0)) is None:
+        raise nothing_committed(storage)
+    has_last = storage.head(metadata_file_name(world_size - 1)) is not None
+    if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
+        raise MetadataError(
+            f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
+            f"than the {world_size} that load it: load it with as many"
+        )
 
 
 _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
@@ -105,20 +117,20 @@ def _wanted_of(item: ReadItem) -> _Wanted:
 
 
 class Index(Catalog):
-    """A checkpoint's index. Places are read when they are needed. Raises `MetadataError` if it is damaged."""
+    """A checkpoint's index. Locations are read when they are needed. Raises `MetadataError` if it is damaged."""
 
     has_digests = True
 
     def __init__(self, file: IndexFile) -> None:
         self.path = file.path
         self.head = file.head
-        self.files = data_files(file.head)
+        self.files = file.files
         self._file = file
         self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share a few
         with _valid(self.path), collector_paused():
             self._sections = [section for section in file.head.sections if section.kind == "places"]
-            self._tables: dict[int, PlaceTable] = {}  # by the number of their section
-            self._inline: PlaceTable | None = None
+            self._tables: dict[int, LocationTable] = {}  # by the number of their section
+            self._inline: LocationTable | None = None
             # Small values are located in a file that exists only in the index.
             inline, content = metadata_file_name(file.head.rank), b""
             if (section := self._section("inline")) is not None:
@@ -174,12 +186,12 @@ class Index(Catalog):
     def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
         """The stored chunks that have elements of each item of a load plan, which was made of `metadata`.
 
-        First it reads the places of all ranks that stored some of them. Raises `MetadataError`, naming the key, if some
-        are missing, and `ReadError` if places cannot be read.
+        Reads the locations of all ranks that stored some of them. Raises `MetadataError`, naming the key, if some are
+        missing, and `ReadError` if locations cannot be read.
         """
         with _valid(self.path):
             hashes: list[int] = []
-            # Of most items nothing more is to be found than their places.
+            # Most items are whole tensors in one chunk: only their location is needed.
             whole: dict[int, list[tuple[int, Any, Region]]] = defaultdict(list)
             others: dict[int, _Wanted] = {}
             inline, values = self._inline_hashes, self._values
@@ -204,10 +216,10 @@ class Index(Catalog):
             for owner, of_owner in whole.items():
                 numbers, keys, regions = zip(*of_owner, strict=True)
                 stored = self._stored(keys, [hashes[number] for number in numbers], owner)
-                for number, key, region, place in zip(numbers, keys, regions, stored, strict=True):
-                    if place is None:
-                        raise self._nowhere(key, items[number].storage_index.offset)
-                    pieces[number] = [Piece(place, region.size, region, region)]
+                for number, key, region, found in zip(numbers, keys, regions, stored, strict=True):
+                    if found is None:
+                        raise self._missing(key, items[number].storage_index.offset)
+                    pieces[number] = [Piece(found, region.size, region, region)]
             for number, wanted in others.items():
                 pieces[number] = self._pieces(*wanted, hashes[number])
             return pieces
@@ -226,11 +238,11 @@ class Index(Catalog):
             assert common is not None
             item = self._find(key, hash_of(key, chunk.start), int(value.owners[number]))
             if item is None:
-                raise self._nowhere(key, chunk.start)
+                raise self._missing(key, chunk.start)
             pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
         found, elements = sum(math.prod(piece.part.size) for piece in pieces), math.prod(region.size)
         if not pieces:
-            raise self._nowhere(key, offset)
+            raise self._missing(key, offset)
         if found != elements:
             raise MetadataError(
                 f"{self.path}: {found:,} of {elements:,} elements of {key!r} are stored in the region to be loaded: a "
@@ -240,29 +252,29 @@ class Index(Catalog):
 
     def _object(self, key: Any, offset: tuple[int, ...] | None, value: Value | None, item_hash: int) -> Piece:
         owners: Iterable[int] = [value] if isinstance(value, int) else range(len(self._sections))
-        places = (self._find(key, item_hash, owner) for owner in owners)
-        item = next((found for found in places if found is not None), None)
+        found = (self._find(key, item_hash, owner) for owner in owners)
+        item = next((item for item in found if item is not None), None)
         if item is None:
-            raise self._nowhere(key, offset)
+            raise self._missing(key, offset)
         whole = Region((0,), (item.length,))
         return Piece(item, whole.size, whole, whole)
 
-    def _nowhere(self, key: Any, offset: Sequence[int] | None) -> MetadataError:
-        place = None if offset is None else tuple(offset)
-        return MetadataError(f"{self.path} has no data for {key!r} at offset {place}")
+    def _missing(self, key: Any, offset: Sequence[int] | None) -> MetadataError:
+        at = None if offset is None else tuple(offset)
+        return MetadataError(f"{self.path} has no data for {key!r} at offset {at}")
 
     def _items(self) -> dict[ItemKey, StoredItem]:
         """The location of everything that is stored."""
         items: dict[ItemKey, StoredItem] = {}
         self._load_tables(range(len(self._sections)))
         for key, value in self._values.items():
-            owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.places()
+            owned: Iterable[tuple[Any, int]] = [(None, value)] if isinstance(value, int) else value.located()
             for offset, owner in owned:
                 item = self._stored([key], [hash_of(key, offset)], owner)[0]
                 if item is not None:
                     items[key, offset] = item
                 elif owner >= 0:
-                    raise ValueError(f"the place of {key!r} does not match its key")
+                    raise ValueError(f"the location of {key!r} does not match its key")
         return {key: item for table in self._tables.values() for key, item in table.named().items()} | items
 
     def _metadata(self, *, whole: bool) -> Metadata:
@@ -304,11 +316,8 @@ class Index(Catalog):
         return TensorStorageMetadata(properties, size, value.layout.chunks())
 
     def _properties(self, row: Properties) -> dict[str, Any]:
-        if row not in self._known_properties:
-            self._known_properties[row] = self._new_properties(row)
-        return self._known_properties[row]
-
-    def _new_properties(self, row: Properties) -> dict[str, Any]:
+        if (known := self._known_properties.get(row)) is not None:
+            return known
         values = {
             "dtype": known_dtype(row.dtype, self.path),
             "layout": _named(row.layout, torch.layout),
@@ -317,7 +326,8 @@ class Index(Catalog):
             "pin_memory": row.pin_memory,
             "strides": row.strides,
         }
-        return {name: value for name, value in values.items() if name in _FIELDS}
+        self._known_properties[row] = {name: value for name, value in values.items() if name in _FIELDS}
+        return self._known_properties[row]
 
     def _planner_data(self) -> Any:
         if (section := self._section("paths")) is not None:
@@ -329,7 +339,7 @@ class Index(Catalog):
         except CheckpointError:
             raise
         except Exception as error:
-            raise nonsense(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
+            raise invalid_index(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
 
     def _section(self, kind: SectionKind) -> Section | None:
         return next((section for section in self.head.sections if section.kind == kind), None)
@@ -351,10 +361,10 @@ class Index(Catalog):
             files = [(file.name, file.nbytes) for file in section.files]
             self._tables[number] = self._table(decoded(decode_places, content, self.path), files)
 
-    def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> PlaceTable:
+    def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> LocationTable:
         for name in rows.dtypes:
             known_dtype(name, self.path)
-        return PlaceTable(rows, files, is_encrypted=self.head.encryption is not None)
+        return LocationTable(rows, files, is_encrypted=self.head.encryption is not None)
 
     def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         """The location from which an item is best read; None if it is not stored.
@@ -382,7 +392,7 @@ def _valid(path: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, TypeError, OverflowError) as error:
-        raise nonsense(path, f"{type(error).__name__}: {error}") from error
+        raise invalid_index(path, f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from .._index.layouts import Region
+from .._tensor_file.regions import Region, carried
 
 
 class Parts:
@@ -239,24 +239,11 @@ class Box(NamedTuple):
 
         The result has the elements of ``region`` that lie in `there`.
         """
-        return _carried(region, self.there, self.here)
+        return carried(region, self.there, self.here)
 
     def fetch(self, region: Region) -> Region | None:
         """Returns where the elements of a region here come from; None if none of them is in the box."""
-        return _carried(region, self.here, self.there)
-
-
-def _carried(region: Region, frm: Region, to: Region) -> Region | None:
-    common = frm.intersect(region)
-    if common is None:
-        return None
-    moved = common.within(frm)
-    extra = len(to.size) - len(moved.size)
-    if extra > 0:
-        moved = Region((0, *moved.start), (1, *moved.size))
-    elif extra < 0:
-        moved = Region(moved.start[1:], moved.size[1:])
-    return moved.moved(to.start)
+        return carried(region, self.here, self.there)
 
 
 @dataclass(slots=True)

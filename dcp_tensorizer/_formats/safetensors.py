@@ -15,6 +15,7 @@ import torch
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
+from .._tensor_file.names import MAX_NUMBER
 from .safetensors_header import decode_json, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -114,7 +115,7 @@ def in_torch(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int,
 
 
 class _SavedOffset(Struct):
-    saved_offsets: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...]
+    saved_offsets: tuple[Annotated[int, Meta(ge=0, le=MAX_NUMBER)], ...]
 
 
 _decode_saved = Decoder(dict[str, _SavedOffset]).decode

@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
+from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
+
 SINGLE = "model.safetensors"
 """The file of a model that fits into one file."""
 ADAPTER = "adapter_model.safetensors"
@@ -34,7 +36,7 @@ _STEPS = np.zeros(256, np.int8)
 _STEPS[[*b"[{"]] = 1
 _STEPS[[*b"]}"]] = -1
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 _MAX_NAME = 255
 _T = TypeVar("_T")
 
@@ -43,7 +45,7 @@ class TensorRecord(Struct):
     """A tensor's entry in a header."""
 
     dtype: str
-    shape: Annotated[tuple[_Count, ...], Meta(max_length=255)]
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[_Count, _Count]
 
 

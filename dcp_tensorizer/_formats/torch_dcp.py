@@ -16,10 +16,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from .._index.layouts import Region
 from .._runtime.gc_pause import collector_paused
 from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._tensor_file.names import StoredItem
+from .._tensor_file.regions import Region
 from .._trust.torch_archive import check_saved
 from ..errors import CheckpointError, MetadataError, ReadError, describe
 from .catalog import Catalog, Coder, Piece, copy_part

@@ -26,14 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._runtime.torch_compat import GET_LAYOUT, OLD_PROPERTIES, StorageInfo, StoragePrefix
 from .._tensor_file.dtypes import named_dtype
-from .._trust.inert import Inert, Made, Named, hash_cost
+from .._trust.inert import MAX_DEPTH, MAX_DIMENSIONS, WORK_PER_BYTE, Inert, Made, Named, hash_cost
 from ..errors import CheckpointError, MetadataError, UntrustedObject
 
-_MAX_DIMENSIONS = 255
 _MAX_KEY = 1000  # values in a key that is a tuple
 _MAX_PATH = 1 << 16  # characters
-_MAX_DEPTH = 64  # of nested values; torch's own are less than 10 deep
-_WORK_PER_BYTE = 16  # values, counted at each reference; torch's own files have less than 2
 
 _T = TypeVar("_T")
 
@@ -87,7 +84,7 @@ class _Values:
         self._made: dict[int, tuple[Any, int]] = {}  # by identity: the pickle's own values live as long as this
         self._depth = 0
         self._count = 0  # of values, counted at each reference, as every reader of the tree will visit them
-        self._most = 1000 + _WORK_PER_BYTE * nbytes
+        self._most = 1000 + WORK_PER_BYTE * nbytes
 
     def of(self, value: Any) -> Any:
         """The value itself if it is plain; otherwise a container, or what its maker builds."""
@@ -99,8 +96,8 @@ class _Values:
             made, count = known
             self._count += count
         else:
-            if self._depth == _MAX_DEPTH:
-                raise ValueError(f"it holds values in values, more than {_MAX_DEPTH} deep")
+            if self._depth == MAX_DEPTH:
+                raise ValueError(f"it holds values in values, more than {MAX_DEPTH} deep")
             self._depth += 1
             before = self._count
             made = self._make(value, kind)
@@ -204,7 +201,7 @@ def _check(record: Any) -> None:
 
 
 def _check_place(key: Any, info: StorageInfo) -> None:
-    """Checks that a place in a data file is harmless."""
+    """Checks that a location in a data file is harmless."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise MetadataError(f"names a data file {name!r} for {key!r} that is not beside it")
@@ -218,8 +215,8 @@ def _check_place(key: Any, info: StorageInfo) -> None:
 def _size(made: Made, values: _Values) -> torch.Size:
     """A shape."""
     (extents,) = made.arguments
-    if type(extents) not in (tuple, list) or len(extents) > _MAX_DIMENSIONS:
-        raise TypeError(f"a shape of more than {_MAX_DIMENSIONS} dimensions, or of another type")
+    if type(extents) not in (tuple, list) or len(extents) > MAX_DIMENSIONS:
+        raise TypeError(f"a shape of more than {MAX_DIMENSIONS} dimensions, or of another type")
     if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in extents):
         raise ValueError("a shape of something else than sizes")
     return torch.Size(extents)

@@ -19,7 +19,7 @@ _LONE = {SINGLE, ADAPTER}  # files of models without an index; later versions of
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """The place of a tensor's bytes in a file. ``dtype`` is safetensors' name of it."""
+    """The location of a tensor's bytes in a file. ``dtype`` is safetensors' name of it."""
 
     key: str
     offset: int

@@ -3,10 +3,10 @@
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
     head      MessagePack: when and by which versions it was saved, the data files, and where each section is
     sections  MessagePack, one after the other: the entries of the state dict, the planner's data, small values,
-              and for each rank the places of what it wrote
+              and for each rank the locations of what it wrote
 
 The head has a digest of each section, so that a section can be read, checked and decoded by itself. A rank of a load
-reads only the places of the ranks whose data it needs. Nothing in the file is code. `schema` has the types of the
+reads only the locations of the ranks whose data it needs. Nothing in the file is code. `schema` has the types of the
 contents, and ``docs/reference/format.md`` describes them for other programs.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from .._tensor_file.names import Seal, is_data_file_name
+from .._tensor_file.names import Seal, is_data_file_name, metadata_file_name
 from .._version import INDEX_VERSION
 from ..errors import MetadataError, UnsupportedFormat
 from .schema import DataFile, Head, Section, SectionKind, decode_head, encode_rows
@@ -39,12 +39,13 @@ _FIXED = struct.Struct("<8sQQQ")
 _DIGEST = 16
 _MAC = 32
 _START = _FIXED.size + _DIGEST + _MAC
+_METADATA = metadata_file_name()
 _PICKLE = b"\x80"  # the first byte of any pickle since protocol 2
 _OLD_TRAILER = b"\x00DCPTZR1"  # the end of the pickles that this package wrote before its first release
 
 
 class Part(NamedTuple):
-    """A section to be packed; ``files`` are the data files that its places refer to."""
+    """A section to be packed; ``files`` are the data files that its locations refer to."""
 
     kind: SectionKind
     rank: int | None
@@ -64,6 +65,11 @@ class IndexFile(NamedTuple):
     def seal(self) -> Seal:
         """The proof that the index was made with the checkpoint's key."""
         return read_seal(self.data)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The data files that the index names, and their sizes."""
+        return {file.name: file.nbytes for section in self.head.sections for file in section.files}
 
     def section(self, section: Section) -> bytes | memoryview:
         """The bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be
@@ -131,8 +137,11 @@ def head_end(data: bytes) -> int:
     return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
 
 
-def find_index(storage: Storage, name: str) -> IndexFile | None:
-    """Opens the index in a directory; None if there is none. Raises what `open_index` raises."""
+def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
+    """Opens the index of the checkpoint in a directory, or of one rank's part by its name.
+
+    Returns None if nothing is committed there. Raises what `open_index` raises.
+    """
     data = storage.read(name, FIRST_BYTES)
     if data is None:
         return None
@@ -156,7 +165,7 @@ def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> Ind
         return IndexFile(path, read_head(data, path), data)
     data = _at_least(head_end(data), data, read)
     head = read_head(data, path, whole=False)
-    # Every load needs all sections but the places: one more request reads them all.
+    # Every load needs all sections but the locations: one more request reads them all.
     sections = max((s.offset + s.nbytes for s in head.sections if s.kind != "places"), default=0)
     return IndexFile(path, head, _at_least(head_end(data) + sections, data, read), read)
 
@@ -206,22 +215,17 @@ def check_section(content: bytes | memoryview, section: Section, path: str) -> b
     return content
 
 
-def data_files(head: Head) -> dict[str, int]:
-    """The data files that an index names, and their sizes."""
-    return {file.name: file.nbytes for section in head.sections for file in section.files}
-
-
 def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:
     """Decodes bytes; raises `MetadataError`, naming the path, if they are not of the expected type."""
     try:
         return decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise nonsense(path, str(error)) from None
+        raise invalid_index(path, str(error)) from None
 
 
-def nonsense(path: str, what: str) -> MetadataError:
+def invalid_index(path: str, what: str) -> MetadataError:
     """The error for an index whose digests match, but that no writer would write."""
-    return MetadataError(f"{path} is not an index that dcp_tensorizer writes: {what}")
+    return MetadataError(f"{path} is not a valid dcp_tensorizer index: {what}")
 
 
 def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
@@ -239,22 +243,22 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
-            raise nonsense(path, "its sections are not one after the other, or not all of them have a strong digest")
+            raise invalid_index(path, "its sections leave gaps, or not all of them have a strong digest")
         end += section.nbytes
     if end != nbytes:
-        raise nonsense(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
+        raise invalid_index(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
     kinds = [section.kind for section in head.sections]
     first = [kind for kind in kinds if kind != "places"]
     if first != kinds[: len(first)] or len(set(first)) < len(first) or {"paths", "planner"} <= set(first):
-        raise nonsense(path, f"it has sections {first}, or they come after those of places")
+        raise invalid_index(path, f"it has sections {first}, or they come after those of locations")
     if "entries" not in first:
-        raise nonsense(path, "it does not say what the state dict was")
+        raise invalid_index(path, "it has no section of entries")
     names = [file.name for section in head.sections for file in section.files]
     if len(set(names)) < len(names):
-        raise nonsense(path, "it names a data file twice")
+        raise invalid_index(path, "it names a data file twice")
     for name in names:
         if not is_data_file_name(name):
-            raise nonsense(path, f"it names a data file {name!r}")
+            raise invalid_index(path, f"it names a data file {name!r}")
 
 
 def _not_an_index(path: str, data: bytes) -> MetadataError:

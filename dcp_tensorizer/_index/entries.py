@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._runtime.recent import Recent
 from .._tensor_file.dtypes import dtype_name
-from .._tensor_file.regions import Integers
+from .._tensor_file.regions import Integers, Region
 from ..errors import WriteError
-from .layouts import ChunkLayout, Region, check_numbers, expand, runs_of
-from .locations import RankPlaces, hashes_of
+from .layouts import ChunkLayout, check_numbers, expand, runs_of
+from .locations import RankLocations, hashes_of
 from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_places, encode_rows, from_key, to_key
 
 
@@ -134,7 +134,7 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
 # --- writing the section of entries -----------------------------------------------------------------------------------
 
 
-def entries_section(rules: StateRules, parts: Sequence[RankPlaces], recent: Recent[bytes] | None = None) -> bytes:
+def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: Recent[bytes] | None = None) -> bytes:
     """The section of a state dict's entries; raises `WriteError`, naming the key, if a key cannot be stored.
 
     ``parts`` are the ranks' reports of what they wrote. If several ranks wrote a chunk, the last one's is used.
@@ -152,8 +152,8 @@ def entries_section(rules: StateRules, parts: Sequence[RankPlaces], recent: Rece
 class _Owners:
     """Which rank wrote which chunk."""
 
-    def __init__(self, parts: Sequence[RankPlaces]) -> None:
-        rows = [decode_places(part.places) for part in parts]
+    def __init__(self, parts: Sequence[RankLocations]) -> None:
+        rows = [decode_places(part.section) for part in parts]
         hashes = [np.frombuffer(row.hashes, dtype="<u8") for row in rows]
         owners = np.repeat(np.arange(len(rows)), [len(of) for of in hashes])
         hashed = np.concatenate([*hashes, np.zeros(0, dtype="<u8")])
@@ -212,7 +212,7 @@ class TensorValue:
     """Tensors of the index that have all of this in common."""
 
     layout: ChunkLayout
-    owners: np.ndarray  # for each chunk, the number of the section of places that has it; -1: none
+    owners: np.ndarray  # for each chunk, the number of the section of locations that has it; -1: none
     is_whole: bool  # the chunks hold each element once, and all are stored
     properties: Properties
 
@@ -221,7 +221,7 @@ class TensorValue:
         """The section that has the tensor, if it is one chunk; otherwise None."""
         return int(self.owners[0]) if self.layout.is_one else None
 
-    def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
+    def located(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """The offset of each chunk, and its owner."""
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
@@ -234,7 +234,7 @@ class TensorValue:
 
 
 Value = TensorValue | int
-"""A tensor, or the number of the section of places that has an object; -1: none."""
+"""A tensor, or the number of the section of locations that has an object; -1: none."""
 
 
 def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
@@ -243,21 +243,21 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]
     if any(len(of) and not -1 <= int(of.min()) <= int(of.max()) < part_count for of in owners):
-        raise ValueError("an item has no section with its places")
+        raise ValueError("an item has no section with its location")
     known: dict[tuple[int, int, int, bool], TensorValue] = {}
     values: dict[Any, Value] = {}
     for entry in rows.entries:
         key = entry.key if type(entry.key) is str else from_key(entry.key)
         if isinstance(entry, ObjectEntry):
             if entry.owner >= part_count:
-                raise ValueError(f"the place of {key!r} is in no section")
+                raise ValueError(f"the location of {key!r} is in no section")
             values[key] = entry.owner
             continue
         name = entry.layout, entry.owners, entry.properties, entry.is_whole
         if name not in known:
             layout, own = layouts[entry.layout], owners[entry.owners]
             if len(layout) != len(own):
-                raise ValueError(f"{key!r} has {len(layout):,} chunks, and {len(own):,} places")
+                raise ValueError(f"{key!r} has {len(layout):,} chunks, and {len(own):,} locations")
             known[name] = TensorValue(layout, own, entry.is_whole, rows.properties[entry.properties])
         values[key] = known[name]
     if len(values) < len(rows.entries):

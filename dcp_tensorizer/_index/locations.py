@@ -40,18 +40,18 @@ class InlineItem(NamedTuple):
 
     hash: int
     item: StoredItem
-    """Its name is empty if it equals the key. It has no place yet."""
+    """Its name is empty if it equals the key. It has no location yet."""
     content: bytes
 
 
-class RankPlaces(NamedTuple):
+class RankLocations(NamedTuple):
     """A rank's report to the coordinator of what it has written; of builtin types, so that DCP can carry it."""
 
     rank: int
     files: tuple[tuple[str, int], ...]
     """The data files and their sizes."""
     table: bytes
-    """The section of places up to its digests; empty if the coordinator knows it by ``table_digest``."""
+    """The section of locations up to its digests; empty if the coordinator knows it by ``table_digest``."""
     table_digest: bytes
     """XXH3-128 of the table. The same items in files of the same layout have the same one."""
     digests: bytes
@@ -72,7 +72,7 @@ class RankPlaces(NamedTuple):
         named: Collection[ItemKey] = frozenset(),
         inline: Sequence[InlineItem] = (),
         check: bytes = b"",
-    ) -> RankPlaces:
+    ) -> RankLocations:
         """Makes the report from items by their keys; raises `WriteError`, naming the key, if a key cannot be stored.
 
         The keys of ``named`` items are stored in the index, because the state dict may not name them.
@@ -88,7 +88,7 @@ class RankPlaces(NamedTuple):
         return cls(rank, tuple(files.items()), table, digest, digests, seals, tuple(inline), check)
 
     @property
-    def places(self) -> bytes:
+    def section(self) -> bytes:
         """The section of the index that locates each item."""
         return b"".join((self.table, encode_rows(self.digests), encode_rows(self.seals)))
 
@@ -107,7 +107,7 @@ def _table(
     hashes: Sequence[int], stored: Collection[StoredItem], file_numbers: Mapping[str, int], names: dict[int, str]
 ) -> Places:
     if len(set(hashes)) < len(hashes):
-        raise WriteError("two keys of the state dict have the same hash, by an unlikely accident: rename one of them")
+        raise WriteError("hash collision between two keys of the state dict: rename one of them")
     files, _, offsets, sizes, dtypes, kinds, digests, seals = list(zip(*stored, strict=True)) or [()] * 8
     dtype_numbers = {dtype: number for number, dtype in enumerate(dict.fromkeys(dtypes))}
     return Places(
@@ -139,7 +139,7 @@ def _column(numbers: Sequence[int], dtype: str) -> bytes:
     return np.array(numbers, dtype=dtype).tobytes()
 
 
-class PlaceTable:
+class LocationTable:
     """The locations of a rank's items in its data files; raises `ValueError` if the table is invalid."""
 
     def __init__(self, rows: Places, files: Sequence[tuple[str, int]], *, is_encrypted: bool) -> None:
@@ -165,13 +165,13 @@ class PlaceTable:
         """The locations of items by their keys and hashes; None for one that is not here. Raises `ValueError` if one
         is invalid.
         """
-        files, dtypes, places, of_all = self._file_names, self._rows.dtypes, self._places, self._rows.digests
+        files, dtypes, located, of_all = self._file_names, self._rows.dtypes, self._located, self._rows.digests
         name_of, is_open = self._rows.names.get, not self._is_encrypted and not self._rows.seals
         for key, row in zip(keys, map(self._row_numbers.get, hashes), strict=True):
             if row is None:
                 yield None
                 continue
-            file, offset, nbytes, dtype, kind, first, last, seal_start, seal_end = places[row]
+            file, offset, nbytes, dtype, kind, first, last, seal_start, seal_end = located[row]
             if file < 0:
                 yield StoredItem.empty(dtypes[dtype], KINDS[kind])
                 continue
@@ -200,7 +200,7 @@ class PlaceTable:
         return {item_hash: row for row, item_hash in enumerate(self.hashes.tolist())}
 
     @functools.cached_property
-    def _places(self) -> list[tuple[int, ...]]:
+    def _located(self) -> list[tuple[int, ...]]:
         """The columns as rows of Python numbers, which are faster to use one by one."""
         columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self.kinds
         ends = self._digest_ends[:-1], self._digest_ends[1:], self._seal_ends[:-1], self._seal_ends[1:]
@@ -209,28 +209,28 @@ class PlaceTable:
     def _check(self, count: int) -> None:
         hashes = np.sort(self.hashes)  # not `np.unique`, whose imports take as long as a small load
         if len(self.kinds) != count or len(hashes) != count or np.any(hashes[1:] == hashes[:-1]):
-            raise ValueError("a table of places has columns of several lengths, or an item twice")
+            raise ValueError("a table of locations has columns of several lengths, or an item twice")
         if not count:
             return
         file_sizes = np.array(self._file_sizes, dtype="i8")
         if self._file_numbers.min() < -1 or self._file_numbers.max() >= len(file_sizes) - 1:
-            raise ValueError("a table of places refers to a file that it does not have")
+            raise ValueError("a table of locations refers to a file that it does not have")
         room = file_sizes[self._file_numbers]
         if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= room - self._offsets):
             raise ValueError("an item with data names no file")
         if self._dtype_numbers.max() >= len(self._rows.dtypes) or self.kinds.max() >= len(KINDS):
-            raise ValueError("a table of places has an unknown dtype or kind")
+            raise ValueError("a table of locations has an unknown dtype or kind")
         others = set(self._dtype_numbers[self.kinds > 0].tolist())
         if any(self._rows.dtypes[number] != "uint8" for number in others):
             raise ValueError("an object has another dtype than uint8")
         if max((*self._rows.names, *self._rows.keys), default=0) >= count:
-            raise ValueError("a table of places refers to an item that it does not have")
+            raise ValueError("a table of locations refers to an item that it does not have")
 
 
 def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
     numbers = np.frombuffer(column, dtype=dtype)
     if len(numbers) != count:
-        raise ValueError("a table of places has columns of several lengths")
+        raise ValueError("a table of locations has columns of several lengths")
     return numbers
 
 
@@ -239,7 +239,7 @@ def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
     ends = np.zeros(count + 1, dtype="i8")
     np.cumsum(_numbers(sizes, "<u4", count), dtype="i8", out=ends[1:])
     if int(ends[-1]) != len(content):
-        raise ValueError("a table of places has more or fewer digests than items")
+        raise ValueError("a table of locations has more or fewer digests than items")
     return ends
 
 

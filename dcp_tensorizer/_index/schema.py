@@ -12,17 +12,18 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, Encoder, Ext
 
+from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-_MAX_DIMENSIONS = 255  # as in a tensorizer file
 KINDS = ("tensor", "object", "wrapper")
 """The names of the numbers in `Places.kinds`; see `StoredItem.kind`."""
 
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-_Reference = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
-_Dims = Annotated[tuple[_Count, ...], Meta(max_length=_MAX_DIMENSIONS)]
+_Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+_Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+_Reference = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
+_Dims = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 Run = tuple[_Reference, int, _Count]
 """Numbers at equal distances: the first, the distance, and how many."""
 SectionKind = Literal["entries", "paths", "planner", "inline", "places"]
@@ -48,12 +49,12 @@ class Section(Struct, array_like=True, gc=False):
     """The location of a section."""
 
     kind: SectionKind
-    rank: _Count | None  # whose places they are; None in other sections
+    rank: _Count | None  # whose locations they are; None in other sections
     offset: _Count  # relative to the end of the head
     nbytes: _Count
     digest: bytes  # XXH3-128
     strong: bytes | None  # BLAKE2b-256, only in an encrypted checkpoint
-    files: list[DataFile]  # the data files that its places refer to
+    files: list[DataFile]  # the data files that its locations refer to
 
 
 class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
@@ -89,7 +90,7 @@ class Head(Struct, gc=False):
     modules: list[Text]
     metadata_version: Text | None
     encryption: KeyRecord | None
-    sections: list[Section]  # in file order; those of places come last
+    sections: list[Section]  # in file order; those of locations come last
     record: SaveRecord | None = None  # None without a manager
 
 
@@ -137,7 +138,7 @@ class ObjectEntry(Struct, array_like=True, tag=1, gc=False):
 class Entries(Struct, array_like=True, gc=False):
     """The state dict, in its order.
 
-    For each chunk of a layout, ``owners`` has the number of the section of places that locates it, counting only those
+    For each chunk of a layout, ``owners`` has the number of the section of locations that has it, counting only those
     sections; -1: it is not stored. The numbers are stored as runs.
     """
 

@@ -21,14 +21,14 @@ from .._version import __version__
 from ..errors import WriteError, describe
 from .container import Part, pack
 from .entries import StateRules, entries_section
-from .locations import RankPlaces, inline_rows
+from .locations import RankLocations, inline_rows
 from .schema import DataFile, Head, KeyRecord, SaveRecord, encode_rows, to_text
 
 
 @collector_paused()
 def encode(
     metadata: Metadata,
-    parts: Sequence[RankPlaces],
+    parts: Sequence[RankLocations],
     *,
     rank: int | None = None,
     cipher: Cipher | None = None,
@@ -49,7 +49,7 @@ def encode(
     if inline := [item for item, end in zip(items, ends, strict=True) if end <= MAX_INLINE_BYTES]:
         sections.append(Part("inline", None, encode_rows(inline_rows(inline))))
     sections += [
-        Part("places", part.rank, part.places, tuple(DataFile(*file) for file in part.files)) for part in parts
+        Part("places", part.rank, part.section, tuple(DataFile(*file) for file in part.files)) for part in parts
     ]
     meta = metadata.storage_meta or StorageMeta()
     head = Head(

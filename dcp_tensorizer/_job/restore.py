@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
-from .._loading.validate import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
+from .._loading.deliver import EMPTY_DICT, keys_below_empty_dicts, recorded_paths
 from .._memory.checkpoint import StateReader
 from .._memory.protocol import StateHead
 from .._memory.survival import AllMemory, Predecessors

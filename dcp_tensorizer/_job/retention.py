@@ -13,7 +13,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Literal
 
-from .._formats.own import read_head
+from .._index.container import committed
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
 from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
@@ -119,8 +119,8 @@ def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) ->
         others = [*folders, *(name for name in names if not is_ours(name))]
         if others and not other_files:
             return f"it holds what no save wrote: {', '.join(sorted(others)[:3])}"
-        head = read_head(storage)
-        if head is not None and head.save_id != step.save_id:
+        file = committed(storage)
+        if file is not None and file.head.save_id != step.save_id:
             return "another save has replaced it"
         owner.check()
         withdraw(storage, names)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._formats.own import read_head
 from .._formats.recognise import kind_of_file
+from .._index.container import committed
 from .._index.schema import SaveRecord
 from .._runtime.threads import in_threads
 from .._saving.commit import dead_files, remove
@@ -164,11 +164,12 @@ def _newest(folder: Storage) -> str:
 def _read_step(folder: Storage, numbered: tuple[int, str]) -> Step | None:
     number, name = numbered
     try:
-        head = read_head(folder.child(name))
+        file = committed(folder.child(name))
     except (MetadataError, ReadError) as error:
         return Step(number, name, problem=str(error))
-    if head is None:
+    if file is None:
         return None
+    head = file.head
     save_id = head.save_id if isinstance(head.save_id, str) else ""
     return Step(number, name, save_id, head.saved_at, head.record)
 

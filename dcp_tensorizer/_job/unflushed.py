@@ -16,7 +16,7 @@ from .._saving.flushing import Flushing
 from .._storage.local import LocalStorage
 from .._tensor_file.names import is_data_file_name, metadata_file_name, save_id_in
 from .._tiers.flush import discard, drop, missing_files, named_files, remove_unused
-from .._tiers.queue import OPEN, TOLD, FlushEntry, FlushRecord
+from .._tiers.queue import OPEN, REPORTED, FlushEntry, FlushRecord
 from ..errors import CheckpointError, ReadError, listed_ranks
 from .ranks import Agreement
 
@@ -176,13 +176,13 @@ def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, re
         with flushing.queue.claimed(now) as is_free:
             if is_free:
                 try:
-                    flushing.queue.give_up(now, record, reason, TOLD)
+                    flushing.queue.give_up(now, record, reason, REPORTED)
                 except (
                     CheckpointError
                 ) as error:  # not raised, because the other ranks wait; the flush gives it up later
                     logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
                     return
-                drop(flushing.queue, now._replace(state=TOLD), record)
+                drop(flushing.queue, now._replace(state=REPORTED), record)
                 return
         time.sleep(_LOOK_SECONDS)  # it is being flushed, perhaps by another job
 

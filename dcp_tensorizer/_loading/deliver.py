@@ -6,33 +6,33 @@ import functools
 import io
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .._formats.catalog import Catalog, Coder, Piece, copy_part
-from .._index.layouts import Region
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
-from .._runtime.torch_compat import is_fake, plain_tensor_at, real_tensors
+from .._runtime.torch_compat import is_fake, local_elements, plain_tensor_at, real_tensors
 from .._runtime.validation import check_flags
 from .._storage.base import Storage
 from .._tensor_file.dtypes import detached, is_wrapper, named_dtype
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.names import StoredItem
 from .._trust.objects import advice, unsafe_globals
-from ..errors import CheckpointError, ReadError, UntrustedObject, describe
-from .exchange import Exchange
+from ..errors import CheckpointError, MetadataError, ReadError, UntrustedObject, describe, listed
+from .exchange import Exchange, ReadFrom
+from .plan import Casts, ReadTarget, targets_of, warn_of_casts
 from .run import fetch, limits_of
-from .targets import Casts, ReadTarget, is_object, targets_of, warn_of_casts
-from .validate import check_own_parts
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -102,7 +102,7 @@ class Load:
         exchange = None
         if group is not None:
             name = type(planner).__name__
-            one_by_one = f"a planner of type {name} gets one tensor after the other"
+            one_by_one = f"planner {name} resolves tensors one at a time"
             reason = "" if delivers_at_once(planner) else one_by_one
             path, limits = self.storage.path, limits_of(self.storage)
             exchange = Exchange(group, path, read, limits, verify=verify, in_memory=in_memory, reason=reason)
@@ -127,7 +127,7 @@ class Load:
             for item, pieces in zip(plan.items, pieces_of, strict=True):
                 if (coder := coder_of(item)) is not None:
                     coded.append((item, pieces, coder))
-                elif is_object(pieces):
+                elif _is_object(pieces):
                     objects.append((item, pieces[0].item))
                 else:
                     tensors.append((item, pieces, None))
@@ -151,6 +151,100 @@ class Load:
         return nbytes
 
 
+# --- checks of a plan, before any target changes ----------------------------------------------------------------------
+
+
+def check_one_save(path: str, carried: Sequence[object]) -> None:
+    """Checks that the plans of all ranks are for one save; raises `MetadataError` if they are not, or if that is
+    unknown.
+    """
+    if len(carried) < 2:
+        return
+    lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]
+    if lost:
+        raise MetadataError(
+            f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}, which "
+            f"is needed to verify that all ranks read one checkpoint. Make new plans by dataclasses.replace"
+        )
+    ids = [data.save_id for data in carried if isinstance(data, ReadFrom)]
+    others = [rank for rank, save_id in enumerate(ids) if save_id != ids[0]]
+    if others:
+        raise MetadataError(
+            f"{path} was overwritten while its metadata was read: rank {others[0]} found another save there than rank "
+            f"0. No target has changed. Load it again, or load another checkpoint."
+        )
+
+
+def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
+    """Checks that a rank saved for itself all that its targets hold, because it cannot see what other ranks saved.
+
+    Of a target that is larger than the stored tensor, only what lies inside of that counts. Raises `MetadataError`,
+    naming the key, if it saved other parts.
+    """
+    # A planner may read a part more than once.
+    parts = {(i.dest_index.fqn, i.dest_index.offset, i.dest_offsets, i.lengths) for i in plan.items}
+    planned: Counter[str] = Counter()
+    for key, _, _, lengths in parts:
+        planned[key] += math.prod(lengths)
+    for key, target in targets.items():
+        entry = metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        needed = local_elements(target, entry.size)
+        if planned[key] != needed:
+            raise MetadataError(
+                f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads: it was "
+                f"saved with use_collectives=False, each rank for itself, with another sharding, or with the ranks in "
+                f"another order; load it as it was saved"
+            )
+
+
+EMPTY_DICT = (
+    "the target state dict is empty there, so nothing is loaded. For a new optimizer, pass the optimizer "
+    "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
+    "Other dicts need the keys that are to be loaded"
+)
+"""Explains the problem of `keys_below_empty_dicts`, and what to do."""
+
+
+def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
+    """The paths of keys in the nested state dict that was saved; empty if the metadata has none."""
+    return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+
+
+def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metadata: Metadata) -> list[str]:
+    """The checkpoint's keys in dicts that are empty in the state: DCP loads nothing into these, without an error.
+
+    ``keys`` are those that the checkpoint has and the state lacks.
+    """
+    empty = set(_empty_dicts(state, ()))
+    if not empty:
+        return []
+    paths = recorded_paths(metadata)
+    path_of = {key: tuple(map(str, paths.get(key) or key.split("."))) for key in keys}
+    return [key for key, path in path_of.items() if any(path[:depth] in empty for depth in range(1, len(path)))]
+
+
+def warn_of_empty_dicts(path: str, planner: LoadPlanner) -> None:
+    """Warns about keys that are not loaded because the state has an empty dict in their place, such as of a new
+    optimizer.
+    """
+    if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict or planner.metadata is None:
+        return
+    more = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
+    if more and (lost := sorted(keys_below_empty_dicts(planner.original_state_dict, more, planner.metadata))):
+        logger.warning("%s has %s, and %s", path, listed(lost), EMPTY_DICT)
+
+
+def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    members = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for name, member in members:
+        if isinstance(member, Mapping) and not member:
+            yield (*path, str(name))
+        elif isinstance(member, (Mapping, list)):
+            yield from _empty_dicts(member, (*path, str(name)))
+
+
 # --- objects: reading, checking and delivering them -------------------------------------------------------------------
 
 
@@ -160,15 +254,12 @@ def read_objects(
     """Reads the bytes of objects without unpickling them; returns each item with its bytes, and how many bytes were
     read.
     """
-    objects = [(read_item, _target(read_item, item)) for read_item, item in items]
+    objects = []
+    for read_item, item in items:
+        memory = torch.empty(item.length, dtype=torch.uint8, device="cpu")
+        objects.append((read_item, ReadTarget.of_bytes(read_item.dest_index.fqn, item, 0, memory)))
     nbytes = fetch([target for _, target in objects if target.item.length])
     return [(read_item, bytes(target.tensor.numpy().data)) for read_item, target in objects], nbytes
-
-
-def _target(read_item: ReadItem, item: StoredItem) -> ReadTarget:
-    tensor = torch.empty(item.length, dtype=torch.uint8, device="cpu")
-    shape = (item.length,)
-    return ReadTarget.of(read_item.dest_index.fqn, item._replace(dtype="uint8"), shape, Region((0,), shape), tensor)
 
 
 def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
@@ -252,14 +343,14 @@ def read_tensors(
             for (read_item, pieces, coder), tensor in zip(batch, resolved(batch, planner), strict=True):
                 coder = None if is_fake(tensor) else coder  # it has a shape, and takes no elements
                 memory = _memory_for(tensor, pieces, coder)
-                if coder is not None and is_object(pieces):
+                if coder is not None and _is_object(pieces):
                     key, item = read_item.dest_index.fqn, pieces[0].item
                     targets += [ReadTarget.of_bytes(key, item, 0, memory)] if item.length else []
                 else:
                     targets += targets_of(read_item, pieces, memory)
                 resolved_items.append((read_item, tensor, memory, coder))
-        tell = progress if len(batch) == len(items) else _within(progress, done, total)
-        done += read(targets, progress=tell)
+        report = progress if len(batch) == len(items) else _within(progress, done, total)
+        done += read(targets, progress=report)
         for read_item, tensor, memory, coder in resolved_items:
             if coder is not None and memory is not tensor:
                 coder.decode(memory, tensor)
@@ -280,6 +371,11 @@ def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
         if whole is None or whole.shape != read_item.lengths:
             whole = planner.resolve_tensor(read_item)
         yield detached(whole)
+
+
+def _is_object(pieces: Sequence[Piece]) -> bool:
+    """Returns whether a value was stored by ``torch.save``."""
+    return bool(pieces) and pieces[0].item.kind != "tensor"
 
 
 def _memory_for(tensor: torch.Tensor, pieces: Sequence[Piece], coder: Coder | None) -> torch.Tensor:

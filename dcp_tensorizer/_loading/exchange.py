@@ -1,10 +1,10 @@
-"""Reads data that all ranks of a group want once, and exchanges it by collectives.
+"""Reads data that all ranks of a group need once, and exchanges it by collectives.
 
     votes    --all_gather--> every rank knows whether it can be done, and whether one has failed
-    wants    --broadcast, all_reduce--> what every rank wants
+    requests --broadcast, all_reduce--> what every rank requests
     windows  --fetch, in the background--> buffer --all_gather, piece by piece--> the targets of every rank
 
-A rank that fails still takes part in the next collective, to tell the others. So no rank waits for it in vain.
+A rank that fails still takes part in the next collective, to report the error. So no rank waits for it in vain.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from .._staging.shared_memory import aligned
 from .._tensor_file.dtypes import host_bytes
 from .._tensor_file.names import StoredItem
 from ..errors import CheckpointError, ReadError, describe
-from .read_planner import ReadLimits, Segment, by_tensor, wanted_bytes
+from .plan import ReadLimits, ReadTarget, Segment, by_tensor, overlapping, wanted_bytes
 from .run import scatter
-from .targets import ReadTarget, overlapping
-from .validate import ReadFrom
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -45,7 +43,9 @@ Progress = Callable[[int, int], object]
 
 
 class Exchange:
-    """The exchange of one load: first of objects, then of tensors. Enter it before anything can fail.
+    """The exchange of one load: first of objects, then of tensors.
+
+    Use it as a context manager around the whole load, so that a failure is reported to the other ranks.
 
     ``fetch`` reads targets from the storage, like `executor.fetch`. ``verify`` compares data with its digests, and
     received data with those of its sender. ``in_memory`` has files that need not be read. ``reason`` says why this rank
@@ -78,16 +78,18 @@ class Exchange:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Tells the other ranks of an error, if they wait for this one."""
+        """Reports an error to the other ranks, if they wait for this one."""
         if error is not None and self._turns:
             try:
                 self._group.votes(ExchangeVote(), error)
-            except Told as told:
-                if told.error is not error:
-                    logger.warning("%s: the other ranks could not be told of an error: %s", self._path, told.error)
+            except SharedFailure as failure:
+                if failure.error is not error:
+                    logger.warning(
+                        "%s: an error could not be reported to the other ranks: %s", self._path, failure.error
+                    )
 
     def read(self, targets: Sequence[ReadTarget], *, progress: Progress = lambda done, total: None) -> int:
-        """Reads targets; data that all ranks want is read by one of them. Returns how many bytes this rank has read.
+        """Reads targets; data that all ranks need is read by one of them. Returns how many bytes this rank has read.
 
         Call it once for objects, then once for tensors, unless `exchanges_tensors` is false. Raises the
         `CheckpointError` of `fetch`, the same on all ranks, and `ReadError` if a rank is gone.
@@ -95,9 +97,9 @@ class Exchange:
         self._turns -= 1
         try:
             return self._read(targets, progress, of_tensors=not self._turns)
-        except Told as told:
+        except SharedFailure as failure:
             self._turns = 0
-            raise told.error from told.error.__cause__
+            raise failure.error from failure.error.__cause__
 
     @property
     def exchanges_tensors(self) -> bool:
@@ -105,17 +107,17 @@ class Exchange:
         return bool(self._turns)
 
     def _read(self, targets: Sequence[ReadTarget], progress: Progress, *, of_tensors: bool) -> int:
-        wants: dict[bytes, Want] = {}
+        requests: dict[bytes, ExchangeRequest] = {}
         error: BaseException | None = None
         try:
             alone = overlapping(targets)  # these must be read in the order of the plan
             in_files = [t for t in targets if t.item.file not in self._in_memory and t not in alone]
-            wants = wants_of(in_files, self._limits, verify=self._verify)
+            requests = requests_of(in_files, self._limits, verify=self._verify)
         except Exception as failure:
             error = failure
         on_gpu = bool(targets) and all(target.tensor.is_cuda for target in targets)
         setting = self._verify, *self._limits
-        votes = self._group.votes(ExchangeVote(None, self._reason, setting, len(wants), on_gpu), error)
+        votes = self._group.votes(ExchangeVote(None, self._reason, setting, len(requests), on_gpu), error)
         reason = next((vote.reason for vote in votes if vote.reason), "")
         if reason:
             self._turns = 0  # objects are always exchanged, because planners get them after all have been read
@@ -123,10 +125,10 @@ class Exchange:
         if odd:
             common, reason = [], f"rank {odd[0]} reads with other options than rank 0"
         else:
-            common = [wants[name] for name in self._group.common(list(wants), votes[0].wants)]
+            common = [requests[name] for name in self._group.common(list(requests), votes[0].requests)]
         if of_tensors or reason:
-            self._log(common, wants, reason)
-        exchanged = {target for want in common for target in want.targets}
+            self._log(common, requests, reason)
+        exchanged = {target for request in common for target in request.targets}
         left = [target for target in targets if target not in exchanged]
         shared = total_bytes(common)
         total = shared + sum(target.tensor.nbytes for target in left)
@@ -138,17 +140,19 @@ class Exchange:
             CUDA.side_streams.synchronize(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
-    def _log(self, common: Sequence[Want], wants: Mapping[bytes, Want], reason: str) -> None:
+    def _log(self, common: Sequence[ExchangeRequest], requests: Mapping[bytes, ExchangeRequest], reason: str) -> None:
         """Logs, on the first rank, what is exchanged, and why the rest is not."""
         if self._group.rank:
             return
-        shared, wanted = total_bytes(common), total_bytes(wants.values())
+        shared, wanted = total_bytes(common), total_bytes(requests.values())
         if not reason and shared < wanted:
             reason = "the ranks need different parts of the rest"
         what = f"{shared / 1e6:,.1f} of {wanted / 1e6:,.1f} MB"
         logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
 
-    def _exchange(self, common: Sequence[Want], device: torch.device, progress: Callable[[int], object]) -> int:
+    def _exchange(
+        self, common: Sequence[ExchangeRequest], device: torch.device, progress: Callable[[int], object]
+    ) -> int:
         """Lets each rank read its span, and distributes all spans to all ranks; returns the bytes that this rank has
         read.
         """
@@ -177,7 +181,7 @@ class Exchange:
         spans: Sequence[Sequence[Window]],
         windows: _Windows,
         rounds: _Rounds,
-        common: Sequence[Want],
+        common: Sequence[ExchangeRequest],
         progress: Callable[[int], object],
     ) -> int:
         """Exchanges one window of each rank after the other, in pieces; returns the number of bytes."""
@@ -216,12 +220,12 @@ class _Windows:
     def __init__(
         self,
         windows: Sequence[Window],
-        wants: Sequence[Want],
+        requests: Sequence[ExchangeRequest],
         fetch: Callable[..., int],
         limits: ReadLimits,
         device: torch.device,
     ) -> None:
-        self._windows, self._wants, self._fetch = windows, wants, fetch
+        self._windows, self._requests, self._fetch = windows, requests, fetch
         largest = max((window.nbytes for window in windows), default=0)
         self._buffers = [_host_memory(largest, device) for _ in windows[:2]]
         at_once = max(_MIN_READ, largest // _READS_OF_WINDOW)  # small enough that all threads share a window
@@ -254,9 +258,9 @@ class _Windows:
         buffer = self._buffers[number % 2]
         targets = []
         for part in self._windows[number].parts:
-            want = self._wants[part.want]
+            request = self._requests[part.request]
             tensor = buffer[part.position : part.end]
-            targets.append(ReadTarget.of_bytes(want.targets[0].key, want.item, part.start, tensor))
+            targets.append(ReadTarget.of_bytes(request.targets[0].key, request.item, part.start, tensor))
         return self._fetch(targets, limits=self._limits)
 
 
@@ -296,14 +300,14 @@ class _Rounds:
                 raise ReadError(f"data from rank {rank} of the exchange was damaged on the way: load it again")
 
 
-def _deliver(windows: Sequence[Window], wants: Sequence[Want], start: int, rounds: _Rounds) -> int:
+def _deliver(windows: Sequence[Window], requests: Sequence[ExchangeRequest], start: int, rounds: _Rounds) -> int:
     """Copies received bytes to the targets; returns how many."""
     nbytes = 0
     for window, received in zip(windows, rounds.received, strict=True):
         for part in window.between(start, start + rounds.piece):
-            want = wants[part.want]
+            request = requests[part.request]
             begin, length = part.position - start, part.stop - part.start
-            segment = Segment(want.item, part.start, part.stop, want.targets, None)
+            segment = Segment(request.item, part.start, part.stop, request.targets, None)
             scatter(segment, received[begin : begin + length])
             nbytes += length
     return nbytes
@@ -322,6 +326,14 @@ def _digest(data: torch.Tensor) -> torch.Tensor:
 
 _T = TypeVar("_T")
 _ID_BYTES = 16
+
+
+class ReadFrom(NamedTuple):
+    """The part of a rank's load plan that tells the coordinator which save it is for."""
+
+    save_id: str
+    group: str = ""  # name and ranks of the ``exchange`` group; empty for none
+    group_size: int = 0
 
 
 def members_of(group: object) -> dist.ProcessGroup | None:
@@ -370,12 +382,12 @@ class ExchangeVote:
     error: CheckpointError | None = None  # why it cannot go on
     reason: str = ""  # why it exchanges no tensors, although it can go on
     setting: tuple[Any, ...] = ()  # must be the same on all ranks
-    wants: int = 0  # how many
+    requests: int = 0  # how many
     is_on_gpu: bool = False  # all its targets are
 
 
-class Told(Exception):
-    """An error that every rank knows of."""
+class SharedFailure(Exception):
+    """An error that all ranks have received."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -400,21 +412,17 @@ class ExchangeGroup:
     def votes(self, vote: ExchangeVote, error: BaseException | None = None) -> list[ExchangeVote]:
         """Gathers the votes of all ranks; ``error`` says why this rank cannot go on.
 
-        Raises `Told` if a rank cannot go on, with this rank's own error or that of the first such rank, and `ReadError`
-        if a rank is gone.
+        Raises `SharedFailure` if a rank cannot go on, with this rank's own error or that of the first such rank; and
+        `ReadError` if a rank is gone.
         """
-        votes = self.tell(vote if error is None else ExchangeVote(error=_portable(error)))
+        own = vote if error is None else ExchangeVote(error=_portable(error))
+        votes: list[Any] = [None] * self.size
+        self._call(lambda: dist.all_gather_object(votes, own, group=self._group))
         if error is not None:
-            raise Told(error)
+            raise SharedFailure(error)
         for rank, other in enumerate(votes):
             if other.error is not None:
-                raise Told(type(other.error)(f"rank {rank} of the exchange: {other.error}"))
-        return votes
-
-    def tell(self, vote: ExchangeVote) -> list[Any]:
-        """Takes part in `votes`, without raising an error."""
-        votes: list[Any] = [None] * self.size
-        self._call(lambda: dist.all_gather_object(votes, vote, group=self._group))
+                raise SharedFailure(type(other.error)(f"rank {rank} of the exchange: {other.error}"))
         return votes
 
     def fail(self, error: BaseException | None) -> NoReturn:
@@ -453,7 +461,7 @@ class ExchangeGroup:
                 f"ended, or loads something else: {error}"
             )
             gone.__cause__ = error
-            raise Told(gone) from error
+            raise SharedFailure(gone) from error
 
 
 def _portable(error: BaseException) -> CheckpointError:
@@ -466,15 +474,15 @@ def _portable(error: BaseException) -> CheckpointError:
 
 # --- planning an exchange: each rank makes the same plan, without communication ---------------------------------------
 #
-# Wants:    the bytes of stored tensors that every rank needs, in the order of files and offsets
-# Spans:    a consecutive part of the wants for each rank to read, of about equal size
+# Requests:    the bytes of stored tensors that every rank needs, in the order of files and offsets
+# Spans:    a consecutive part of the requests for each rank to read, of about equal size
 # Windows:  the part of its span that a rank reads at once, into one buffer
 
 _UNITS_PER_RANK = 16  # with fewer units, spans are less even
 _MAX_UNIT = 4 << 20
 
 
-class Want(NamedTuple):
+class ExchangeRequest(NamedTuple):
     """The bytes of one stored tensor that a rank needs."""
 
     id: bytes  # the same on all ranks that need the same bytes
@@ -483,27 +491,27 @@ class Want(NamedTuple):
     targets: tuple[ReadTarget, ...]
 
 
-def wants_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, Want]:
+def requests_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, ExchangeRequest]:
     """The bytes that targets need, by their id, in the order of files and offsets."""
-    wants = {}
+    requests = {}
     for file, of_tensor in by_tensor(targets):
         item = of_tensor[0].item
         intervals = wanted_bytes(of_tensor, limits, verify=verify)
-        said = f"{file}\0{item.offset}\0{item.length}\0{intervals}"
-        want = Want(xxhash.xxh3_128_digest(said.encode()), item, intervals, tuple(of_tensor))
-        wants[want.id] = want
-    return wants
+        contents = f"{file}\0{item.offset}\0{item.length}\0{intervals}"
+        request = ExchangeRequest(xxhash.xxh3_128_digest(contents.encode()), item, intervals, tuple(of_tensor))
+        requests[request.id] = request
+    return requests
 
 
-def total_bytes(wants: Iterable[Want]) -> int:
+def total_bytes(requests: Iterable[ExchangeRequest]) -> int:
     """The bytes in all intervals."""
-    return sum(stop - start for want in wants for start, stop in want.intervals)
+    return sum(stop - start for request in requests for start, stop in request.intervals)
 
 
 class WindowPart(NamedTuple):
     """Consecutive bytes of one stored tensor in a window. Start and stop are relative to the tensor's first byte."""
 
-    want: int  # the number of the want
+    request: int  # the number of the request
     start: int
     stop: int
     position: int  # offset in the window, a multiple of 64
@@ -531,30 +539,31 @@ class Window(NamedTuple):
                 return
             begin, end = max(part.position, start), min(part.end, stop)
             origin = part.start - part.position
-            yield WindowPart(part.want, origin + begin, origin + end, begin)
+            yield WindowPart(part.request, origin + begin, origin + end, begin)
 
 
-def spans_of(wants: Sequence[Want], ranks: int, window_bytes: int) -> list[list[Window]]:
-    """The windows of each rank, for the wants that all ranks share. A window is only larger than ``window_bytes`` for
-    one block.
+def spans_of(requests: Sequence[ExchangeRequest], ranks: int, window_bytes: int) -> list[list[Window]]:
+    """The windows of each rank, for the requests that all ranks share.
+
+    A window is only larger than ``window_bytes`` for one block.
     """
-    total = total_bytes(wants)
+    total = total_bytes(requests)
     unit = min(_MAX_UNIT, window_bytes, max(1, total // (ranks * _UNITS_PER_RANK)))
     spans: list[list[Window]] = [[] for _ in range(ranks)]
     done = 0
-    for number, start, stop in _units(wants, unit):
+    for number, start, stop in _units(requests, unit):
         middle = done + (stop - start) // 2
         _add(spans[min(ranks - 1, middle * ranks // total)], number, start, stop, window_bytes)
         done += stop - start
     return spans
 
 
-def _units(wants: Sequence[Want], nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts the wants into pieces of whole blocks, of about ``nbytes`` bytes."""
-    for number, want in enumerate(wants):
-        block = want.item.block
+def _units(requests: Sequence[ExchangeRequest], nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts the requests into pieces of whole blocks, of about ``nbytes`` bytes."""
+    for number, request in enumerate(requests):
+        block = request.item.block
         step = max(1, nbytes // block) * block
-        for first, last in want.intervals:
+        for first, last in request.intervals:
             start = first
             while start < last:
                 stop = min(last, start // block * block + step)
@@ -566,7 +575,7 @@ def _add(windows: list[Window], number: int, start: int, stop: int, window_bytes
     """Adds bytes to the last window, or begins another."""
     parts = windows[-1].parts if windows else []
     last = parts[-1] if parts else None
-    if last is not None and (last.want, last.stop) == (number, start) and last.end + stop - start <= window_bytes:
+    if last is not None and (last.request, last.stop) == (number, start) and last.end + stop - start <= window_bytes:
         parts[-1] = last._replace(stop=stop)
         return
     position = aligned(last.end) if last is not None else 0

@@ -26,8 +26,7 @@ from .._runtime.threads import cores
 from .._staging.device import CUDA, Device, Event, SideStream, pin_if_possible
 from .._staging.shared_memory import aligned
 from ..errors import ReadError, StagingError
-from .read_planner import ReadLimits, ReadOperation
-from .targets import ReadTarget
+from .plan import ReadLimits, ReadOperation, ReadTarget
 
 DEVICE_BYTES = 32 << 20
 """Bytes of one read for a GPU where there are cores for several."""
@@ -88,7 +87,7 @@ class PinnedPools:
         pool = self._take(indices, min(threads, len(operations)) + 2, nbytes)
         try:
             yield pool
-            pool.settle()
+            pool.wait()
         except BaseException:
             pool.close()
             raise
@@ -99,7 +98,7 @@ class PinnedPools:
             kept, self._kept = self._kept, None
         if kept is not None:
             if kept.is_enough(indices, count, nbytes):
-                kept.follow()
+                kept.wait_for_current_streams()
                 return kept
             kept.close()
             # Enough for all requests so far, and more, so that growing requests seldom need new memory.
@@ -156,7 +155,7 @@ class PinnedPool:
     def __init__(self, device: Device, indices: Collection[int], count: int, nbytes: int) -> None:
         self.device, self.count, self.nbytes = device, count, nbytes
         self.streams = {index: device.side_streams[index] for index in sorted(indices)}
-        self.follow()
+        self.wait_for_current_streams()
         step = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             check_headroom(count * step)
@@ -175,8 +174,8 @@ class PinnedPool:
         """Returns whether the pool serves a read that needs this many slots of this size."""
         return self.streams.keys() >= set(indices) and self.count >= count and self.nbytes >= nbytes
 
-    def follow(self) -> None:
-        """Makes copies wait for everything that is in the devices' current streams now."""
+    def wait_for_current_streams(self) -> None:
+        """Orders later copies after the work that is queued on the devices' current streams."""
         for stream in self.streams.values():
             stream.follow()
 
@@ -196,7 +195,7 @@ class PinnedPool:
         finally:
             self._slots.put((memory, slot.copies()))
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until all copies have arrived."""
         for stream in self.streams.values():
             stream.mark().synchronize()
@@ -204,7 +203,7 @@ class PinnedPool:
     def close(self) -> None:
         """Waits until all copies have arrived, and gives the memory back; the pool is of no use then."""
         try:
-            self.settle()
+            self.wait()
         finally:
             self._unpin()
             self._slots = queue.SimpleQueue()

@@ -26,7 +26,7 @@ class LoadReport:
         nbytes: Bytes that this rank read for them, whole blocks if they are verified.
         received_bytes: Bytes that other ranks read for it, see ``exchange`` of `TensorizerStorageReader`.
         started_at: When the load began (``time.time()``).
-        seconds: Total time, from reading the metadata until everything was in its place.
+        seconds: Total time, from reading the metadata until everything was loaded.
         plan_seconds: The part of it before the first tensor was read: the metadata, DCP's planning and its collectives,
             and checks.
         read_seconds: The part of it for reading, verifying and converting.

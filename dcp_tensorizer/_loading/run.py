@@ -21,26 +21,45 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from .._index.layouts import regions_of_range
 from .._runtime.forks import free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.spans import Span
-from .._runtime.threads import Workers, ranks_of_node
+from .._runtime.threads import Workers, in_threads, ranks_of_node
 from .._staging.shared_memory import aligned
 from .._staging.tensor_copy import unit_of
 from .._storage.base import UNLIMITED, MemoryReader, RangeReader, Storage
 from .._tensor_file.digests import DigestCheck, all_match, check_digests
 from .._tensor_file.dtypes import memories_of, named_dtype
 from .._tensor_file.encryption import Cipher
+from .._tensor_file.regions import part_of, regions_of_range, strides_of
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
 from .gpu import POOLS, PinnedPool, PinnedPools, Slot
-from .read_planner import MAX_SCRATCH_BYTES, ReadLimits, ReadOperation, Segment, plan_reads
-from .targets import ReadTarget, in_turns, part_of
+from .plan import (
+    MAX_SCRATCH_BYTES,
+    ReadLimits,
+    ReadOperation,
+    ReadTarget,
+    Segment,
+    non_overlapping_groups,
+    plan_reads,
+)
 
 
 def limits_of(storage: Storage) -> ReadLimits:
     """The limits by which reads of a storage are joined and cut."""
     return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
+
+
+def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]) -> None:
+    """Checks that data files exist with their sizes; raises `ReadError`, naming the file."""
+    ordered = sorted(names)
+    for name, nbytes in zip(ordered, in_threads(storage.head, ordered), strict=True):
+        expected = sizes[name]
+        if nbytes != expected:
+            state = "is missing" if nbytes is None else f"has {nbytes:,} bytes instead of {expected:,}"
+            raise ReadError(
+                f"{storage.path}/{name} {state}. The checkpoint is damaged, or is being overwritten: load another one."
+            )
 
 
 def fetch(
@@ -83,7 +102,7 @@ def fetch(
         limits = limits_of(storage)
         if storage.reads.min_threads < UNLIMITED:  # the page cache may answer, and requests need not be many
             limits = pools.limits(targets, limits, max_threads)
-    turns = [plan_reads(turn, limits, verify=verify) for turn in in_turns(targets)]
+    turns = [plan_reads(turn, limits, verify=verify) for turn in non_overlapping_groups(targets)]
     operations = [operation for turn in turns for operation in turn]
     total = sum(operation.nbytes for operation in operations)
     if page_cache is None:
@@ -192,23 +211,25 @@ class _Executor:
             return self._run(operation, slot)
 
     def _run(self, operation: ReadOperation, slot: Slot | None) -> float:
-        places = self._places(operation, slot)
-        verifying = self._read(operation, places)
-        for segment, place in zip(operation.segments, places, strict=True):
+        memories = self._memories(operation, slot)
+        verifying = self._read(operation, memories)
+        for segment, memory in zip(operation.segments, memories, strict=True):
             if segment.item.nonce_and_macs:
-                verifying += _timed(self._decrypt, segment, place)
+                verifying += _timed(self._decrypt, segment, memory)
         starts = itertools.accumulate((aligned(s.scratch_bytes) for s in operation.segments), initial=0)
-        in_scratch = [of for of in zip(operation.segments, places, starts, strict=False) if of[0].target_offset is None]
+        in_scratch = [
+            of for of in zip(operation.segments, memories, starts, strict=False) if of[0].target_offset is None
+        ]
         for index, run in itertools.groupby(in_scratch, key=lambda of: _device_of_small(of[0], slot)):
             of_device = list(run)
             if slot is None or index is None or len(of_device) == 1 or not _scatter_sent(of_device, slot):
-                for segment, place, _ in of_device:
-                    scatter(segment, place, slot)
+                for segment, memory, _ in of_device:
+                    scatter(segment, memory, slot)
         return verifying
 
     # --- the memory that segments are read into -----------------------------------------------------------------
 
-    def _places(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
+    def _memories(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
         """The memory that each segment is read into: its target's, or a part of the slot or of this thread's scratch
         buffer.
         """
@@ -231,7 +252,7 @@ class _Executor:
 
     # --- reading and checking -----------------------------------------------------------------------------------
 
-    def _read(self, operation: ReadOperation, places: Sequence[memoryview]) -> float:
+    def _read(self, operation: ReadOperation, memories: Sequence[memoryview]) -> float:
         """Reads segments into their memory, and compares each with its digests; returns the seconds of comparing."""
         verifying = 0.0
         try:
@@ -239,7 +260,13 @@ class _Executor:
             if not self._page_cache and not any(target.shared for target in operation.targets):
                 file = file.once(operation.offset, operation.nbytes)
             for batch in operation.batches(self._slice_bytes):
-                verifying += self._read_batch(file, operation.segments[batch], places[batch])
+                segments, into = operation.segments[batch], memories[batch]
+                if len(segments) == 1:
+                    verifying += self._read_slices(file, segments[0], into[0])
+                    continue
+                file.read_into(with_gaps(segments, into), segments[0].offset)
+                if self._verify:
+                    verifying += _timed(self._compare_all, segments, into)
             self._files.finish_operation(operation.file)
         except CheckpointError:
             raise
@@ -253,31 +280,24 @@ class _Executor:
             ) from self._storage.cause(error)
         return verifying
 
-    def _read_batch(self, file: RangeReader, segments: Sequence[Segment], places: Sequence[memoryview]) -> float:
-        """Reads one segment in slices, or several at once."""
-        if len(segments) == 1:
-            return self._read_slices(file, segments[0], places[0])
-        file.read_into(with_gaps(segments, places), segments[0].offset)
-        return _timed(self._compare_all, segments, places) if self._verify else 0.0
-
-    def _compare_all(self, segments: Sequence[Segment], places: Sequence[memoryview]) -> None:
-        if all_match([segment.item for segment in segments], places):
+    def _compare_all(self, segments: Sequence[Segment], memories: Sequence[memoryview]) -> None:
+        if all_match([segment.item for segment in segments], memories):
             return
-        for segment, place in zip(segments, places, strict=True):
-            self._compare(segment, place)
+        for segment, memory in zip(segments, memories, strict=True):
+            self._compare(segment, memory)
 
-    def _read_slices(self, file: RangeReader, segment: Segment, place: memoryview) -> float:
-        check = DigestCheck(segment.item, segment.start, place.nbytes) if self._verify else None
+    def _read_slices(self, file: RangeReader, segment: Segment, memory: memoryview) -> float:
+        check = DigestCheck(segment.item, segment.start, memory.nbytes) if self._verify else None
         verifying, step = 0.0, self._slice_bytes
-        if check is not None and step < place.nbytes:
+        if check is not None and step < memory.nbytes:
             step = max(1, step // segment.item.block) * segment.item.block
-        for start in range(0, place.nbytes, step):
-            data = place[start : start + step]
+        for start in range(0, memory.nbytes, step):
+            data = memory[start : start + step]
             file.read_into([data], segment.offset + start)
             if check is not None:
                 verifying += _timed(check.update, data)
         if check is not None and not check.matches():
-            self._compare(segment, place)
+            self._compare(segment, memory)
         return verifying
 
     def _compare(self, segment: Segment, data: memoryview) -> None:
@@ -320,16 +340,16 @@ def _advice(error: Exception) -> str:
     return ""
 
 
-def with_gaps(segments: Sequence[Segment], places: Sequence[memoryview]) -> list[memoryview]:
+def with_gaps(segments: Sequence[Segment], memories: Sequence[memoryview]) -> list[memoryview]:
     """Buffers for consecutive bytes: the segments' memory, and memory for the gaps between them."""
     starts = [item.offset + start for item, start, _, _, _ in segments]
-    gaps = [after - start - place.nbytes for start, after, place in zip(starts, starts[1:], places, strict=False)]
-    room = memoryview(bytearray(max(gaps, default=0)))
-    buffers = [places[0]]
-    for gap, place in zip(gaps, places[1:], strict=True):
+    gaps = [after - start - memory.nbytes for start, after, memory in zip(starts, starts[1:], memories, strict=False)]
+    unused = memoryview(bytearray(max(gaps, default=0)))
+    buffers = [memories[0]]
+    for gap, memory in zip(gaps, memories[1:], strict=True):
         if gap:
-            buffers.append(room[:gap])
-        buffers.append(place)
+            buffers.append(unused[:gap])
+        buffers.append(memory)
     return buffers
 
 
@@ -381,17 +401,17 @@ def _scatter_sent(segments: Sequence[tuple[Segment, memoryview, int]], slot: Slo
     They cross the bus in one copy, and one call for each size of elements takes that apart on the device. Returns False
     if the device has no memory for it.
     """
-    (first, _, begin), *_, (_, place, last) = segments
+    (first, _, begin), *_, (_, memory, last) = segments
     try:
-        sent = slot.send(slot.memory[begin : last + place.nbytes], first.targets[0].tensor)
+        sent = slot.send(slot.memory[begin : last + memory.nbytes], first.targets[0].tensor)
     except torch.OutOfMemoryError:
         return False
     as_units: dict[torch.dtype, torch.Tensor] = {}
     fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
-    for segment, place, start in segments:
+    for segment, memory, start in segments:
         for target in segment.targets:
             if not target.has_stored_layout:
-                for into, out in _parts(target, segment, sent[start - begin : start - begin + place.nbytes]):
+                for into, out in _parts(target, segment, sent[start - begin : start - begin + memory.nbytes]):
                     slot.copy([into], [out])
             elif (found := _shared_run(target, segment)) is not None:
                 into, offset, nbytes = found
@@ -443,7 +463,7 @@ def _parts(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor
     content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
     elements = content.view(named_dtype(target.item.dtype))
     first = segment.start // target.itemsize
-    strides = _strides(target.shape)
+    strides = strides_of(target.shape)
     for run in regions_of_range(first, first + elements.numel(), target.shape):
         region = run.intersect(target.region)
         if region is None:
@@ -464,16 +484,6 @@ def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
     if target.dtype == source.dtype and source.itemsize == 1:
         return target.view(torch.uint8), source.view(torch.uint8)
     return target, source
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-ordered array."""
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 # --- the threads of a load --------------------------------------------------------------------------------------------
@@ -537,8 +547,9 @@ def run_all(
                     return
                 nbytes += run(operation)
                 finished += 1
+                # Measuring takes time: a thread does it after its 1st, 2nd, 4th, 8th operation, and so on.
                 can_grow = remaining and len(workers) < max_threads
-                if can_grow and _is_power_of_two(finished) and _waits_for_storage(began, usage(), nbytes):
+                if can_grow and not finished & (finished - 1) and _waits_for_storage(began, usage(), nbytes):
                     start()  # noqa: F821  (deleted when no thread runs any more)
         except BaseException:
             remaining.clear()
@@ -565,13 +576,6 @@ def run_all(
             work,
             start,
         )  # they form a cycle, which would keep the targets until the next garbage collection
-
-
-def _is_power_of_two(number: int) -> bool:
-    """Measuring takes time. So a thread measures its usage after its first operation, its second, fourth, eighth, and
-    so on.
-    """
-    return number & (number - 1) == 0
 
 
 def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from .._formats.own import Index
 from .._index.container import IndexFile, read_head
-from .._index.locations import RankPlaces
+from .._index.locations import RankLocations
 from .._index.schema import ItemKey, item_key
 from .._index.write import encode
 from .._runtime.forks import Descriptor
@@ -102,7 +102,7 @@ class StateCheckpoint(Storage):
         for buffer in self._buffers.values():
             buffer.release()
 
-    def _add(self, content: StateContent, index: Metadata) -> RankPlaces:
+    def _add(self, content: StateContent, index: Metadata) -> RankLocations:
         """Adds a rank's state; returns the locations of its items."""
         state, head = content.state, content.state.head
         names = _names(head)
@@ -115,7 +115,7 @@ class StateCheckpoint(Storage):
             key: item._replace(digests=digests[item.file, item.offset, item.length]) if item.file else item
             for key, item in index.storage_data["items"].items()
         }
-        return RankPlaces.of(head.rank, locations, {names[0]: state.nbytes, names[1]: len(state.inline)})
+        return RankLocations.of(head.rank, locations, {names[0]: state.nbytes, names[1]: len(state.inline)})
 
     def open(self, name: str) -> RangeReader:
         return self._buffers.get(name) or MemoryReader(self._files[name])
@@ -250,7 +250,7 @@ def description_of(
         _add_entries({planned.index.fqn: entry}, entries)
         locations[item_key(planned.index)] = location
     paths = planner_data if isinstance(planner_data, dict) else None
-    part = RankPlaces.of(head.rank, locations, {names[0]: nbytes, names[1]: inline_nbytes})
+    part = RankLocations.of(head.rank, locations, {names[0]: nbytes, names[1]: inline_nbytes})
     return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
 
 

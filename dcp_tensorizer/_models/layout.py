@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from .._formats.rename import Box, Placed, Renaming, Rules, place, wrong_way_back
 from .._formats.safetensors import MAX_SHARD_BYTES, NAMES, PAIRS, SafetensorsLayout, fault_of, lay_out, shards
-from .._index.layouts import ChunkLayout, Region, expand, regions_of_range, runs_of
+from .._index.layouts import ChunkLayout, expand, runs_of
 from .._index.schema import Layout, Run
 from .._publish.delta import zstd
 from .._publish.publisher import Publish
 from .._runtime.validation import check_count, check_flags, check_type
-from .._tensor_file.regions import Integers
+from .._tensor_file.regions import Integers, Region, regions_of_range
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import WriteError, listed
 

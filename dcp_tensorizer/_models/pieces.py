@@ -13,13 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._index.layouts import Region
 from .._runtime.forks import free_in_child
 from .._runtime.torch_compat import group_devices
 from .._saving.write_plan import Item
 from .._storage.base import Storage
 from .._tensor_file.dtypes import dtype_name, host_bytes
-from .._tensor_file.regions import Integers, runs_of_region
+from .._tensor_file.regions import Integers, Region, runs_of_region
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
 from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob

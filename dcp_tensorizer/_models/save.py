@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._formats.safetensors import file_names, index_of
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
-from .._index.layouts import Region
 from .._index.schema import item_key
 from .._runtime.direct_memory import direct_memory
 from .._runtime.process_context import ProcessContext
@@ -50,6 +49,7 @@ from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
 from .._storage.open import NOT_SHARED
 from .._tensor_file.dtypes import dtype_name
 from .._tensor_file.names import metadata_file_name
+from .._tensor_file.regions import Region
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import WriteDone
 from .._writer_process.shared_job import Pieces, SharedFilePart

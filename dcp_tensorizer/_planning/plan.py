@@ -54,7 +54,7 @@ class WrittenItems(NamedTuple):
     hints: bytes
 
 
-class Answer(NamedTuple):
+class AssignedItems(NamedTuple):
     """The coordinator's answer if the rank knows the items: which of them it writes."""
 
     reference: Reference
@@ -226,7 +226,7 @@ class CompactPlan(SavePlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         items = self.items
-        if isinstance(items, (Reference, Answer)):
+        if isinstance(items, (Reference, AssignedItems)):
             return CompactPlan.of, (items, self.storage_data)
         try:
             if not self.usable:
@@ -252,7 +252,10 @@ class CompactPlan(SavePlan):
         source = items.source
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
         if items.coordinator is not None and isinstance(source, EncodedColumns) and source.may_refer and is_theirs:
-            return CompactPlan.of, (Answer(Reference(items.coordinator, source.digest), choice), self.storage_data)
+            return CompactPlan.of, (
+                AssignedItems(Reference(items.coordinator, source.digest), choice),
+                self.storage_data,
+            )
         return self._whole(*items.chosen)
 
     def _whole(self, columns: Columns, hints: Integers) -> tuple[Any, ...]:
@@ -307,7 +310,7 @@ class History:
         self._sent, self._is_answered = (columns, digest), False
         return self._known.find(digest)
 
-    def answered(self, answer: Answer) -> Columns:
+    def answered(self, answer: AssignedItems) -> Columns:
         """Returns the columns that an answer refers to. From now on the coordinator knows them."""
         assert self._sent is not None and self._sent[1] == answer.reference.digest
         self._known.keep(answer.reference.digest, answer.reference)

@@ -1,10 +1,14 @@
-"""Makes a rank's read items: the same as torch's planner, but by torch only once per layout."""
+"""Load plans: read items that torch makes only once per layout, and a plan whose items stay on their rank."""
 
 from __future__ import annotations
 
+import pickle
+import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -13,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from .._runtime.torch_compat import is_whole, layout_of
 
@@ -104,3 +108,72 @@ def _copy(record: _T) -> _T:
     made = object.__new__(type(record))
     object.__setattr__(made, "__dict__", record.__dict__.copy())
     return made
+
+
+# --- a load plan whose items stay on their rank -----------------------------------------------------------------------
+#
+# DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but hardly any does. So
+# the items travel as one piece. It is decoded only if a planner accesses it, and comes back only then.
+
+_at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
+"""The plans that ranks of this process have made and still have."""
+
+
+class RetainedPlan(LoadPlan):
+    """A load plan whose items stay on their rank. The plan that `keep` returns must be kept until it has come back.
+
+    Its fields are those of `LoadPlan`. To change the items elsewhere, set them, or make a new plan.
+    """
+
+    def __init__(self, items: list[ReadItem], storage_data: Any = None, planner_data: Any = None) -> None:
+        self._items: list[ReadItem] | None = items
+        self._packed = b""
+        self._token = ""
+        self._rank = -1
+        self.storage_data = storage_data
+        self.planner_data = planner_data
+
+    @classmethod
+    def keep(cls, plan: LoadPlan, rank: int, storage_data: Any) -> RetainedPlan:
+        """The plan of a rank, with other ``storage_data``."""
+        kept = cls(plan.items, storage_data, plan.planner_data)
+        kept._token, kept._rank = uuid.uuid4().hex, rank
+        _at_home[kept._token] = kept
+        return kept
+
+    @property
+    def items(self) -> list[ReadItem]:
+        if self._items is None:
+            self._items = pickle.loads(zlib.decompress(self._packed))
+        if _at_home.get(self._token) is not self:
+            self._token = ""  # the caller may change them, so these are sent from now on
+        return self._items
+
+    @items.setter
+    def items(self, items: list[ReadItem]) -> None:
+        self._items, self._token = items, ""
+
+    def send_to(self, rank: int) -> None:
+        """Sends the items along if a planner has given the plan to another rank than the one that made it."""
+        if rank != self._rank:
+            self.items = self.items
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data = self.storage_data, self.planner_data
+        if not self._token:
+            return RetainedPlan, (self.items, *data)
+        if self._items is None:
+            return _back, (self._token, *data)
+        return _sent, (self._token, self._rank, zlib.compress(pickle.dumps(self._items), 1), *data)
+
+
+def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data: Any) -> RetainedPlan:
+    """Rebuilds the plan on the coordinator, with its items in one piece."""
+    plan = RetainedPlan([], storage_data, planner_data)
+    plan._items, plan._packed, plan._token, plan._rank = None, packed, token, rank
+    return plan
+
+
+def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
+    """Rebuilds the plan on the rank that made it, with the items that it has kept."""
+    return RetainedPlan(_at_home[token].items, storage_data, planner_data)

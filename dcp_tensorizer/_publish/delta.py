@@ -134,17 +134,3 @@ def pieces_of(data: memoryview) -> Iterator[np.ndarray]:
     array = np.frombuffer(data, dtype=np.uint8)
     for start in range(0, array.size, PIECE):
         yield array[start : start + PIECE]
-
-
-def delta_of(new: bytes | memoryview, old: bytes | memoryview) -> tuple[bytes, str] | None:
-    """Returns the delta of a tensor in memory, and the digest of its new bytes; None if nothing has changed.
-
-    Raises `ValueError` if the two have different sizes.
-    """
-    new, old = memoryview(new).cast("B"), memoryview(old).cast("B")
-    if new.nbytes != old.nbytes:
-        raise ValueError(f"the new version has {new.nbytes:,} bytes, and the old one {old.nbytes:,}")
-    encoder = DeltaEncoder()
-    for piece, before in zip(pieces_of(new), pieces_of(old), strict=True):
-        encoder.update(piece, before)
-    return encoder.finish()

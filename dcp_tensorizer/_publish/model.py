@@ -23,8 +23,6 @@ from .delta import PIECE
 READ_BYTES = 8 * PIECE
 """Bytes that are read at once: an object store takes as long for less."""
 
-_ENDING = ".safetensors"
-
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -51,13 +49,9 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
     else:
         names = set(read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
-    files = (file.name for file in storage.listing()[0])
-    return Model(storage, index, weights, tuple(sorted(filter(_is_other, files))))
-
-
-def _is_other(name: str) -> bool:
-    """Returns whether a file belongs to a model besides its weights and index; files of a save in progress do not."""
-    return not name.endswith(_ENDING) and name != INDEX and is_plain_name(name) and not is_ours(name)
+    files = {file.name for file in storage.listing()[0] if not file.name.endswith(".safetensors")} - {INDEX}
+    others = sorted(name for name in files if is_plain_name(name) and not is_ours(name))  # not of a save in progress
+    return Model(storage, index, weights, tuple(others))
 
 
 def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:

@@ -110,7 +110,6 @@ class ChildProcess:
             EOFError: the process has ended; the message has its exit and its last output.
         """
 
-
         def check_alive() -> None:  # its own children may still hold its end of the socket open
             if self._popen.poll() is not None:
                 raise EOFError

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from .threads import Borrowed
 
 _AGEINGS = 96
-"""Ageings without a full collection in between: some ten saves. Then one may run, for cycles that were aged and died."""
+"""Ageings without a full collection in between: some ten saves. Then one may run, for old cycles that have died."""
 _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
 """Python 3.12 begins with about 375 frozen objects, which may be unfrozen. A trainer freezes many more."""
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 import msgspec
 
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
-from .._index.container import data_files, find_index
-from .._index.locations import RankPlaces
+from .._index.container import committed
+from .._index.locations import RankLocations
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, SharedFile, Storage, temporary_file_name
 from .._tensor_file.encryption import Cipher, find_other_key
@@ -224,9 +224,9 @@ def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """Returns the data files that a metadata file names, read only from its head; raises `CheckpointError`."""
-    file = find_index(storage, name)
-    return set() if file is None else set(data_files(file.head))
+    """Returns the data files of the checkpoint in a directory; raises `CheckpointError`."""
+    file = committed(storage, name)
+    return set() if file is None else set(file.files)
 
 
 # --- uploads of a model's files, where no lock tells whether a save is in progress -----------------------------------
@@ -300,7 +300,7 @@ def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -
 # --- encryption keys: with different ones on the ranks, no reader could load the checkpoint ---------------------------
 
 
-def agree_on_key(cipher: Cipher | None, parts: Sequence[RankPlaces]) -> None:
+def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
     """Raises `WriteError` if a rank has another key than the coordinator's ``cipher``."""
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is not None:

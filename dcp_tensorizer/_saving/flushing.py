@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext, environment
 from .._runtime.threads import NEVER, Deadline, Patience, in_background
-from .._tiers.queue import LOST, OPEN, REMOTE, TOLD, UNFLUSHED, FlushEntry, FlushRecord, Queue
+from .._tiers.queue import LOST, OPEN, REMOTE, REPORTED, UNFLUSHED, FlushEntry, FlushRecord, Queue
 from .._tiers.target import FlushTarget
 from ..errors import ReadError, WriteError
 from .report import SaveReport
@@ -75,7 +75,7 @@ class Flushing:
         self._followed: dict[str, _Followed] = {}
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
-        self._troubles: dict[str, str] = {}
+        self._trouble = ("", "")  # the record and the text of the last warning
         self._environment: dict[str, str] = {}  # in which the flush was requested
         # reentrant, because on_report and signal handlers may wait for the remote
         self._lock = free_in_child(threading.RLock())
@@ -281,10 +281,13 @@ class Flushing:
                 finally:
                     followed.future.set_result(entry.changed)
         for entry in entries.values():
-            if entry.state in (LOST, TOLD):
+            if entry.state in (LOST, REPORTED):
                 self._report_given_up(entry)
             elif entry.state in OPEN:
-                self._report_trouble(entry)
+                trouble = entry.stem, self.queue.trouble(entry) or ""
+                if trouble[1] and trouble != self._trouble:
+                    self._trouble = trouble
+                    logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble[1])
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     def _report_missing(self, followed: _Followed) -> None:
@@ -313,13 +316,7 @@ class Flushing:
             followed.future.set_exception(WriteError(words))
         if entry.state == LOST:
             with suppress(OSError):
-                self.queue.move(entry, TOLD)  # so that only one process reports it
+                self.queue.move(entry, REPORTED)  # so that only one process reports it
                 logger.error("%s", words)
                 if followed is None:
                     self._given_up.append(words)
-
-    def _report_trouble(self, entry: FlushEntry) -> None:
-        trouble = self.queue.trouble(entry)
-        if trouble and self._troubles.get(entry.stem) != trouble:
-            self._troubles = {entry.stem: trouble}
-            logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble)

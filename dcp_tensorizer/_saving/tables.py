@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
 
-from .._index.locations import RankPlaces
+from .._index.locations import RankLocations
 from .._runtime.recent import Recent
 from ..errors import WriteError
 from .write_plan import plan_with
@@ -56,7 +56,7 @@ class KnownTables:
         if digest not in self._own:
             self._own.append(digest)
 
-    def keep(self, parts: Iterable[RankPlaces]) -> None:
+    def keep(self, parts: Iterable[RankLocations]) -> None:
         """Remembers the tables of a save."""
         for part in parts:
             self._tables.keep(part.table_digest, part.table)
@@ -88,14 +88,14 @@ class SaveTables:
         answer = plan.storage_data
         return answer.save if isinstance(answer, Offer) and answer.save_id == self._save_id else ""
 
-    def shortened(self, part: RankPlaces, plan: SavePlan) -> RankPlaces:
+    def shortened(self, part: RankLocations, plan: SavePlan) -> RankLocations:
         """On a rank: its report, without the table if the coordinator knows it."""
         self._known.add_own(part.table_digest)
         answer = plan.storage_data
         is_known = isinstance(answer, Offer) and answer.save_id == self._save_id and part.table_digest in answer.digests
         return part._replace(table=b"") if is_known else part
 
-    def completed(self, parts: Sequence[RankPlaces]) -> list[RankPlaces]:
+    def completed(self, parts: Sequence[RankLocations]) -> list[RankLocations]:
         """On the coordinator: the ranks' reports with their tables.
 
         Raises `WriteError`, naming the rank, if a table is unknown.

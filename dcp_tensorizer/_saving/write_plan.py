@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._index.locations import InlineItem, RankPlaces, checked_hash
+from .._index.locations import InlineItem, RankLocations, checked_hash
 from .._index.schema import ItemKey, item_key
 from .._runtime.gc_pause import collector_paused
 from .._runtime.ranks import world_size_of_job
@@ -160,7 +160,7 @@ def write_results(
     cipher: Cipher | None = None,
     compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
 ) -> list[WriteResult]:
-    """Returns the results that DCP carries to the coordinator: one, with a `RankPlaces`, for any number of items.
+    """Returns the results that DCP carries to the coordinator: one, with a `RankLocations`, for any number of items.
 
     ``compare`` compares the items with the save before (`Freshness.compare`). Raises `WriteError`, naming the key, if a
     key cannot be stored.
@@ -174,7 +174,7 @@ def write_results(
     plans_as_torch = planner is None or _is_as_known(
         planner, ("create_local_plan", "create_global_plan", "finish_plan")
     )
-    part = RankPlaces.of(
+    part = RankLocations.of(
         rank,
         places,
         {file.name: file.nbytes for file in done.files},

@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,14 +41,21 @@ LANES = 4
 are pending on one."""
 
 
-class Event(Protocol):
+class Event:
     """A moment in a stream."""
+
+    def __init__(self, event: torch.cuda.Event, index: int) -> None:
+        self._event = event
+        self._index = index
 
     def synchronize(self) -> None:
         """Returns when the stream has reached it."""
+        with torch.cuda.device(self._index):
+            self._event.synchronize()
 
     def wait(self) -> None:
         """Makes the calling thread's current stream wait for it, without waiting itself."""
+        self._event.wait(torch.cuda.current_stream(self._index))
 
 
 class SideStream(abc.ABC):
@@ -128,30 +135,6 @@ class SideStream(abc.ABC):
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[None]:
         """Makes this the calling thread's current stream on its device."""
-
-
-class Device(Protocol):
-    """A kind of accelerator. Tests without one use a simulated one, which runs its queues on demand."""
-
-    def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the device that a tensor is on; None for host memory."""
-
-    side_streams: SideStreams
-    """The side streams of this process, shared by all savers and loads."""
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream is being captured into a graph."""
-
-    def new_stream(self, index: int) -> SideStream:
-        """A new stream on a device."""
-
-    def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
-        """Registers host memory for copies at full speed; returns a function that undoes it, to call before the memory
-        is unmapped.
-
-        Raises `StagingError`, which gives possible reasons, if the system refuses.
-        """
 
 
 class SideStreams(dict[int, SideStream]):
@@ -288,7 +271,7 @@ class _CudaStream(SideStream):
                 memory.record_stream(self._lanes[0])
                 return memory
 
-    def mark(self) -> _CudaEvent:
+    def mark(self) -> Event:
         # Blocking: a thread that waits for it must not spin on a core that training needs.
         event = torch.cuda.Event(blocking=True)
         first, *others = self._lanes
@@ -298,7 +281,7 @@ class _CudaStream(SideStream):
                 done.record(lane)
                 first.wait_event(done)
             event.record(first)
-        return _CudaEvent(event, self._index)
+        return Event(event, self._index)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -329,21 +312,14 @@ def _bytes(plain: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event, index: int) -> None:
-        self._event = event
-        self._index = index
+class Device:
+    """GPUs, as torch gives them: NVIDIA's, or in its ROCm builds AMD's.
 
-    def synchronize(self) -> None:
-        with torch.cuda.device(self._index):
-            self._event.synchronize()
+    Tests without one use a simulated one, which runs its queues on demand.
 
-    def wait(self) -> None:
-        self._event.wait(torch.cuda.current_stream(self._index))
-
-
-class Cuda:
-    """GPUs, as torch gives them: NVIDIA's, or in its ROCm builds AMD's."""
+    Attributes:
+        side_streams: The side streams of this process, shared by all savers and loads.
+    """
 
     def __init__(self) -> None:
         self.side_streams = SideStreams(self)
@@ -351,16 +327,24 @@ class Cuda:
         self._registering = free_in_child(threading.Lock())
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Returns the number of the device that a tensor is on; None for host memory."""
         return tensor.device.index if tensor.is_cuda else None
 
     @property
     def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, index: int) -> SideStream:
+        """Makes a stream on a device."""
         return _CudaStream(index, lambda: self._borders)
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
+        """Registers host memory for copies at full speed; returns a function that undoes it, to call before the memory
+        is unmapped.
+
+        Raises `StagingError`, which gives possible reasons, if the system refuses.
+        """
         cudart: Any = torch.cuda.cudart()
         registered: list[int] = []
 
@@ -369,15 +353,15 @@ class Cuda:
             with suppress(RuntimeError), torch.cuda.device(index):
                 while registered:
                     start = registered.pop()
-                    self._know(gone=start)
+                    self._record(gone=start)
                     if int(cudart.cudaHostUnregister(start)) != 0:
-                        _forget_error(index)
+                        _clear_error(index)
 
         with torch.cuda.device(index):
             for start in range(address, address + nbytes, PIN_BYTES):
                 status = cudart.cudaHostRegister(start, min(PIN_BYTES, address + nbytes - start), _PORTABLE)
                 if int(status) != 0:
-                    _forget_error(index)
+                    _clear_error(index)
                     undo()
                     raise StagingError(
                         f"{nbytes:,} bytes of host memory could not be pinned for GPU {index}: cudaHostRegister says "
@@ -387,11 +371,11 @@ class Cuda:
                         f"driver does not register memory of files."
                     )
                 registered.append(start)
-                self._know(new=start)
+                self._record(new=start)
         return undo
 
-    def _know(self, *, new: int | None = None, gone: int | None = None) -> None:
-        """Notes where a registration begins, or that it has ended."""
+    def _record(self, *, new: int | None = None, gone: int | None = None) -> None:
+        """Records where a registration begins, or that it has ended."""
         with self._registering:
             known = {*self._borders, *(() if new is None else (new,))} - {gone}
             self._borders = tuple(sorted(number for number in known if number is not None))
@@ -404,13 +388,13 @@ def _name_of(cudart: Any, status: Any) -> str:
         return "no name"
 
 
-def _forget_error(index: int) -> None:
+def _clear_error(index: int) -> None:
     """Clears a call's error: CUDA would report it again at the thread's next kernel, and torch would blame that one."""
     with suppress(RuntimeError):
         torch.zeros(1, device=torch.device("cuda", index))
 
 
-CUDA = Cuda()
+CUDA = Device()
 
 
 def expandable_segments() -> str | None:

@@ -103,9 +103,9 @@ def copier() -> Callable[[Batch, int], int] | None:
     def copy(batch: Batch, stream: int) -> int:
         arrays = batch.targets, batch.sources, batch.sizes
         for start, stop in zip(batch.bounds, batch.bounds[1:], strict=False):
-            places = (array.ctypes.data + start * array.itemsize for array in arrays)
+            addresses = (array.ctypes.data + start * array.itemsize for array in arrays)
             options = ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed)
-            if status := call(*places, stop - start, *options, stream):
+            if status := call(*addresses, stop - start, *options, stream):
                 return int(status)
         return 0
 

@@ -40,15 +40,13 @@ class StagedSaves:
         self._saves: list[StagedSave] = []
         self.spares = weakref.WeakKeyDictionary[object, int]()
         self._idle: list[SharedBuffer] = []
-        self._kept: list[
-            SharedBuffer
-        ] = []  # not used by a save, but their contents may still be read (`SharedBuffer.is_kept`)
+        self._kept: list[SharedBuffer] = []  # of no save, but still read (`SharedBuffer.is_kept`)
         self._prewarming: Future[SharedBuffer] | None = None
         # Reentrant, because a signal handler that closes the writer may interrupt its holder. No code waits inside it.
         self._lock = free_in_child(threading.RLock())
 
     def of(self, owner: object) -> list[StagedSave]:
-        """The saves that a stager has staged or saves."""
+        """Returns the saves that a stager has staged, or whose writer it belongs to."""
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
@@ -57,8 +55,8 @@ class StagedSaves:
         The interrupted staging goes on only when the handler returns, which may wait for the handler's save.
         """
         with self._lock:
-            places = (place for place, other in enumerate(self._saves) if other.is_interrupted)
-            self._saves.insert(next(places, len(self._saves)), staged_save)
+            interrupted = (number for number, other in enumerate(self._saves) if other.is_interrupted)
+            self._saves.insert(next(interrupted, len(self._saves)), staged_save)
 
     def remove(self, staged_save: StagedSave) -> None:
         """Removes a save that will not happen."""
@@ -66,8 +64,9 @@ class StagedSaves:
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """Takes the save that the calling thread has staged and not begun, also for ``owner`` from now on; None if
-        there is none.
+        """Takes the save that the calling thread has staged and not begun, also for ``owner`` from now on.
+
+        Returns None if all have begun.
         """
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
@@ -98,7 +97,7 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def drain(self, owner: object, deadline: Deadline) -> bool:
-        """Waits for a stager's saves that have begun; False if one is not over in time, or cannot end meanwhile."""
+        """Waits for a stager's saves that have begun. Returns False on timeout, and if one cannot end meanwhile."""
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
                 return False
@@ -134,7 +133,7 @@ class StagedSaves:
         self.wait_prewarmed()
         if self._saves or self.has_buffer(nbytes):
             return
-        self._give_back_idle()
+        self._free_idle()
         check_headroom(nbytes)
         self._prewarming = in_background(lambda: make(nbytes), name="prewarm", daemon=True)
 
@@ -147,7 +146,7 @@ class StagedSaves:
                 self._idle.append(prewarming.result(deadline.left))
 
     def take_buffer(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> SharedBuffer:
-        """An idle buffer, or a new one if all are too small; registered for a device, if one is given."""
+        """Returns an idle buffer, or a new one if all are too small. It is registered for a device, if one is given."""
         self.wait_prewarmed()
         while (buffer := self._take_idle()) is not None:
             if buffer.fits(nbytes) and buffer.can_be_sent:
@@ -202,14 +201,12 @@ class StagedSaves:
         for buffer in (*unused, *kept):
             if buffer is not None:
                 buffer.close()
-        self._give_back_idle()
+        self._free_idle()
 
-    def _give_back_idle(self) -> None:
-        """Frees the buffers that no save uses."""
+    def _free_idle(self) -> None:
         while (idle := self._take_idle()) is not None:
             idle.close()
 
     def _take_idle(self) -> SharedBuffer | None:
-        """The largest buffer that no save uses, for the caller alone; None if there is none."""
-        with self._lock:  # a signal's handler may take it, too
+        with self._lock:  # a signal handler may take one, too
             return self._idle.pop(0) if self._idle else None

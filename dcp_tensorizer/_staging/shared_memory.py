@@ -142,7 +142,7 @@ class SharedBuffer:
         return nbytes <= self.nbytes
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """An uninitialised C-contiguous tensor in the buffer, with a storage of its own.
+        """Returns an uninitialised C-contiguous tensor in the buffer, with a storage of its own.
 
         If tensors shared a storage, pickling one of them through torch.multiprocessing would move the storage, and so
         the buffer, to other memory.
@@ -162,7 +162,7 @@ class SharedBuffer:
         return flat.resize_(*shape) if shape else flat.view(())  # half of a view's time: the memory stays as it is
 
     def allocate_all(self, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> list[torch.Tensor]:
-        """All tensors of an empty buffer, as `allocate` makes them.
+        """Returns all tensors of an empty buffer, as `allocate` makes them.
 
         The buffer keeps tensors over the same memory. If the next state has the same dtypes and shapes, it gets aliases
         of them, which are made in an eighth of the time.
@@ -180,7 +180,7 @@ class SharedBuffer:
         self._made, self._layout = [], None
 
     def locate(self, tensor: torch.Tensor) -> int | None:
-        """Offset of a tensor's bytes in the buffer; None if they are not in it, or are not its values in C order."""
+        """Returns the offset of a tensor's bytes in the buffer; None if the buffer does not hold them in C order."""
         offset = tensor.data_ptr() - self._base
         inside = offset >= 0 and offset + tensor.nbytes <= self.nbytes
         return offset if inside and is_plain(tensor) else None
@@ -230,7 +230,7 @@ class _Registering:
         return self
 
     def advance(self, made: int) -> None:
-        """Notes that so many bytes are made."""
+        """Records that so many bytes are made, and begins to register whole parts of them."""
         self._made = made
         start, stop = self._begun, made // PIN_BYTES * PIN_BYTES
         if start < stop and self._pin_for is not None:
@@ -328,7 +328,6 @@ def _has_huge_pages() -> bool:
 
 
 def _setting(path: Path) -> str:
-    """The word in brackets in a file of settings; empty if there is none."""
     try:
         return path.read_text().partition("[")[2].partition("]")[0]
     except OSError:

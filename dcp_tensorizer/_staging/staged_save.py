@@ -142,8 +142,8 @@ class StagedSave:
 
     @property
     def is_interrupted(self) -> bool:
-        """Returns whether this is a signal handler that has interrupted the copying, which cannot continue before it
-        returns.
+        """Returns whether the caller is a signal handler that has interrupted the copying, which cannot continue before
+        the handler returns.
         """
         return self._progress < StagingState.COPIED and self.stager is threading.current_thread()
 
@@ -163,7 +163,7 @@ class StagedSave:
             self._changed.wait_for(lambda: self._is_awaited, timeout)
 
     def wait_unused(self, deadline: Deadline) -> bool:
-        """Waits for running copies. Returns False on timeout."""
+        """Waits for running copies. Returns False on timeout, and in a handler that has interrupted them."""
         return not self.is_interrupted and self._wait_for(StagingState.COPIED, deadline.left)
 
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:

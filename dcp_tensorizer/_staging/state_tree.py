@@ -1,7 +1,7 @@
 """Copies of state dicts, made in two steps around the copying of their tensors.
 
 `copy_structure` copies containers and plain objects, while training waits, and lists the plain tensors. `fill_tensors`
-puts staged tensors in their places, in the same order, and builds wrapper subclasses and sharded tensors around them.
+replaces them by staged tensors, in the same order, and builds wrapper subclasses and sharded tensors around them.
 The result shares nothing with the live state dict.
 """
 

@@ -86,7 +86,7 @@ class LocalStorage(Storage):
         return child
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        return self._looked_for(lambda: list_directory(self._root))
+        return self._found(lambda: list_directory(self._root))
 
     def file_in_place(self) -> bytes | None:
         with suppress(OSError):
@@ -125,10 +125,10 @@ class LocalStorage(Storage):
         return SharedFile(name, token, nbytes, save_id)
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> LocalSink:
-        return self._looked_for(lambda: LocalSink(self._root / file.token, None, sync=sync))
+        return self._found(lambda: LocalSink(self._root / file.token, None, sync=sync))
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
-        found = self._looked_for(lambda: _check_kind(self._root / file.token)).st_size
+        found = self._found(lambda: _check_kind(self._root / file.token)).st_size
         if found != file.nbytes:
             raise OSError(f"it has {found:,} bytes, and {file.nbytes:,} were written")
         with suppress(FileNotFoundError):
@@ -222,33 +222,33 @@ class LocalStorage(Storage):
     def _ask(self, name: str, ask: Callable[[Path], _T]) -> _T | None:
         path = self._root / name
         try:
-            return self._looked_for(lambda: ask(path))
+            return self._found(lambda: ask(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise ReadError(f"cannot read {path}: {error}") from error
 
-    def _looked_for(self, look: Callable[[], _T]) -> _T:
-        """Calls ``look``. On a network mount, it calls it once more if the file is not there.
+    def _found(self, find: Callable[[], _T]) -> _T:
+        """Calls ``find``. On a network mount, it calls it once more if the file is not there.
 
         NFS remembers for half a minute that a name was missing. Opening the directory makes it ask the server again.
         """
         try:
-            return look()
+            return find()
         except (FileNotFoundError, NotADirectoryError):
             if self._is_local:
                 raise
         for folder in (self._root.parent, self._root):
             with suppress(OSError):
                 os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        return look()
+        return find()
 
     def open(self, name: str) -> LocalFile:
-        self._looked_for(lambda: _check_kind(self._root / name))
+        self._found(lambda: _check_kind(self._root / name))
         return LocalFile(self._root / name)
 
     def open_uncached(self, name: str) -> UncachedFile:
-        self._looked_for(lambda: _check_kind(self._root / name))
+        self._found(lambda: _check_kind(self._root / name))
         return UncachedFile(self._root / name)
 
     def identity(self, name: str) -> FileIdentity | None:
@@ -493,7 +493,7 @@ def put_record(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for _ in range(_ATTEMPTS):
-            os.pwrite(descriptor, f"{time.time():020.6f}\n{boot}{_places(path, descriptor)}".encode(), 0)
+            os.pwrite(descriptor, f"{time.time():020.6f}\n{boot}{_inodes(path, descriptor)}".encode(), 0)
             if _is_valid(path, descriptor):
                 return
     except OSError:
@@ -515,12 +515,12 @@ def is_record(path: Path) -> bool:
 
 
 def _is_valid(path: Path, descriptor: int) -> bool:
-    moment, _, places = os.pread(descriptor, _MAX_BYTES, 0).decode().partition("\n")
+    moment, _, inodes = os.pread(descriptor, _MAX_BYTES, 0).decode().partition("\n")
     is_original = abs(os.fstat(descriptor).st_ctime - float(moment)) < _TOLERANCE
-    return is_original and places == boot_id() + _places(path, descriptor)
+    return is_original and inodes == boot_id() + _inodes(path, descriptor)
 
 
-def _places(path: Path, descriptor: int) -> str:
+def _inodes(path: Path, descriptor: int) -> str:
     """The inodes that a record names: the directory's, and its own."""
     return "".join(f"{state.st_dev} {state.st_ino}\n" for state in (os.stat(path.parent), os.fstat(descriptor)))
 
@@ -555,13 +555,13 @@ def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool)
             with suppress(OSError):  # a network mount may report the failure of its own retry; the result counts
                 os.link(source, target, follow_symlinks=False)
             # A file that cannot be linked is left as it is, and its data is not synced.
-            return _is_linked(target, identity) and _is_settled(descriptor, target, sync=sync)
+            return _is_linked(target, identity) and _made_read_only(descriptor, target, sync=sync)
         finally:
             os.close(descriptor)
     return False
 
 
-def _is_settled(descriptor: int, target: Path, *, sync: bool) -> bool:
+def _made_read_only(descriptor: int, target: Path, *, sync: bool) -> bool:
     """Removes the write permission of a linked file, and syncs it. If that fails, removes its second name."""
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)

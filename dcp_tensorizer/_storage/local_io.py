@@ -41,18 +41,16 @@ class LocalFile(RangeReader):
         """Reads a range past the page cache, into this thread's bounce buffer, unless the cache holds it."""
         if nbytes < _LEAST_UNCACHED:
             return self
-        return (self._uncached or self._look()).read(offset, nbytes) or self
+        if self._uncached is None:
+            with self._lock:
+                self._uncached = self._uncached or _Uncached(self._fds[0])
+        return self._uncached.read(offset, nbytes) or self
 
     def close(self) -> None:
         if self._uncached is not None:
             self._uncached.close()
         for fd in self._fds:
             os.close(fd)
-
-    def _look(self) -> _Uncached:
-        with self._lock:
-            self._uncached = self._uncached or _Uncached(self._fds[0])
-            return self._uncached
 
     def _descriptor(self) -> int:
         """This thread's own descriptor of the open file. The file's name may lead to another one by now.

@@ -60,7 +60,11 @@ class SftpStorage(RemoteStorage):
             if _is_directory(channel, self._root):
                 return
             for path in accumulate(parts, lambda above, name: f"{above}/{name}"):
-                _make_directory(channel, lead + path)
+                try:
+                    channel.mkdir(lead + path)
+                except OSError:  # servers only report that it failed: it may exist
+                    if not _is_directory(channel, lead + path):
+                        raise
 
         if parts:
             with self._translated(WriteError, f"cannot create {self.path}"):
@@ -134,15 +138,6 @@ class SftpStorage(RemoteStorage):
 
     def _is_refusal(self, error: Exception) -> bool:
         return not isinstance(error, LOST)
-
-
-def _make_directory(channel: Any, path: str) -> None:
-    """Makes a directory unless it exists. Servers only report that it failed."""
-    try:
-        channel.mkdir(path)
-    except OSError:
-        if not _is_directory(channel, path):
-            raise
 
 
 def _is_directory(channel: Any, path: str) -> bool:
@@ -483,11 +478,11 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _translated(error: Exception, connection: Any) -> Exception:
-    said = (
+    is_known = (
         (isinstance(error, EOFError) and error.args)  # without a text, the connection ended and not a file
         or isinstance(error, TimeoutError | ConnectionError)
         or (isinstance(error, OSError) and (error.errno is not None or _is_active(connection)))
     )
-    if said or (_is_active(connection) and not isinstance(error, paramiko.SSHException | EOFError)):
+    if is_known or (_is_active(connection) and not isinstance(error, paramiko.SSHException | EOFError)):
         return error
     return ConnectionResetError(f"the connection was lost: {error}" if str(error) else "the connection was lost")

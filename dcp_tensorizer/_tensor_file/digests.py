@@ -74,12 +74,6 @@ class TensorHashes:
         return self.crc32, b"" if self.sha256 is None else self.sha256.digest()
 
 
-def crc32_of(header: bytes, data: memoryview) -> int:
-    """`TensorHashes.crc32` of a tensor in one piece."""
-    value: int = crc32(data, crc32(header))
-    return value
-
-
 def digests_of(data: bytes | memoryview) -> bytes:
     """`StoredItem.digests` of data in one piece."""
     whole, block = xxhash.xxh3_64_digest(data), block_size(len(data))

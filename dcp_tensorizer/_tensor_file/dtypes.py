@@ -78,8 +78,8 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
     """Returns whether a value is a tensor of torch's own class that `check_supported` accepts, in half of its time.
 
-    False if it describes a part (`describes_part`): DCP has to be asked what it holds.
-    Nearly all values of large state dicts are: every look counts.
+    False if it describes a part (`describes_part`): DCP has to be asked what it holds. Nearly all
+    values of large state dicts are ordinary: every check counts.
     """
     return (
         type(value) in _PLAIN

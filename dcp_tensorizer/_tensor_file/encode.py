@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import xxhash
+from isal.isal_zlib import crc32
 
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers
-from .digests import Digester, TensorHashes, crc32_of, digests_of
+from .digests import Digester, TensorHashes, digests_of
 from .layout import END, Entry, FileLayout, T
 from .names import NONCE_BYTES, StoredItem, block_size
 
@@ -200,7 +201,7 @@ class _Encoding(Generic[T]):
             data = self._contents(entry.tensor)
             assert data.nbytes == entry.length
             self._items[number] = self._item(entry, digests_of(data))
-            yield entry.header_offset, entry.with_crc32(crc32_of(entry.header, data)), data
+            yield entry.header_offset, entry.with_crc32(crc32(data, crc32(entry.header))), data
 
     def _encode(self, number: int, *, fill: bool) -> np.ndarray:
         """Hashes or encrypts a tensor, and returns its header. With ``fill`` it fills the tensor's parts on the way."""
@@ -339,7 +340,7 @@ class PartMemory:
         self._made += buffer.nbytes
         return buffer
 
-    def give_back(self, buffer: np.ndarray) -> None:
+    def release(self, buffer: np.ndarray) -> None:
         """Returns the memory of a part."""
         with self.changed:
             self._keep(buffer)
@@ -437,7 +438,7 @@ class FileParts:
         self.fail(error)
         self._io.shutdown()
         while self._filling:
-            self._memory.give_back(self._filling.popitem()[1])
+            self._memory.release(self._filling.popitem()[1])
 
     def fail(self, error: BaseException) -> None:
         """Stops all threads that fill, because the file is lost."""
@@ -472,4 +473,4 @@ class FileParts:
         except BaseException as error:
             self.fail(error)
         finally:
-            self._memory.give_back(buffer)  # also after a failure: the next file may wait for it
+            self._memory.release(buffer)  # also after a failure: the next file may wait for it

@@ -50,8 +50,8 @@ class Cipher:
         assert target.nbytes == source.nbytes
         mac = bytearray(MAC_BYTES)
         encrypt, _ = _secretbox()
-        places = _address(target), _address(mac), _address(source)
-        if encrypt(*places, source.nbytes, _counted(nonce, number), self.key):
+        addresses = _address(target), _address(mac), _address(source)
+        if encrypt(*addresses, source.nbytes, _counted(nonce, number), self.key):
             raise WriteError("libsodium could not encrypt a block")
         return bytes(mac)
 
@@ -153,8 +153,8 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
         )
     except Exception as error:  # too little memory, or costs that libsodium refuses
         raise DecryptionError(
-            f"was encrypted with a passphrase, of which no key can be made here ({derivation.memlimit:,} bytes of "
-            f"memory are needed for it): {type(error).__name__}: {error}"
+            f"was encrypted with a passphrase, and the key cannot be derived on this machine (it takes "
+            f"{derivation.memlimit:,} bytes of memory): {type(error).__name__}: {error}"
         ) from None
     return Cipher(made.key, derivation)
 

@@ -43,7 +43,7 @@ MAGIC = b"|TZR|"
 HEAD = struct.Struct("<I32sQ8xQQ")
 START = struct.Struct("<QHBH")  # length of the header, module index, kind of tensor, length of the name
 _NAME = struct.Struct("<H")  # length of the name
-_PLACE = struct.Struct("<QQQ")  # first byte of header and data, bytes of data
+_LOCATION = struct.Struct("<QQQ")  # first byte of header and data, bytes of data
 _COUNT = struct.Struct("<HB")  # bytes that follow, number of hashes
 _HASH = struct.Struct("<BB")  # kind, length of the value that follows
 CRC32, _SHA256 = 0, 1
@@ -172,8 +172,8 @@ def lay_out(
         entries.append(
             Entry(tensor, position, header, hashes_offset, offset, tensor.nbytes, padding, block, has_sha256)
         )
-        place = _PLACE.pack(position, offset, tensor.nbytes)
-        listing.append((least, _NAME.pack(len(name)) + name + bytes((kind,)) + elements + place))
+        location = _LOCATION.pack(position, offset, tensor.nbytes)
+        listing.append((least, _NAME.pack(len(name)) + name + bytes((kind,)) + elements + location))
         version = max(version, of_file)
         position = offset + tensor.nbytes
     head = _head(listing, sum(tensor.nbytes for tensor in tensors), version, cipher is not None, capacity)

@@ -10,6 +10,11 @@ from typing import NamedTuple
 # (``TensorSerializer.__init__``, ``metadata_size``).
 INDEX_CAPACITY = 256 * 1024
 
+MAX_DIMENSIONS = 255
+"""The dimensions of a tensor in a tensorizer file, and so the limit for those that any file describes."""
+MAX_NUMBER = 2**63 - 1
+"""The largest size, offset or length that a file may have: a signed integer of 64 bits."""
+
 # Digests are per block, so that a partial read can be verified too. With at most 64 blocks, a tensor has at most 520
 # bytes of metadata, and a slice of rows reads at most two blocks more than it needs. A block of less than 64 KiB would
 # take longer to request than to read. One of more than 8 MiB would not fit into a reader's buffers, so tensors of more

@@ -1,15 +1,188 @@
-"""The bytes of a part of a tensor, as runs of the whole tensor's bytes."""
+"""Regions of tensors: what they have in common, whether chunks cover a tensor, and the runs of bytes that they are."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MetadataError
+
+if TYPE_CHECKING:
+    import torch
+
 Integers: TypeAlias = NDArray[np.int64]
+Interval: TypeAlias = tuple[int, int]
+
+
+_MOST_SIDE_BY_SIDE = 10_000  # chunks that are compared with one: a tiny index may describe millions
+
+
+class Region(NamedTuple):
+    """A rectangular part of a tensor: ``start`` and ``size`` have an entry for each dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def intersect(self, other: Region) -> Region | None:
+        """The elements that both regions hold; None if there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+        size = tuple(last - first for first, last in zip(start, stop, strict=True))
+        return Region(start, size) if all(extent > 0 for extent in size) else None
+
+    def moved(self, offset: Sequence[int]) -> Region:
+        """The region of the same size, ``offset`` further on."""
+        return Region(tuple(map(sum, zip(self.start, offset, strict=True))), self.size)
+
+    def within(self, outer: Region) -> Region:
+        """The same elements, with coordinates relative to the start of ``outer``."""
+        return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
+
+    def span(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The number of the first element in a C-ordered array of ``shape``, and the one after the last."""
+        first = last = 0
+        for start, size, extent in zip(self.start, self.size, shape, strict=True):
+            first = first * extent + start
+            last = last * extent + start + size - 1
+        return first, last + 1
+
+
+def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
+    """Returns whether chunks of a tensor lie within it and hold each of its elements exactly once."""
+    if len(chunks) == 1:
+        return chunks[0].size == tuple(shape) and not any(chunks[0].start)
+    if sum(math.prod(chunk.size) for chunk in chunks) != math.prod(shape):
+        return False
+    filled = [chunk for chunk in chunks if math.prod(chunk.size)]
+    # The chunks have as many elements as the tensor, so they hold each one once if no two chunks overlap.
+    if any(a < 0 or a + n > m for chunk in filled for a, n, m in zip(chunk.start, chunk.size, shape, strict=True)):
+        return False
+    starts = np.array([chunk.start for chunk in filled], dtype=np.int64)
+    stops = starts + np.array([chunk.size for chunk in filled], dtype=np.int64)  # they lie within: no overflow
+    return overlapping_pair(starts, stops) is None
+
+
+def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | None:
+    """Finds two chunks that overlap.
+
+    Sharding makes grids, or cuts a tensor's elements in C order; both take O(n log n). Other chunks are sorted along
+    one dimension, and each is compared with those that reach it. As in DCP, a chunk without elements overlaps another
+    one if it lies strictly inside.
+
+    Args:
+        starts: A row per chunk, a column per dimension.
+        stops: The same of the elements after the last.
+
+    Returns:
+        The chunks' numbers; None if no two overlap.
+
+    Raises:
+        MetadataError: the chunks are neither, and more than `_MOST_SIDE_BY_SIDE` of them would have to be compared with
+            each of the others.
+    """
+    if len(starts) < 2 or _is_grid(starts, stops) or _are_in_order(starts, stops):
+        return None
+    if not starts.shape[1]:
+        return 0, 1
+    dim = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
+    active = np.zeros(0, dtype=np.int64)
+    for row in np.lexsort((stops[:, dim], starts[:, dim])).tolist():
+        active = active[stops[active, dim] > starts[row, dim]]
+        overlaps = ((starts[active] < stops[row]) & (stops[active] > starts[row])).all(axis=1)
+        if overlaps.any():
+            return int(active[overlaps.argmax()]), row
+        active = np.append(active, row)
+        if len(active) > _MOST_SIDE_BY_SIDE:
+            raise MetadataError(f"the {len(starts):,} chunks of a tensor are of no sharding. Save it in other chunks")
+    return None
+
+
+def _is_grid(starts: Integers, stops: Integers) -> bool:
+    """Returns whether each chunk is a cell of its own: it ends where the next one begins, in every dimension."""
+    for begins, ends in zip(starts.T, stops.T, strict=True):
+        lines = np.unique(begins)
+        if (ends != np.append(lines[1:], ends.max())[np.searchsorted(lines, begins)]).any():
+            return False
+    cells = starts[(starts < stops).all(axis=1)]  # chunks without elements may share a corner
+    return len(set(map(tuple, cells.tolist()))) == len(cells)
+
+
+def _are_in_order(starts: Integers, stops: Integers) -> bool:
+    """Returns whether each chunk ends before the next one begins, in C order."""
+    chunks = sorted(zip(starts.tolist(), (stops - 1).tolist(), strict=True))
+    return all(last < first for (_, last), (first, _) in itertools.pairwise(chunks))
+
+
+def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:
+    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into regions: at most two per dimension, less
+    one.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Region((), ())
+        return
+    row_elements = math.prod(shape[1:])
+    first, head = divmod(start, row_elements)
+    last, tail = divmod(stop, row_elements)
+    if first == last:
+        yield from _in_row(first, regions_of_range(head, tail, shape[1:]))
+        return
+    if head:
+        yield from _in_row(first, regions_of_range(head, row_elements, shape[1:]))
+        first += 1
+    if first < last:
+        yield Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if tail:
+        yield from _in_row(last, regions_of_range(0, tail, shape[1:]))
+
+
+def _in_row(row: int, regions: Iterable[Region]) -> Iterator[Region]:
+    return (Region((row, *region.start), (1, *region.size)) for region in regions)
+
+
+def carried(region: Region, frm: Region, to: Region) -> Region | None:
+    """Returns where the elements that `region` and `frm` share are in `to`, which holds the elements of `frm` in order.
+
+    One of the two may have another first dimension, of size 1. None if no element is shared.
+    """
+    common = frm.intersect(region)
+    if common is None:
+        return None
+    moved = common.within(frm)
+    extra = len(to.size) - len(moved.size)
+    if extra > 0:
+        moved = Region((0, *moved.start), (1, *moved.size))
+    elif extra < 0:
+        moved = Region(moved.start[1:], moved.size[1:])
+    return moved.moved(to.start)
+
+
+def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
+    """The view of ``region`` in a tensor that holds the region ``whole``."""
+    for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
+        tensor = tensor.narrow(dim, start - origin, size)
+    return tensor
+
+
+# --- runs of bytes ----------------------------------------------------------------------------------------------------
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a C-ordered array."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
 
 
 def runs_of_region(
@@ -25,9 +198,43 @@ def runs_of_region(
     while inner and size[inner - 1] == shape[inner - 1]:
         inner -= 1
     outer = max(0, inner - 1)  # dimensions before this one are iterated over
-    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    strides = [step * itemsize for step in strides_of(shape)]
     firsts = np.zeros(1, dtype=np.int64)
     for dim in range(outer):
         firsts = (firsts[:, None] + (start[dim] + np.arange(size[dim], dtype=np.int64)) * strides[dim]).reshape(-1)
     nbytes = math.prod(size[outer:]) * itemsize
     return firsts + sum(start[dim] * strides[dim] for dim in range(outer, len(shape))), nbytes
+
+
+def runs_with_gaps(shape: Sequence[int], region: Region, itemsize: int, max_gap: int) -> list[Interval]:
+    """The runs of bytes to read for a region of an array, with the gaps of up to ``max_gap`` bytes between its rows.
+
+    Rows that are joined are never listed: a column of an array is one run in constant time, where `runs_of_region` has
+    an offset for each row.
+    """
+    if not shape:
+        return [(0, itemsize)]
+    row_runs = runs_with_gaps(shape[1:], Region(region.start[1:], region.size[1:]), itemsize, max_gap)
+    pitch = math.prod(shape[1:]) * itemsize
+    rows = range(region.start[0], region.start[0] + region.size[0])
+    gap = pitch - row_runs[-1][1] + row_runs[0][0]
+    if gap <= max_gap and len(row_runs) == 1:
+        return [(rows[0] * pitch + row_runs[0][0], rows[-1] * pitch + row_runs[0][1])]
+    runs = [(row * pitch + start, row * pitch + stop) for row in rows for start, stop in row_runs]
+    return runs if gap > max_gap else merged(runs, max_gap)
+
+
+def widened(interval: Interval, step: int, length: int) -> Interval:
+    """The range of whole steps that an interval touches, in ``length`` bytes."""
+    return interval[0] // step * step, min(-(-interval[1] // step) * step, length)
+
+
+def merged(intervals: Iterable[Interval], gap: int = 0) -> list[Interval]:
+    """Joins intervals that overlap, touch, or are at most ``gap`` apart."""
+    joined: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined

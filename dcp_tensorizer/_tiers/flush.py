@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from .._index.container import data_files, find_index, read_head
+from .._index.container import IndexFile, committed, read_head
 from .._index.schema import Head
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
@@ -23,7 +23,20 @@ from .._storage.lease import read_lease
 from .._storage.local import LocalStorage
 from .._tensor_file.names import data_file_rank, metadata_file_name
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, listed_ranks
-from .queue import LOST, OPEN, REMOTE, SENT, TOLD, UNFLUSHED, WRITING, Commit, FlushEntry, FlushRecord, Queue, Writing
+from .queue import (
+    LOST,
+    OPEN,
+    REMOTE,
+    REPORTED,
+    SENT,
+    UNFLUSHED,
+    WRITING,
+    Commit,
+    FlushEntry,
+    FlushRecord,
+    Queue,
+    Writing,
+)
 from .target import FlushTarget, below
 
 _FIRST_WAIT = 0.2
@@ -480,9 +493,9 @@ def clean_up(queue: Queue) -> None:
                 if record is not None:
                     _remove_written(queue, record)
                     queue.remove(entry)
-        elif entry.state in (LOST, TOLD):
+        elif entry.state in (LOST, REPORTED):
             record = queue.record(entry)
-            if entry.state == TOLD and record is not None:
+            if entry.state == REPORTED and record is not None:
                 drop(queue, entry, record)
 
 
@@ -531,8 +544,8 @@ def named_files(remote: Storage, name: str) -> set[str]:
 
     Raises `ReadError`.
     """
-    head = _committed(remote, name)
-    return set() if head is None else set(data_files(head))
+    there = _committed(remote, name)
+    return set() if there is None else set(there.files)
 
 
 def publish(
@@ -563,12 +576,15 @@ def publish(
     """
     own = read_head(index, commit.name)
     before = remote.read(commit.name)
-    there = _head(before, commit.name)
-    if there is not None and there.save_id == own.save_id:
+    try:
+        there = None if before is None else IndexFile(commit.name, read_head(before, commit.name), before)
+    except MetadataError:  # of another package: any save replaces it
+        there = None
+    if there is not None and there.head.save_id == own.save_id:
         return None
-    if there is not None and _is_later(there, own, earlier):
+    if there is not None and _is_later(there.head, own, earlier):
         raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
-    replaced = set() if there is None else set(data_files(there)) - set(commit.files)
+    replaced = set() if there is None else set(there.files) - set(commit.files)
     check()
     try:
         if not commit.overwrite:
@@ -577,7 +593,7 @@ def publish(
             raise Refused(f"{remote.path}: another run has saved there just now")  # the next attempt examines that one
     except Refused as error:  # also of a full disk, which is no reason to give a save up
         there = _committed(remote, commit.name)
-        if there is not None and there.save_id == own.save_id:  # an earlier attempt has succeeded meanwhile
+        if there is not None and there.head.save_id == own.save_id:  # an earlier attempt has succeeded meanwhile
             return None
         if not commit.overwrite and remote.head(commit.name) is not None:
             raise Superseded(str(error)) from error
@@ -591,7 +607,7 @@ def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
     Raises `MetadataError` if ``index`` is damaged, and `ReadError` if the remote cannot be read.
     """
     there = _committed(remote, name)
-    return there is not None and _is_later(there, read_head(index, name), ())
+    return there is not None and _is_later(there.head, read_head(index, name), ())
 
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
@@ -606,21 +622,12 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
     return there.saved_at > own.saved_at
 
 
-def _head(data: bytes | None, name: str) -> Head | None:
-    """The head of metadata; None if there is none, or it is of another package, which any save replaces."""
+def _committed(remote: Storage, name: str) -> IndexFile | None:
+    """`committed`, but None for an index of another package, which any save replaces; raises `ReadError`."""
     try:
-        return None if data is None else read_head(data, name)
+        return committed(remote, name)
     except MetadataError:
         return None
-
-
-def _committed(remote: Storage, name: str) -> Head | None:
-    """The head of a metadata file; None as for `_head`. Raises `ReadError`."""
-    try:
-        file = find_index(remote, name)
-    except MetadataError:
-        return None
-    return None if file is None else file.head
 
 
 # --- the thread that flushes, while no save needs the writer process --------------------------------------------------

@@ -32,10 +32,10 @@ from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, Wr
 FOLDER = ".flush"
 """The name of the folder of records, in the local folder."""
 
-WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD = "writing", "unflushed", "sent", "remote", "lost", "told"
+WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED = "writing", "unflushed", "sent", "remote", "lost", "told"
 OPEN = frozenset({UNFLUSHED, SENT})
 """The states of saves that are not on the remote as a checkpoint yet."""
-_ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, TOLD)
+_ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its lease's file
@@ -204,7 +204,7 @@ class Queue:
         if run not in self.runs().get(name, ()):
             with suppress(CheckpointError):  # then a save reports the error
                 self._storage.make_directory()
-            self._note(f"{run}{name}", b"")
+            self._put_optional(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
         """The ids of the runs that have saved to this local folder, by the names of their leases' files.
@@ -251,7 +251,7 @@ class Queue:
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
         """Records that a save will not be on the remote. Then its files can be removed.
 
-        ``state`` is `TOLD` if the loss has been reported already.
+        ``state`` is `REPORTED` if the loss has been reported already.
         """
         lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
         try:
@@ -278,7 +278,7 @@ class Queue:
 
     def confirm(self, entry: FlushEntry) -> None:
         """Records, on a rank that does not commit, that the save is committed. Then its loss is an error."""
-        self._note(f"{entry.stem}.committed", b"")
+        self._put_optional(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
         """Returns whether `confirm` was called for a record."""
@@ -297,9 +297,9 @@ class Queue:
         if text is None:
             self._unlink(name)
             if self._is_aside(name):
-                self._note(name, b"")
+                self._put_optional(name, b"")
         else:
-            self._note(name, text.encode())
+            self._put_optional(name, text.encode())
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
@@ -408,8 +408,8 @@ class Queue:
     def _is_aside(self, name: str) -> bool:
         return self._has_aside() and (self._aside / name).exists()
 
-    def _note(self, name: str, content: bytes) -> None:
-        """Writes a note that helps other processes, and that they can do without."""
+    def _put_optional(self, name: str, content: bytes) -> None:
+        """Writes a file that helps other processes, and that they can do without."""
         with suppress(OSError):
             try:
                 (self.folder / name).write_bytes(content)

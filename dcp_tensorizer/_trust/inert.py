@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-_WORK_PER_BYTE = 16  # members that are hashed or copied; without shared values it is less than 2
-_MAX_DEPTH = 64  # nested tuples in a key, which Python hashes by unlimited recursion
+# Limits of all pickles here and in `_formats.torch_metadata`.
+WORK_PER_BYTE = 16  # values that are hashed, copied or built; without shared values it is less than 2
+MAX_DEPTH = 64  # nested values: Python hashes tuples by unlimited recursion; torch's own are less than 10 deep
+MAX_DIMENSIONS = 255  # of a tensor
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
@@ -118,7 +120,7 @@ def hash_cost(key: Any, most: int) -> int:
         if own is None or kind in (list, dict, set):
             raise Malformed("it has a key that cannot be hashed")
         cost += own
-        if cost > most or depth > _MAX_DEPTH:
+        if cost > most or depth > MAX_DEPTH:
             raise Malformed("it has keys that take too much time or memory to be hashed")
     return cost
 
@@ -134,7 +136,7 @@ class Inert:
         self._pickled = pickled
         self._newest = protocol
         self._names: dict[tuple[str, str], Named] = {}
-        self._work_left = 1000 + _WORK_PER_BYTE * len(pickled)
+        self._work_left = 1000 + WORK_PER_BYTE * len(pickled)
 
     def read(self, max_opcodes: int | None = None) -> Any:
         """Reads the value; None if the pickle has more than ``max_opcodes`` opcodes.
@@ -162,9 +164,9 @@ class Inert:
         """Makes the stand-in for a new object of a class, made by ``__new__``."""
         return self.call(what, arguments)
 
-    def refer(self, place: Any) -> Any:
+    def refer(self, reference: Any) -> Any:
         """Makes the stand-in for a value that only the caller of ``pickle.load`` could resolve."""
-        return self.call(Named("persistent.id"), (place,))
+        return self.call(Named("persistent.id"), (reference,))
 
     def build(self, target: Any, state: Any) -> None:
         """Gives a state to the result of a call."""

@@ -345,17 +345,17 @@ class DType(Value):
     def _structure(self, names: Any, fields: Any, nbytes: Any, flags: Any) -> np.dtype[Any]:
         need(type(names) is tuple and all(type(name) is str for name in names))
         self.fields = by_name(fields)
-        places = [fields.get(name) for name in names]
-        need(all(type(p) is tuple and len(p) in (2, 3) and isinstance(p[0], DType) for p in places))
-        for place in places:
-            self._nest(place[0])
-        titles = [place[2] if len(place) == 3 else None for place in places]
+        listed = [fields.get(name) for name in names]
+        need(all(type(f) is tuple and len(f) in (2, 3) and isinstance(f[0], DType) for f in listed))
+        for field in listed:
+            self._nest(field[0])
+        titles = [field[2] if len(field) == 3 else None for field in listed]
         need(all(title is None or type(title) is str for title in titles))
         made = np.dtype(
             {
                 "names": list(names),
-                "formats": [place[0].dtype for place in places],
-                "offsets": [place[1] for place in places],
+                "formats": [field[0].dtype for field in listed],
+                "offsets": [field[1] for field in listed],
                 "titles": titles,
                 "itemsize": nbytes,
             },

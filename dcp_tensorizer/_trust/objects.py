@@ -130,10 +130,10 @@ class _Judge(Inert):
     def new(self, what: Named, arguments: Arguments) -> Any:
         return self._judge(what, arguments, _CREATED)
 
-    def refer(self, place: Any) -> Value:
-        if type(place) is not tuple or len(place) != 5 or place[0] != "storage":
+    def refer(self, reference: Any) -> Value:
+        if type(reference) is not tuple or len(reference) != 5 or reference[0] != "storage":
             raise Malformed("it refers to something other than a tensor's storage")
-        if type(place[1]) is not Named or place[1].name not in self._torch:
+        if type(reference[1]) is not Named or reference[1].name not in self._torch:
             raise Malformed("a tensor's storage is of an unknown type")
         return Value("storage")
 

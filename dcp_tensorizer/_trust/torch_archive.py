@@ -14,14 +14,13 @@ import zipfile
 from typing import IO, Any
 
 from .._runtime.torch_compat import tensor_makers
-from .inert import Inert, Made, Named
+from .inert import MAX_DIMENSIONS, Inert, Made, Named
 
 _END = struct.Struct("<4s4HIIH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 # of a record's header: the lengths of its name, and of the extra field before its data
 _LOCAL = struct.Struct("<26xHH")
-_MAX_DIMENSIONS = 255
 _HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
 
 
@@ -140,7 +139,7 @@ def _check_dimensions(value: Any, depth: int) -> None:
         value = value.arguments
     if type(value) not in (tuple, list):
         return
-    if len(value) > _MAX_DIMENSIONS:
+    if len(value) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor of {len(value):,} dimensions")
     if depth < 2:
         for inner in value:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._index.layouts import Region
 from .._runtime.forks import free_in_child
 from .._runtime.validation import did_you_mean
+from .._tensor_file.regions import Region
 from ..errors import ConversionError, ReadError, WriteError
 from ._formats.common import ConvertOptions, check_options
 from ._formats.names import FORMATS

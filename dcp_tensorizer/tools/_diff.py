@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .._index.layouts import Region
 from .._tensor_file.dtypes import dtype_name, host_bytes
+from .._tensor_file.regions import Region
 from .._trust.objects import is_small, load_object
 from ._formats.registry import open_all
 from ._inspect import shown_value

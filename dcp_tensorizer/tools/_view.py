@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from .._formats.catalog import Catalog, Piece, check_chunks, check_length
 from .._formats.own import read_metadata
 from .._formats.recognise import nothing_committed
-from .._index.layouts import Region, regions_of_range
 from .._index.schema import item_key
+from .._loading.plan import ReadTarget
 from .._loading.run import fetch
-from .._loading.targets import ReadTarget, part_of
 from .._storage.base import Storage
 from .._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
 from .._tensor_file.encryption import Cipher, check_decryption, unlock
@@ -36,6 +35,7 @@ from .._tensor_file.names import (
     is_metadata_file_name,
     metadata_file_name,
 )
+from .._tensor_file.regions import Region, part_of, regions_of_range
 from ..errors import ConversionError, DecryptionError, MetadataError
 
 if TYPE_CHECKING:

@@ -291,6 +291,7 @@ def test_a_value_that_cannot_be_saved_is_named_to_every_rank(saved, kind):
     assert left <= ({"__0_"} if kind == "unwritable" else set())  # another rank's, which the next save removes
 
 
+@pytest.mark.promise("rank-fails")
 def test_a_planner_that_fails_on_one_rank(saved):
     """Every rank gets the planner's own error, and nothing is left of the save."""
     folder, outcomes = saved
@@ -299,6 +300,7 @@ def test_a_planner_that_fails_on_one_rank(saved):
     assert not list(folder.glob("planning/*"))
 
 
+@pytest.mark.promise("staging-memory")
 def test_memory_that_is_short_on_one_rank(saved):
     """The error says how much the rank's staging buffer would have taken, and the checkpoint before it stays."""
     _, outcomes = saved
@@ -384,6 +386,7 @@ def _save_to_disks_of_their_own(rank, folder):
     return {number: (type(cause).__name__, str(cause)) for number, cause in failure.causes.items()}
 
 
+@pytest.mark.promise("path-not-shared")
 def test_ranks_that_do_not_share_the_path_are_told(tmp_path):
     """Every rank's save fails, names the rank whose data is elsewhere, and nothing is committed."""
     for causes in run_ranks(WORLD, _save_to_disks_of_their_own, tmp_path):

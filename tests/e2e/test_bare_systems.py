@@ -108,12 +108,14 @@ threading.Thread(target=save_after_the_main_thread).start()
 """
 
 
+@pytest.mark.promise("no-proc")
 @pytest.mark.skipif(not can_mount(NOTHING_IN_PROC), reason="this system lets nobody mount a file system")
 def test_neither_proc_nor_a_place_for_temporary_files(tmp_path):
     """Saves and loads work: they only know less of memory, cores and threads."""
     assert run_python_with(NOTHING_IN_PROC, JOB + NO_PROC, tmp_path).stdout == "fine\n"
 
 
+@pytest.mark.promise("closerange")
 def test_a_trainer_that_closes_all_descriptors(tmp_path):
     """As a daemon does: saves go on, and nothing is sent, read or closed that has the numbers since."""
     assert run_python(JOB + CLOSERANGE, tmp_path, fresh=True).stdout == "fine\n"

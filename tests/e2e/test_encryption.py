@@ -304,6 +304,7 @@ def test_stock_tensorizer_opens_every_file(saved):
     assert_same(torch.cat([rows[name] for name in sorted(rows)]), _tensors()["rows"])
 
 
+@pytest.mark.promise("key-wrong")
 def test_keys_that_do_not_fit(saved, plain, by_two):
     """A missing, wrong or superfluous key is named on every rank, and no target has changed."""
     messages = {
@@ -322,6 +323,7 @@ def test_keys_that_do_not_fit(saved, plain, by_two):
                 assert message in str(cause)
 
 
+@pytest.mark.promise("keys-differ")
 def test_ranks_must_have_one_key(by_two):
     """Else the save fails on every rank, naming the one that differs, and nothing stays; with one key it succeeds."""
     _, _, failed, folder = by_two

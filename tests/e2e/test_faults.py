@@ -205,6 +205,7 @@ def _process(path):
 SAVES = {"signalled": (2, 100), "idle": (3, 100), "writing": (4, BIG), "undisturbed": (6, 100)}
 
 
+@pytest.mark.promise("writer-process-dies")
 @pytest.mark.parametrize("name", SAVES)
 def test_a_save_succeeds_whatever_happens_to_the_writer_process_once(killed_writers, name):
     """Signals, a death while idle, a death in mid-write, and two in the save before: the save is whole."""
@@ -232,6 +233,7 @@ def test_a_writer_process_outlives_signals_but_not_a_kill(killed_writers):
     assert len(set(outcomes[0][0])) == 1
 
 
+@pytest.mark.promise("killed-twice")
 def test_a_writer_process_killed_twice_fails_the_save_on_every_rank(killed_writers):
     """The error names rank, path and signal, every rank has it, and the checkpoint before it loads."""
     folder, outcomes = killed_writers
@@ -245,12 +247,14 @@ def test_a_writer_process_killed_twice_fails_the_save_on_every_rank(killed_write
             assert word in str(cause)
 
 
+@pytest.mark.promise("trainer-dies")
 def test_no_writer_process_outlives_its_trainer(killed_trainers):
     """Writer processes end within seconds of their trainer, even if a child of it lives on."""
     _, alive = killed_trainers
     assert not alive
 
 
+@pytest.mark.promise("job-killed")
 @pytest.mark.parametrize(
     ("point", "seed"),
     [
@@ -285,6 +289,7 @@ def test_what_a_killed_job_left_is_removed_by_the_next_save(killed_trainers):
     assert_same(_loaded(path, 0), _state(0, 3))
 
 
+@pytest.mark.promise("rank-killed")
 def test_a_rank_that_dies_fails_the_save_of_the_others(tmp_path):
     """The other rank's future fails within seconds, nothing is committed, and the old checkpoint loads."""
     failure, _ = run_ranks(WORLD, _die_among_others, tmp_path, killed={VICTIM})

@@ -59,6 +59,7 @@ def _train(rank, folder, stop_at):
         return start, step, manager.latest(), heard
 
 
+@pytest.mark.promise("stop-signal")
 def test_a_signal_on_one_rank_stops_all(tmp_path):
     """All save the same step and stop; other numbers of ranks resume from there, and no step is lost."""
     folder = tmp_path / "run"
@@ -108,6 +109,7 @@ def _differs(rank, folder, options):
 _COPIES = {"survive": 60.0, "copies": 2}
 
 
+@pytest.mark.promise("managers-differ")
 @pytest.mark.parametrize(
     ("options", "words"),
     [

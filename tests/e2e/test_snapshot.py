@@ -138,6 +138,7 @@ def outcomes(tmp_path_factory):
     return run_ranks(WORLD, _save_mutate_load, tmp_path_factory.mktemp("snapshot"))
 
 
+@pytest.mark.promise("copied-when-returned")
 @pytest.mark.parametrize("mode", MODES)
 def test_mutating_everything_at_once_changes_nothing_in_the_checkpoint(outcomes, mode):
     """Every live tensor and object is changed as soon as async_save returns, and the checkpoint has the old values."""

@@ -11,6 +11,7 @@ from ..lab.crash_scenarios import SCENARIOS, enumerate_crashes
 from ..lab.crash_states import Crash, crash_states, recorded
 
 
+@pytest.mark.promise("whole-at-any-instant")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_state_after_a_crash(name: str, tmp_path: Path) -> None:
     """All combinations of what was done before the crash and not made durable, with every file whole, cut or empty."""

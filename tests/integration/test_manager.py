@@ -36,7 +36,7 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._formats.own import read_head
+from dcp_tensorizer._index.container import committed
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.metrics import ASSUMED
 from dcp_tensorizer._storage.local import LocalStorage
@@ -71,8 +71,8 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def record_of(folder: Path, name: str) -> SaveRecord:
-    head = read_head(LocalStorage(folder / name))
-    assert head is not None and head.record is not None
+    head = committed(LocalStorage(folder / name)).head
+    assert head.record is not None
     return head.record
 
 
@@ -180,8 +180,7 @@ def test_what_the_index_says(tmp_path: Path) -> None:
         manager.save(1, state_of(1))
         manager.save(2, state_of(2), metrics={"loss": torch.tensor(0.5)})
     first, second = record_of(tmp_path, "step-1"), record_of(tmp_path, "step-2")
-    head = read_head(LocalStorage(tmp_path / "step-1"))
-    assert head is not None
+    head = committed(LocalStorage(tmp_path / "step-1")).head
     assert (first.step, first.parent, first.metrics) == (1, None, {})
     assert (second.step, second.parent, second.metrics) == (2, head.save_id, {"loss": 0.5})
     assert second.branch == first.branch
@@ -231,8 +230,8 @@ def test_the_same_step_after_going_back(tmp_path: Path) -> None:
         assert manager.steps() == [1, 3]
         manager.restore(state := state_of(0))
         assert state["step"] == 7
-    head = read_head(LocalStorage(tmp_path / "step-1"))
-    assert head is not None and record_of(tmp_path, "step-3").parent == head.save_id
+    head = committed(LocalStorage(tmp_path / "step-1")).head
+    assert record_of(tmp_path, "step-3").parent == head.save_id
 
 
 def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -722,14 +721,14 @@ def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: p
     with manager_of(tmp_path) as manager:
         manager.save(1, state | {"losses": {1: 0.5, 2: 0.25}}, wait=True)
         new = trainer("momentum")
-        with pytest.raises(StateMismatch, match=rf"{lost}.*give the optimizer itself"):
+        with pytest.raises(StateMismatch, match=rf"{lost}.*pass the optimizer itself"):
             manager.restore({"optimizer": new["optimizer"].state_dict(), "losses": {1: 0.0, 2: 0.0}})
-        with pytest.raises(StateMismatch, match=r"'losses\.1', 'losses\.2', and the state has an empty dict there"):
+        with pytest.raises(StateMismatch, match=r"'losses\.1', 'losses\.2', and the target state dict is empty there"):
             manager.restore(new | {"losses": {}})
         assert said(caplog) == ""
         manager.restore(new | {"losses": {}}, strict=False)
         assert_same(new, state)
-        assert re.findall(r"has ('losses.*'), and the state has an empty dict", said(caplog)) == [
+        assert re.findall(r"has ('losses.*'), and the target state dict is empty", said(caplog)) == [
             "'losses.1', 'losses.2'"
         ]
         losses = {1: 0.0}  # less than there is, on purpose
@@ -845,6 +844,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         assert state["step"] == 1
 
 
+@pytest.mark.promise("step-deleted")
 @pytest.mark.parametrize("survive", [0, 60])
 def test_a_step_that_somebody_has_deleted_is_saved_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, survive: float
@@ -858,7 +858,7 @@ def test_a_step_that_somebody_has_deleted_is_saved_again(
         manager.save(3, state_of(3), wait=True)
         assert said(caplog) == f"{tmp_path}: step 2 was saved, but is gone: it is saved again"
         assert (record_of(tmp_path, "step-3").parent, record_of(tmp_path, "step-2").parent) == tuple(
-            read_head(LocalStorage(tmp_path / f"step-{step}")).save_id
+            committed(LocalStorage(tmp_path / f"step-{step}")).head.save_id
             for step in (2, 1)  # type: ignore[union-attr]
         )
         shutil.rmtree(tmp_path / "step-3")
@@ -983,7 +983,7 @@ def test_what_a_killed_job_has_left(tmp_path: Path) -> None:
     """It is removed when the next one begins, where it is proven to be of a dead save."""
     saved(tmp_path, 1, 2)
     storage = LocalStorage(tmp_path / "step-2")
-    save_id = read_head(storage).save_id  # type: ignore[union-attr]
+    save_id = committed(storage).head.save_id  # type: ignore[union-attr]
     storage.put_record(f"__{save_id}.saving")
     (tmp_path / "step-2" / ".metadata").unlink()
     with manager_of(tmp_path) as manager:

@@ -28,8 +28,8 @@ from dcp_tensorizer import (
     open_reader,
 )
 from dcp_tensorizer._formats.own import decode
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._saving import write_plan
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.reader import LoadReport
 from dcp_tensorizer.tools import verify
 
@@ -201,6 +201,7 @@ def damage(path, offset):
         stream.write(bytes([byte ^ 1 << offset % 8]))
 
 
+@pytest.mark.promise("loaded-is-saved")
 def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch):
     """Of every byte that a load reads, `.metadata` included, and of a sample of the others."""
     monkeypatch.setattr(write_plan, "INLINE_BYTES", 0)  # small values are read from the data file, too
@@ -243,6 +244,7 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch
     assert outcomes["identical", False] == len(places) - outcomes["error", True]
 
 
+@pytest.mark.promise("file-missing")
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_files_are_checked_before_a_target_changes(weights, damage):
     """A file that is missing or has another size is an error naming it, and no target has changed."""
@@ -260,6 +262,7 @@ def test_files_are_checked_before_a_target_changes(weights, damage):
     assert bool((target["w"] == 7).all())
 
 
+@pytest.mark.promise("chunks-missing")
 def test_incomplete_chunks_are_an_error(tmp_path):
     """Metadata whose chunks do not cover a tensor names it, before its target changes."""
     make_checkpoint(tmp_path, {"w": torch.ones(200, 500)}, chunks={"w": [Region((0, 0), (100, 500))]})

@@ -286,7 +286,11 @@ def test_an_object_store_copies_what_is_reused(s3: S3Server, tmp_path: Path) -> 
 def test_an_object_store_that_does_not_copy_in_time_is_written_to(s3: S3Server) -> None:
     """However many places a file could be copied from: the save goes on before its process is taken for stuck."""
     with s3_proxy(s3.endpoint) as proxy:
-        options, limits = s3.options(proxy.endpoint), SaveLimits(timeout=8)
+        # Three attempts at a copy end long before the limit, on a busy machine too.
+        options, limits = (
+            s3.options(proxy.endpoint, config_kwargs={"retries": {"max_attempts": 2}}),
+            SaveLimits(timeout=8),
+        )
         with TensorizerStorageWriter(reuse_unchanged=True, storage_options=options, limits=limits) as writer:
             reused = [save(writer, f"s3://{s3.bucket}/slow/step-{step}", step, sync=False) for step in range(5)]
             proxy.rule = lambda request: Fault(hang=True) if _is_copy(request) else None

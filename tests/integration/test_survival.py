@@ -24,7 +24,7 @@ from dcp_tensorizer import (
     WriteError,
     open_reader,
 )
-from dcp_tensorizer._formats.own import read_head
+from dcp_tensorizer._index.container import committed
 from dcp_tensorizer._memory import client, runtime_directory, survival
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.protocol import Extent, Hold, StateContent, StateHead
@@ -179,9 +179,9 @@ def test_a_job_that_has_gone_back_and_dies(tmp_path: Path, sockets: Path) -> Non
         assert (manager.restore(state_of(0)), manager.steps()) == (7, [5])
         manager.save(8, state_of(8), force=True, wait=True)
         assert manager.steps() == [5, 8]
-    record = read_head(LocalStorage(tmp_path / "run" / "step-8"))
-    parent = read_head(LocalStorage(tmp_path / "run" / "step-5"))
-    assert record is not None and record.record is not None and parent is not None
+    record = committed(LocalStorage(tmp_path / "run" / "step-8")).head
+    parent = committed(LocalStorage(tmp_path / "run" / "step-5")).head
+    assert record.record is not None
     assert record.record.parent == parent.save_id
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import tools
-from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.errors import CheckpointError, DecryptionError, NotCommitted
 from dcp_tensorizer.tools import Collected, convert
 from dcp_tensorizer.tools._diff import Change

@@ -343,6 +343,7 @@ def test_relative_paths_are_of_the_directory_where_they_were_given(tmp_path, mon
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
 
 
+@pytest.mark.promise("working-directory")
 def test_the_working_directory_may_change_before_the_save_begins(tmp_path, monkeypatch):
     """DCP gives the checkpoint_id on the save's thread, which may come late."""
     gate, reset = Gate(), TensorizerStorageWriter.reset
@@ -617,6 +618,7 @@ def test_without_collectives_not_over_a_checkpoint_of_all_ranks(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.promise("no-writer-process")
 def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch, caplog):
     """The trainer writes by itself, and says why; the next save has a process again."""
     with TensorizerStorageWriter(tmp_path) as writer:
@@ -697,6 +699,7 @@ def test_few_descriptors_are_enough(tmp_path, free_descriptors, free):
             assert writer_process().is_running()
 
 
+@pytest.mark.promise("descriptors")
 def test_fewer_descriptors_are_an_error_that_says_so(tmp_path, free_descriptors):
     """The limit, how many are needed, and how to raise it; in the save and in staging."""
     with TensorizerStorageWriter(tmp_path, limits=SaveLimits(max_consecutive_failures=None)) as writer:

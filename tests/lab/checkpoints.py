@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._index.locations import RankLocations
 from dcp_tensorizer._index.schema import ItemKey, item_key
 from dcp_tensorizer._index.write import encode
 from dcp_tensorizer._saving.commit import commit
@@ -31,6 +30,7 @@ from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.dtypes import host_bytes
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import StoredItem, data_file_rank
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer._writer_process.jobs import FileJob
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import TensorSource
@@ -57,13 +57,13 @@ def item_in(file: str) -> StoredItem:
     return StoredItem(file, "w", 0, 4, "bfloat16", "tensor", b"12345678")
 
 
-def parts_of(files: Mapping[str, int], items: Mapping[ItemKey, StoredItem], **options: Any) -> list[RankPlaces]:
+def parts_of(files: Mapping[str, int], items: Mapping[ItemKey, StoredItem], **options: Any) -> list[RankLocations]:
     """What the ranks that wrote some files tell the coordinator; items without bytes are the first one's."""
     by_rank: dict[int, dict[ItemKey, StoredItem]] = {data_file_rank(name): {} for name in files}
     for key, item in items.items():
         by_rank.setdefault(data_file_rank(item.file) if item.file else 0, {})[key] = item
     return [
-        RankPlaces.of(rank, own, {n: size for n, size in files.items() if data_file_rank(n) == rank}, **options)
+        RankLocations.of(rank, own, {n: size for n, size in files.items() if data_file_rank(n) == rank}, **options)
         for rank, own in sorted(by_rank.items())
     ]
 
@@ -136,7 +136,7 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
         options = SaveOptions(sync_files=False, thread_count=1)
         job = FileJob(storage, files, lambda _, content=content: memoryview(content), options)  # type: ignore[misc]
         ((item, nbytes),) = job.run().places().values()
-        parts.append(RankPlaces.of(rank, {("w", (2 * rank,)): item}, {item.file: nbytes}))
+        parts.append(RankLocations.of(rank, {("w", (2 * rank,)): item}, {item.file: nbytes}))
     regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
     described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
     metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))
@@ -144,7 +144,7 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
 
 
 def index_and_files(
-    metadata: Metadata, parts: Sequence[RankPlaces], rank: int | None = None, cipher: Cipher | None = None
+    metadata: Metadata, parts: Sequence[RankLocations], rank: int | None = None, cipher: Cipher | None = None
 ) -> tuple[bytes, dict[str, int]]:
     """The contents of ``.metadata``, and the sizes of the ranks' files, as a commit takes them."""
     return encode(metadata, parts, rank=rank, cipher=cipher), dict(file for part in parts for file in part.files)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dcp_tensorizer import CheckpointManager, ReadError, TensorizerStorageReader, WriteError
-from dcp_tensorizer._formats.own import read_head
+from dcp_tensorizer._index.container import committed
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 
@@ -199,11 +199,11 @@ class ManagerModel(RuleBasedStateMachine):
         self.manager.wait()
         assert self.manager.steps() == [checkpoint.step for checkpoint in self.own]
         names = self.storage.listing()[1] if self.disk else []
-        committed = {n for n in names if self.storage.child(n).head(".metadata") is not None}
-        assert committed == {f"step-{step}" for step in self.disk}
+        there = {n for n in names if self.storage.child(n).head(".metadata") is not None}
+        assert there == {f"step-{step}" for step in self.disk}
         for step, checkpoint in self.disk.items():
-            head = read_head(self.storage.child(f"step-{step}"))
-            assert head is not None and head.record is not None
+            head = committed(self.storage.child(f"step-{step}")).head
+            assert head.record is not None
             assert head.record.metrics.get("value") == checkpoint.value, step
         assert self.manager.latest() == (self.own[-1].step if self.own else None)
 

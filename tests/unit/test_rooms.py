@@ -19,6 +19,7 @@ SEAMS = (
     "_storage.open",
     "_tensor_file.dtypes",
     "_tensor_file.names",
+    "_tensor_file.regions",
     "_index.layouts",
     "_version",
 )

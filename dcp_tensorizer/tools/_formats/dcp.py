@@ -28,12 +28,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..._formats.catalog import check_chunks
 from ..._formats.torch_dcp import TorchCatalog
-from ..._index.layouts import Region
 from ..._loading.run import copy_elements
-from ..._loading.targets import part_of
 from ..._runtime.torch_compat import FsspecWriter, StorageInfo
 from ..._storage.base import Storage
 from ..._tensor_file.names import metadata_file_name
+from ..._tensor_file.regions import Region, part_of
 from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region

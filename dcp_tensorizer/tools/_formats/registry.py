@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..._formats.recognise import format_of, has_data, nothing_committed
 from ..._formats.rename import Renaming
 from ..._index.container import is_index
-from ..._loading.validate import check_files
+from ..._loading.run import check_files
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
 from ..._storage.redact import redact

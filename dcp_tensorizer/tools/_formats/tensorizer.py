@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from isal.isal_zlib import crc32
 
-from ..._index.layouts import Region
 from ..._runtime.forks import free_in_child
 from ..._saving.write_plan import stored_names
 from ..._storage.base import Storage
@@ -27,6 +26,7 @@ from ..._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
 from ..._tensor_file.encode import encode
 from ..._tensor_file.layout import lay_out
 from ..._tensor_file.names import INDEX_CAPACITY, index_entry_size
+from ..._tensor_file.regions import Region
 from ..._writer_process.protocol import TensorSource
 from ...errors import ChecksumMismatch, ConversionError
 from .._atomic_output import new_directory, new_file

@@ -25,14 +25,13 @@ from typing import IO, Any
 import torch
 
 from ..._formats.catalog import Piece
-from ..._index.layouts import Region
 from ..._loading.run import copy_elements
-from ..._loading.targets import part_of
 from ..._publish.model import written_file
 from ..._runtime.forks import free_in_child
 from ..._runtime.torch_compat import NEVER_FAKE, FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 from ..._storage.base import Storage
 from ..._tensor_file.dtypes import host_bytes, named_dtype
+from ..._tensor_file.regions import Region, part_of
 from ..._trust.objects import load_object, unsafe_globals
 from ..._trust.torch_archive import check_saved
 from ...errors import ConversionError, UntrustedObject, WriteError

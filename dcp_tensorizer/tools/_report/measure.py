@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..._index.layouts import Region
 from ..._runtime.threads import cores
+from ..._tensor_file.regions import Region
 from .._diff import proved_same
 from .._view import CheckpointView, StoredTensor, blocks_of
 from .statistics import Running, Statistics

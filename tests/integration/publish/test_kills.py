@@ -11,6 +11,7 @@ from ... import warm
 from ...lab.processes import ROOT
 
 
+@pytest.mark.promise("two-publishers")
 def test_publishers_that_overlap_leave_whole_versions(tmp_path: Path) -> None:
     """Two to four of them, some killed: all that is there is whole, and after the next publication nothing else."""
     command = [warm.python(), "-m", "tests.integration.publish.overlapping", "25", "1", str(tmp_path)]

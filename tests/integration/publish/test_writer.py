@@ -249,6 +249,7 @@ def test_a_file_that_readers_prefer_to_an_index_is_not_replaced(tmp_path: Path) 
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.promise("not-published")
 def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
     """The next save says so, or whoever waits: here another job has taken the directory over."""
     published = tmp_path / "published"

@@ -26,14 +26,14 @@ from dcp_tensorizer import (
     TensorizerStorageWriter,
 )
 from dcp_tensorizer._formats.own import decode
-from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._loading.plan import ReadTarget
 from dcp_tensorizer._loading.run import fetch, limits_of
-from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import StoredItem
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.testing import put_file
 from dcp_tensorizer.tools import convert, diff, inspect, report
 from dcp_tensorizer.tools._formats.registry import open_checkpoint

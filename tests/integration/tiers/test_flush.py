@@ -555,13 +555,12 @@ def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path: Path, monkeypat
     """What this folder's own queue has brought to a place before is replaced, whenever it says that it was saved."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2, place="latest")
-    committed = flush._committed
+    is_later = flush._is_later
 
-    def ahead(remote: Storage, name: str) -> Any:
-        head = committed(remote, name)
-        return None if head is None else msgspec.structs.replace(head, saved_at=head.saved_at + 7200 * 10**9)
+    def ahead(there: Any, own: Any, earlier: Any) -> bool:
+        return is_later(msgspec.structs.replace(there, saved_at=there.saved_at + 7200 * 10**9), own, earlier)
 
-    monkeypatch.setattr(flush, "_committed", ahead)
+    monkeypatch.setattr(flush, "_is_later", ahead)
     assert Flusher(run.target).step() is None
     assert run.load("latest") == 2
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import Derivation, StoredItem, data_file_rank
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.errors import MetadataError, ReadError
 from dcp_tensorizer.tools._verify import Damage, Verified, verify_files
 from dcp_tensorizer.tools._view import read_parts

@@ -12,9 +12,9 @@ from tensorizer import DecryptionParams, EncryptionParams
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, tools
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import encryption_cipher
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer._trust.objects import load_object
 from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint

@@ -20,10 +20,10 @@ from dcp_tensorizer import MetadataError
 from dcp_tensorizer._formats.catalog import Piece
 from dcp_tensorizer._formats.own import Index
 from dcp_tensorizer._index.container import FIRST_BYTES, IndexFile, open_index, read_head
-from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._index.locations import InlineItem, RankPlaces, hash_of
+from dcp_tensorizer._index.locations import InlineItem, RankLocations, hash_of
 from dcp_tensorizer._index.write import encode
 from dcp_tensorizer._tensor_file.names import StoredItem, data_file_name
+from dcp_tensorizer._tensor_file.regions import Region
 
 COLUMNS = 4
 
@@ -59,7 +59,7 @@ def index_of(world: int, *, keys: int = 1, rank: int | None = None, kind: str = 
             items["o", None] = blob
             inline = [InlineItem(hash_of("o", None), blob._replace(file="", name="", offset=0), b"blob")]
         if owner != without:
-            parts.append(RankPlaces.of(owner, items, {file_of(owner): 1 << 30}, inline=inline))
+            parts.append(RankLocations.of(owner, items, {file_of(owner): 1 << 30}, inline=inline))
     return encode(Metadata(described), parts, rank=rank)
 
 
@@ -173,7 +173,7 @@ def test_a_rank_reads_the_places_of_those_whose_data_it_needs() -> None:
 def test_of_a_chunk_that_several_ranks_have_written_the_last_ones_is_read() -> None:
     """As with torch's own storage, whose index is a dict."""
     described: Any = {"w": tensor_of(1, 2)}
-    parts = [RankPlaces.of(r, {("w", (0, 0)): chunk_item(r, "w", 2)}, {file_of(r): 1 << 30}) for r in range(3)]
+    parts = [RankLocations.of(r, {("w", (0, 0)): chunk_item(r, "w", 2)}, {file_of(r): 1 << 30}) for r in range(3)]
     index = opened(encode(Metadata(described), parts))
     (piece,) = pieces_of(index, "w", (0, 0), Region((0, 0), (2, 4)))
     assert piece.item.file == file_of(2)
@@ -184,7 +184,7 @@ def test_small_values_beyond_the_room_for_them_are_read_from_their_files() -> No
     blob = StoredItem(file_of(0), "x", 0, 4000, "uint8", "object", b"12345678")
     keys = [f"o{n}" for n in range(600)]
     inline = [InlineItem(hash_of(k, None), blob._replace(file="", name=""), bytes(4000)) for k in keys]
-    part = RankPlaces.of(0, {(k, None): blob._replace(name=k) for k in keys}, {file_of(0): 1 << 30}, inline=inline)
+    part = RankLocations.of(0, {(k, None): blob._replace(name=k) for k in keys}, {file_of(0): 1 << 30}, inline=inline)
     index = opened(encode(Metadata(dict.fromkeys(keys, BytesStorageMetadata())), [part]))
     files = [pieces_of(index, key, None, None)[0].item.file for key in keys]
     assert files.count(".metadata") == (1 << 20) // 4000

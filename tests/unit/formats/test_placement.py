@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcp_tensorizer._formats.rename import Parts, Renaming, place, wrong_way_back
-from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._tensor_file.regions import Region
 
 RULES: dict[Any, Any] = {
     "*.experts.w2": Parts("*.mlp.{}.down"),

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index.layouts import ChunkLayout, Region, check_numbers, expand, runs_of
+from dcp_tensorizer._index.layouts import ChunkLayout, check_numbers, expand, runs_of
 from dcp_tensorizer._index.schema import Layout
+from dcp_tensorizer._tensor_file.regions import Region
 
 
 @given(st.lists(st.integers(0, 9) | st.integers(0, 2**61)))

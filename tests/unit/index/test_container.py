@@ -19,8 +19,7 @@ from dcp_tensorizer._index.container import (
     IndexFile,
     Part,
     check_section,
-    data_files,
-    find_index,
+    committed,
     open_index,
     pack,
     read_head,
@@ -90,7 +89,7 @@ def test_sections_are_read_by_themselves() -> None:
     data[-1] ^= 1
     head = read_head(bytes(data), "m")
     assert section_of(bytes(data), head.sections[1], "m") == b"two"
-    assert data_files(head)[FILE] == 7
+    assert IndexFile("m", head, b"").files[FILE] == 7
     with pytest.raises(MetadataError, match="m is damaged: its checksum does not match"):
         section_of(bytes(data), head.sections[2], "m")
 
@@ -186,7 +185,7 @@ def test_heads_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
     data = index_of()
     head = msgspec.msgpack.decode(msgspec.msgpack.encode(read_head(data, "m")))
     assert read_head(with_head(data, head), "m").sections == [Section(*section())]
-    with pytest.raises(MetadataError, match="m is not an index that dcp_tensorizer writes"):
+    with pytest.raises(MetadataError, match="m is not a valid dcp_tensorizer index"):
         read_head(with_head(data, head | change), "m")
     with pytest.raises(MetadataError):
         read_head(with_head(data, [b"\x91" * 10_000]), "m")
@@ -271,16 +270,16 @@ class File:
 def test_nothing_is_asked_for_beyond_the_end_of_an_index() -> None:
     """A file that was cut off is damaged; and so is one that claims more bytes than there is memory."""
     data = pack(head_of(), [Part("entries", None, bytes(10)), Part("places", 3, bytes(2 * FIRST_BYTES))])
-    whole = find_index(File(data, len(data)), ".metadata")
+    whole = committed(File(data, len(data)), ".metadata")
     assert whole is not None and len(whole.section(whole.head.sections[1])) == 2 * FIRST_BYTES
-    cut = find_index(File(data, FIRST_BYTES), ".metadata")
+    cut = committed(File(data, FIRST_BYTES), ".metadata")
     assert cut is not None
     with pytest.raises(MetadataError, match=f"/ckpt/.metadata is damaged: it has {FIRST_BYTES:,} bytes instead of "):
         cut.section(cut.head.sections[1])
     claims = bytearray(data)
     struct.pack_into("<Q", claims, 16, 1 << 50)  # the bytes in the head
     with pytest.raises(MetadataError, match="bytes instead of"):
-        find_index(File(bytes(claims), len(data)), ".metadata")
+        committed(File(bytes(claims), len(data)), ".metadata")
 
 
 def test_a_section_that_was_overwritten_meanwhile_is_found() -> None:
@@ -310,5 +309,5 @@ def test_records_that_make_no_sense_are_refused(record: Any) -> None:
     """Values of other types are no record."""
     data = index_of()
     head = msgspec.msgpack.decode(data[START : START + struct.unpack_from("<8sQQQ", data)[2]])
-    with pytest.raises(MetadataError, match="not an index that dcp_tensorizer writes"):
+    with pytest.raises(MetadataError, match="not a valid dcp_tensorizer index"):
         read_head(with_head(data, head | {"record": record}), "x")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_tensorizer._index import entries
 from dcp_tensorizer._index.entries import StateRules, entries_section
-from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._index.locations import RankLocations
 from dcp_tensorizer._index.schema import decode_entries
 from dcp_tensorizer._runtime.recent import Recent
 from dcp_tensorizer._tensor_file.names import StoredItem
@@ -35,14 +35,14 @@ def described() -> dict[str, object]:
     return {**{f"w{n}": entry() for n in range(KEYS)}, "o": BytesStorageMetadata()}
 
 
-def parts(save: str = "a", digest: bytes = b"12345678", last: int = RANKS) -> list[RankPlaces]:
+def parts(save: str = "a", digest: bytes = b"12345678", last: int = RANKS) -> list[RankLocations]:
     """What the ranks have written."""
     written = []
     for rank in range(last):
         file = f"__{rank}_0_{save * 32}.tensors"
         stored = StoredItem(file, "w", 0, 24, "float32", "tensor", digest)
         items = {(f"w{n}", (2 * rank, 0)): stored._replace(name=f"w{n}") for n in range(KEYS)}
-        written.append(RankPlaces.of(rank, items, {file: 1 << 20}))
+        written.append(RankLocations.of(rank, items, {file: 1 << 20}))
     return written
 
 

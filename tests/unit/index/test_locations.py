@@ -6,7 +6,7 @@ import pytest
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._index import locations
-from dcp_tensorizer._index.locations import InlineItem, PlaceTable, RankPlaces, hash_of, inline_rows
+from dcp_tensorizer._index.locations import InlineItem, LocationTable, RankLocations, hash_of, inline_rows
 from dcp_tensorizer._index.schema import decode_places
 from dcp_tensorizer._tensor_file.names import MAC_BYTES, NONCE_BYTES, StoredItem, data_file_name
 
@@ -20,13 +20,13 @@ ITEMS = {
 }
 
 
-def table_of(part: RankPlaces, *, is_encrypted: bool = False) -> PlaceTable:
-    return PlaceTable(decode_places(part.places), part.files, is_encrypted=is_encrypted)
+def table_of(part: RankLocations, *, is_encrypted: bool = False) -> LocationTable:
+    return LocationTable(decode_places(part.section), part.files, is_encrypted=is_encrypted)
 
 
 def test_what_is_put_in_comes_out() -> None:
     """By key and offset; what is not there is not found."""
-    table = table_of(RankPlaces.of(4, ITEMS, FILES))
+    table = table_of(RankLocations.of(4, ITEMS, FILES))
     assert len(table) == 4
     wanted = [("a", None), *ITEMS, ("a", (1, 0))]
     found = table.find([key for key, _ in wanted], [hash_of(*key) for key in wanted])
@@ -36,7 +36,7 @@ def test_what_is_put_in_comes_out() -> None:
 
 def test_keys_stand_in_it_where_they_are_asked_for() -> None:
     """Of what the state dict may not name."""
-    table = table_of(RankPlaces.of(4, ITEMS, FILES, named=[("a", (2, 0)), (5, None)]))
+    table = table_of(RankLocations.of(4, ITEMS, FILES, named=[("a", (2, 0)), (5, None)]))
     assert table.named() == {key: ITEMS[key] for key in [("a", (2, 0)), (5, None)]}
 
 
@@ -44,13 +44,13 @@ def test_a_table_takes_few_bytes() -> None:
     """Forty-odd for an item of one block: a rank of ten thousand reads that many for each of its own items."""
     one = StoredItem(FIRST, "x", 5, 8, "float32", "tensor", b"12345678")
     items = {(f"layers.{n}.weight", (n, 0)): one._replace(name=f"layers.{n}.weight") for n in range(2000)}
-    assert len(RankPlaces.of(0, items, FILES).places) < 48 * 2000
+    assert len(RankLocations.of(0, items, FILES).section) < 48 * 2000
 
 
 def test_of_an_encrypted_item_its_seal_is_there() -> None:
     """A nonce, and a MAC for each block."""
     items = {(k, (0,)): ITEMS["a", (0, 0)]._replace(name=k, nonce_and_macs=k.encode() * 40) for k in "xy"}
-    table = table_of(RankPlaces.of(4, items, FILES), is_encrypted=True)
+    table = table_of(RankLocations.of(4, items, FILES), is_encrypted=True)
     assert NONCE_BYTES + MAC_BYTES == 40
     assert list(table.find("xy", table.hashes.tolist())) == list(items.values())
 
@@ -58,14 +58,14 @@ def test_of_an_encrypted_item_its_seal_is_there() -> None:
 def test_two_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them would be loaded in place of the other."""
     monkeypatch.setattr(locations, "hash_of", lambda key, offset: 7)
-    with pytest.raises(WriteError, match="have the same hash"):
-        RankPlaces.of(4, ITEMS, FILES)
+    with pytest.raises(WriteError, match="hash collision"):
+        RankLocations.of(4, ITEMS, FILES)
 
 
 def test_a_key_that_cannot_be_stored_is_named() -> None:
     """And what a key must be."""
     with pytest.raises(WriteError, match=r"frozenset\(\{1\}\) cannot be described.*keys must be strings"):
-        RankPlaces.of(4, {(frozenset([1]), None): ITEMS[5, None]}, FILES)
+        RankLocations.of(4, {(frozenset([1]), None): ITEMS[5, None]}, FILES)
 
 
 def test_small_values_lie_one_after_the_other() -> None:
@@ -75,7 +75,7 @@ def test_small_values_lie_one_after_the_other() -> None:
         for key, content in (("a", b"old"), ("b", b"bbbb"), ("a", b"new!!"))
     ]
     rows = inline_rows(small)
-    table = PlaceTable(rows.places, [("f", len(rows.content))], is_encrypted=False)
+    table = LocationTable(rows.places, [("f", len(rows.content))], is_encrypted=False)
     contents = {}
     for key in "ab":
         (item,) = table.find([key], [hash_of(key, None)])

@@ -313,7 +313,7 @@ def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> 
     """What has right digests and is not what a writer writes is a MetadataError, not whatever it leads to later."""
     data = encoded(GOOD)
     assert decode(rewritten(data), "x").storage_data["items"] == GOOD.storage_data["items"]
-    with pytest.raises(MetadataError, match="x is not an index that dcp_tensorizer writes"):
+    with pytest.raises(MetadataError, match="x is not a valid dcp_tensorizer index"):
         decode(rewritten(data, **contents), "x")
 
 

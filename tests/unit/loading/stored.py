@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._loading.targets import ReadTarget
+from dcp_tensorizer._loading.plan import ReadTarget
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._tensor_file.dtypes import host_bytes
 from dcp_tensorizer._tensor_file.encode import encode
 from dcp_tensorizer._tensor_file.layout import lay_out
 from dcp_tensorizer._tensor_file.names import StoredItem
+from dcp_tensorizer._tensor_file.regions import Region
 
 from ...lab.seams import sources
 

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError
 from dcp_tensorizer._formats.own import Index
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._loading.deliver import Load, LoadOptions
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.regions import Region
 
 from ..formats.test_own import chunk_item, file_of, index_of, opened
 

@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 
 from dcp_tensorizer import CheckpointError, ChecksumMismatch, ReadError
-from dcp_tensorizer._loading.exchange import ExchangeGroup, ExchangeVote, Told, identity_of, reads_alone
-from dcp_tensorizer._loading.validate import ReadFrom
+from dcp_tensorizer._loading.exchange import (
+    ExchangeGroup,
+    ExchangeVote,
+    ReadFrom,
+    SharedFailure,
+    identity_of,
+    reads_alone,
+)
 
 
 @pytest.fixture
@@ -42,7 +48,7 @@ def test_any_error_can_be_told(group: dist.ProcessGroup, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(dist, "all_gather_object", gathered)
     for error in (_Unsendable("a", 1), KeyError("b"), ReadError("c")):
-        with pytest.raises(Told) as caught:
+        with pytest.raises(SharedFailure) as caught:
             ExchangeGroup(group, "path").votes(ExchangeVote(), error)
         assert caught.value.error is error
     said = [(type(vote.error), str(vote.error)) for vote in told]

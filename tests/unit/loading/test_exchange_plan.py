@@ -7,11 +7,10 @@ import itertools
 import pytest
 import torch
 
-from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._loading.exchange import Want, Window, spans_of, total_bytes, wants_of
-from dcp_tensorizer._loading.read_planner import ReadLimits
-from dcp_tensorizer._loading.targets import ReadTarget
+from dcp_tensorizer._loading.exchange import ExchangeRequest, Window, requests_of, spans_of, total_bytes
+from dcp_tensorizer._loading.plan import ReadLimits, ReadTarget
 from dcp_tensorizer._tensor_file.names import StoredItem
+from dcp_tensorizer._tensor_file.regions import Region
 
 LIMITS = ReadLimits(max_gap_bytes=0)
 
@@ -22,58 +21,60 @@ def _target(length: int, offset: int = 0, region: Region | None = None, file: st
     return ReadTarget.of("x", item, (length,), region, torch.empty(region.size, dtype=torch.uint8))
 
 
-def _wants(*lengths: int) -> list[Want]:
+def _requests(*lengths: int) -> list[ExchangeRequest]:
     offsets = itertools.accumulate(lengths, initial=0)
     targets = [_target(length, offset) for length, offset in zip(lengths, offsets, strict=False)]
-    return list(wants_of(targets, LIMITS, verify=True).values())
+    return list(requests_of(targets, LIMITS, verify=True).values())
 
 
 @pytest.mark.parametrize("lengths", [(10 << 20,), (5, 1, 300_000, 64 << 10), (7,) * 500, (3 << 20, 3, 3 << 20)])
 @pytest.mark.parametrize("window_bytes", [1 << 20, 64 << 20])
 def test_each_byte_is_read_once(lengths: tuple[int, ...], window_bytes: int) -> None:
-    """Of all ranks, in the order of the wants; parts begin on blocks, and at multiples of 64 in their windows."""
-    wants = _wants(*lengths)
-    spans = spans_of(wants, 3, window_bytes)
+    """Of all ranks, in the order of the requests; parts begin on blocks, and at multiples of 64 in their windows."""
+    requests = _requests(*lengths)
+    spans = spans_of(requests, 3, window_bytes)
     parts = [part for span in spans for window in span for part in window.parts]
-    read = [(part.want, byte) for part in parts for byte in (part.start, part.stop)]
+    read = [(part.request, byte) for part in parts for byte in (part.start, part.stop)]
     assert read == sorted(read)
-    for number, want in enumerate(wants):
-        own = [(part.start, part.stop) for part in parts if part.want == number]
+    for number, request in enumerate(requests):
+        own = [(part.start, part.stop) for part in parts if part.request == number]
         assert own[0][0] == 0
-        assert own[-1][1] == want.item.length
+        assert own[-1][1] == request.item.length
         assert all(before[1] == after[0] for before, after in itertools.pairwise(own))
-        assert all(start % want.item.block == 0 for start, _ in own)
+        assert all(start % request.item.block == 0 for start, _ in own)
     assert all(part.position % 64 == 0 for part in parts)
     assert all(window.nbytes <= window_bytes for span in spans for window in span)
 
 
 def test_ranks_read_about_as_much() -> None:
     """The largest share is no more than a tenth above the mean."""
-    wants = _wants(*[5 << 20] * 30, *[999] * 1000)
-    shares = [sum(p.stop - p.start for window in span for p in window.parts) for span in spans_of(wants, 4, 64 << 20)]
-    assert sum(shares) == total_bytes(wants)
+    requests = _requests(*[5 << 20] * 30, *[999] * 1000)
+    shares = [
+        sum(p.stop - p.start for window in span for p in window.parts) for span in spans_of(requests, 4, 64 << 20)
+    ]
+    assert sum(shares) == total_bytes(requests)
     assert max(shares) < 1.1 * sum(shares) / 4
 
 
 def test_pieces_of_a_window_make_it_up() -> None:
     """Cut at any multiple of 64, the parts of its pieces are those of the window."""
-    wants = _wants(100_000, 77, 200_001)
-    ((window,),) = spans_of(wants, 1, 64 << 20)
+    requests = _requests(100_000, 77, 200_001)
+    ((window,),) = spans_of(requests, 1, 64 << 20)
     pieces = [part for start in range(0, window.nbytes, 6400) for part in window.between(start, start + 6400)]
-    for number, want in enumerate(wants):
-        own = [part for part in pieces if part.want == number]
-        assert sum(part.stop - part.start for part in own) == want.item.length
+    for number, request in enumerate(requests):
+        own = [part for part in pieces if part.request == number]
+        assert sum(part.stop - part.start for part in own) == request.item.length
         assert all(before.stop == after.start for before, after in itertools.pairwise(own))
     assert Window([]).nbytes == 0
 
 
 def test_what_ranks_want_is_compared_by_bytes() -> None:
-    """Targets of other memory or order want the same; another region, place or file is another want."""
+    """Targets of other memory or order request the same; another region, place or file is another request."""
     targets = [_target(1 << 20), _target(1 << 20, 1 << 20)]
-    wants = wants_of(targets, LIMITS, verify=True)
-    assert list(wants_of(targets[::-1], LIMITS, verify=True)) == list(wants)
+    requests = requests_of(targets, LIMITS, verify=True)
+    assert list(requests_of(targets[::-1], LIMITS, verify=True)) == list(requests)
     other = _target(1 << 20, 1 << 20, Region((0,), (70_000,)))
-    found = wants_of([other], LIMITS, verify=True)
-    assert not set(found) & set(wants)
-    assert [want.intervals for want in found.values()] == [[(0, 128 << 10)]]  # two whole blocks
-    assert not set(wants_of([_target(1 << 20, file="b")], LIMITS, verify=True)) & set(wants)
+    found = requests_of([other], LIMITS, verify=True)
+    assert not set(found) & set(requests)
+    assert [request.intervals for request in found.values()] == [[(0, 128 << 10)]]  # two whole blocks
+    assert not set(requests_of([_target(1 << 20, file="b")], LIMITS, verify=True)) & set(requests)

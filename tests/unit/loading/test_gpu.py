@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from dcp_tensorizer import ChecksumMismatch, ReadError
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._loading import gpu, run
 from dcp_tensorizer._loading.gpu import PinnedPools
+from dcp_tensorizer._loading.plan import ReadTarget
 from dcp_tensorizer._loading.run import fetch, limits_of
-from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._tensor_file import digests
 from dcp_tensorizer._tensor_file.digests import DigestCheck
 from dcp_tensorizer._tensor_file.names import StoredItem
+from dcp_tensorizer._tensor_file.regions import Region
 
 from ...lab.processes import is_mapped, is_so_in_child
 from ...lab.simulated import SimulatedDevice

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import ReadError, UntrustedObject
 from dcp_tensorizer._loading.deliver import check_trust, deliver_object, read_objects
-from dcp_tensorizer._loading.targets import ReadTarget
+from dcp_tensorizer._loading.plan import ReadTarget
 from dcp_tensorizer._tensor_file.names import StoredItem
 
 from ...lab.saved_objects import Made, archive, saved

@@ -17,15 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tensorizer import ChecksumMismatch, ReadError
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._loading import run
-from dcp_tensorizer._loading.read_planner import Segment
+from dcp_tensorizer._loading.plan import ReadTarget, Segment
 from dcp_tensorizer._loading.run import fetch, limits_of, with_gaps
-from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import RangeReader, Storage
 from dcp_tensorizer._storage.local_io import LocalFile
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import StoredItem
+from dcp_tensorizer._tensor_file.regions import Region
 
 from ...lab.faults import flip
 from ...lab.processes import forget, open_descriptors

@@ -12,13 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._loading.read_planner import ReadLimits, Segment
+from dcp_tensorizer._loading.plan import ReadLimits, Segment
 from dcp_tensorizer._loading.run import copy_elements, fetch, scatter
-from dcp_tensorizer._loading.targets import part_of
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file import names as layout_module
+from dcp_tensorizer._tensor_file.regions import Region, part_of
 
 from ...lab.states import ALL_DTYPES, dtype_name, filled, raw, same
 from .stored import Items, Tensors, as_plain, part, target_for, write_file

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError, ReadError
 from dcp_tensorizer._formats.catalog import Piece
-from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._loading.targets import Casts, ReadTarget, can_read_in_place, in_turns, targets_of
+from dcp_tensorizer._loading.plan import Casts, ReadTarget, can_read_in_place, non_overlapping_groups, targets_of
+from dcp_tensorizer._tensor_file.regions import Region
 
 from ...lab.seams import stored_item
 
@@ -51,7 +51,7 @@ def test_a_region_is_one_run_of_bytes_or_not() -> None:
         assert ReadTarget.of("t", item, shape, region, torch.empty(region.size, dtype=torch.int16)).run == expected
 
 
-def test_what_shares_memory_is_read_in_turns() -> None:
+def test_targets_that_share_memory_are_read_one_by_one() -> None:
     """Contiguous or not, in the order of the plan; all that lies side by side is read at the same time."""
     memory = torch.zeros(100)
     tensors = {
@@ -65,10 +65,10 @@ def test_what_shares_memory_is_read_in_turns() -> None:
     item, region = stored_item(64, dtype="float32"), Region((0, 0), (4, 4))
     for order in ("abcdef", "edcbaf"):
         targets = [ReadTarget.of(key, item, (4, 4), region, tensors[key]) for key in order]
-        turns = ["".join(target.key for target in turn) for turn in in_turns(targets)]
+        turns = ["".join(target.key for target in turn) for turn in non_overlapping_groups(targets)]
         assert turns == [order[0] + order[-1] if order[0] == "a" else "af", *(k for k in order if k in "bcde")]
     tied = [ReadTarget.of(key, item, (4, 4), region, tensors["a"]) for key in "xy"]
-    assert [[target.key for target in turn] for turn in in_turns(tied)] == [["x"], ["y"]]
+    assert [[target.key for target in turn] for turn in non_overlapping_groups(tied)] == [["x"], ["y"]]
 
 
 # --- from a planner's item -------------------------------------------------------------------------------------------

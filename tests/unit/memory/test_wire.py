@@ -145,11 +145,11 @@ def test_who_is_no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words, and none at all, end the connection."""
     monkeypatch.setattr(wire_module, "_HANDSHAKE_SECONDS", 0.05)
     for words in (b"GET / HTTP/1.1\r\nHost: keeper.example.com:80\r\n\r\n", b""):
-        ends = socket.socketpair()
-        ends[0].sendall(words)
-        with pytest.raises(OSError, match=r"the peer is not a keeper|timed out"):
-            Wire(ends[1], SECRET, is_server=True)
-        ends[0].close()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(words)
+            with pytest.raises(OSError, match=r"the peer is not a keeper|timed out"):
+                Wire(theirs, SECRET, is_server=True)
 
 
 def test_who_sends_slowly_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_tensorizer._index.layouts import Region
 from dcp_tensorizer._models import pieces as model_pieces
 from dcp_tensorizer._models.layout import ModelOptions, RankLayout, plan_model, rank_layout
 from dcp_tensorizer._models.pieces import PieceExchange, TensorPart, part_of_row, pieces_of, round_count, split
 from dcp_tensorizer._storage.base import SharedFile
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer._writer_process.shared_job import Pieces, SharedFilePart
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,19 +104,20 @@ def test_nobody_sees_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "of-nobody-else" not in f"{context!r} {context}"
 
 
-def test_a_thread_that_reads_the_umask_all_the_time() -> None:
+def test_a_thread_that_reads_the_umask_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As packages do: by setting 0666, and back. Each reading shows the umask of the process."""
-    ended, mask = threading.Event(), os.umask(0o022)
+    phases, read, mask = (
+        itertools.cycle([0o666, 0o666, 0o022, 0o022, 0o022]),
+        process_context._read_umask,
+        os.umask(0o022),
+    )
 
-    def read() -> None:
-        while not ended.is_set():
-            os.umask(os.umask(0o666))
+    def read_meanwhile() -> int | None:
+        os.umask(next(phases))
+        return read()
 
-    reading = threading.Thread(target=read)
-    reading.start()
+    monkeypatch.setattr(process_context, "_read_umask", read_meanwhile)
     try:
         assert {current_umask() for _ in range(20)} == {0o022}
     finally:
-        ended.set()
-        reading.join()
         os.umask(mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp_tensorizer import WriteError
-from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._index.locations import RankLocations
 from dcp_tensorizer._saving.commit import agree_on_key
 from dcp_tensorizer._tensor_file.encryption import Cipher
 
@@ -13,9 +13,9 @@ CIPHER = Cipher(bytes(range(32)))
 OTHER = Cipher(bytes(32))
 
 
-def part(rank: int, cipher: Cipher | None) -> RankPlaces:
+def part(rank: int, cipher: Cipher | None) -> RankLocations:
     """What a rank with a key reports of what it has written."""
-    return RankPlaces.of(rank, {}, {}, check=b"" if cipher is None else cipher.check_value())
+    return RankLocations.of(rank, {}, {}, check=b"" if cipher is None else cipher.check_value())
 
 
 def test_one_key_or_none_is_accepted() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_tensorizer._index.locations import RankPlaces
+from dcp_tensorizer._index.locations import RankLocations
 from dcp_tensorizer._saving.tables import KnownTables, Offer, SaveTables
 from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer.errors import WriteError
@@ -15,14 +15,16 @@ from dcp_tensorizer.errors import WriteError
 PLAN = SavePlan([], planner_data={"w": ("w",)})
 
 
-def part(rank: int = 1, save: str = "a", offset: int = 0, seed: int = 0) -> RankPlaces:
+def part(rank: int = 1, save: str = "a", offset: int = 0, seed: int = 0) -> RankLocations:
     """What a rank has written: places are the same for each seed, and digests are not."""
     file = f"__{rank}_0_{save * 32}.tensors"
     item = StoredItem(file, "w", offset, 4, "bfloat16", "tensor", bytes([seed]) * 8)
-    return RankPlaces.of(rank, {("w", (rank,)): item}, {file: 100})
+    return RankLocations.of(rank, {("w", (rank,)): item}, {file: 100})
 
 
-def save(rank: KnownTables, coordinator: KnownTables, written: RankPlaces, save_id: str) -> tuple[bool, RankPlaces]:
+def save(
+    rank: KnownTables, coordinator: KnownTables, written: RankLocations, save_id: str
+) -> tuple[bool, RankLocations]:
     """A save of one rank beside the coordinator: whether the table was sent, and what the coordinator makes of it."""
     here, there = SaveTables(rank, save_id), SaveTables(coordinator, f"{save_id} of the coordinator")
     sent = here.shortened(written, there.answer(here.offer(PLAN)))
@@ -37,7 +39,7 @@ def test_a_table_is_sent_once() -> None:
     for number, offset in enumerate([0, 0, 8, 0, 8]):
         written = part(save="abcde"[number], offset=offset, seed=number)
         was_sent, whole = save(rank, coordinator, written, str(number))
-        assert whole == written and whole.places == written.places
+        assert whole == written and whole.section == written.section
         sent.append(was_sent)
     assert sent == [True, False, True, False, False]
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import SavePlanner, StagingError, WriteError
-from dcp_tensorizer._index.locations import PlaceTable, RankPlaces, hash_of
+from dcp_tensorizer._index.locations import LocationTable, RankLocations, hash_of
 from dcp_tensorizer._index.schema import decode_places, item_key
 from dcp_tensorizer._saving import write_plan
 from dcp_tensorizer._saving.write_plan import Item, in_files, resolve, warn_about_untrusted, write_results
@@ -255,9 +255,9 @@ def test_items_without_elements_are_reported_whether_or_not_they_are_in_a_file()
     assert found == [StoredItem.empty("float8_e4m3fn"), stored, StoredItem.empty("float32")]
 
 
-def items_in(part: RankPlaces, keys: list[Any]) -> list[StoredItem | None]:
+def items_in(part: RankLocations, keys: list[Any]) -> list[StoredItem | None]:
     """Returns the locations of some items, as a rank reports them to the coordinator."""
-    table = PlaceTable(decode_places(part.places), part.files, is_encrypted=bool(part.check))
+    table = LocationTable(decode_places(part.section), part.files, is_encrypted=bool(part.check))
     return list(table.find([key for key, _ in keys], [hash_of(*key) for key in keys]))
 
 
@@ -355,5 +355,5 @@ def test_keys_are_told_where_the_state_dict_may_not_name_them(planner: DefaultSa
     plan, _ = planned({"w": torch.ones(2)})
     items = [Item(item_key(item.index), "w", "tensor", torch.ones(2)) for item in plan.items]
     (result,) = write_results(items, WriteDone((), 0.0, 0.0, 0.0), 0, planner)
-    rows = decode_places(result.storage_data.places)
+    rows = decode_places(result.storage_data.section)
     assert [key for key, _ in rows.keys.values()] == (["w"] if named else [])

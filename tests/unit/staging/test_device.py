@@ -12,7 +12,7 @@ import torch
 
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._staging import device as device_module
-from dcp_tensorizer._staging.device import PIN_BYTES, Cuda, expandable_segments, synchronize_other_devices
+from dcp_tensorizer._staging.device import PIN_BYTES, Device, expandable_segments, synchronize_other_devices
 
 GIB = 1 << 30
 
@@ -43,13 +43,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(device_module, "_forget_error", lambda index: None)
+    monkeypatch.setattr(device_module, "_clear_error", lambda index: None)
     return driver
 
 
 def test_memory_is_registered_in_chunks(driver: Driver) -> None:
     """A call for all of it would fail, or hold up other processes."""
-    undo = Cuda().pin(4096, 5 * GIB // 2, 0)
+    undo = Device().pin(4096, 5 * GIB // 2, 0)
     assert driver.registered == {4096: GIB, 4096 + GIB: GIB, 4096 + 2 * GIB: GIB // 2}
     undo()
     undo()
@@ -60,14 +60,14 @@ def test_what_is_refused_is_undone_and_says_the_drivers_own_words(driver: Driver
     """The code, its name and the byte; nothing of a limit that the driver does not look at."""
     driver.refused = {4096 + 2 * GIB}
     with pytest.raises(StagingError, match=r"GPU 3: .* says 2 \(out of memory\) at byte 2,147,483,648") as info:
-        Cuda().pin(4096, 3 * GIB, 3)
+        Device().pin(4096, 3 * GIB, 3)
     assert driver.registered == {}
     assert "ulimit" not in str(info.value)
 
 
 def test_the_borders_are_those_of_what_is_registered_now(driver: Driver) -> None:
     """Of all buffers, in order, until each is given back."""
-    cuda = Cuda()
+    cuda = Device()
     high, low = cuda.pin(1 << 40, GIB + 1, 0), cuda.pin(4096, 10, 0)
     assert cuda._borders == (4096, 1 << 40, (1 << 40) + PIN_BYTES)
     high()
@@ -175,7 +175,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_a_mark_is_after_all_that_was_spread(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if an interrupt comes between the streams, while copies are in progress. Loads use only the first one."""
-    stream: Any = Cuda().new_stream(0)
+    stream: Any = Device().new_stream(0)
     first, *others = stream._lanes
     assert stream.mark()._event.stream is first
     assert first.calls == []
@@ -198,9 +198,9 @@ def test_lanes_are_streams_of_their_own(cuda: FakeCuda, monkeypatch: pytest.Monk
     handles = iter([11, 12, 13, 14, None, 16, 17, 18])
     monkeypatch.setattr(device_module, "new_stream", lambda: next(handles))
     monkeypatch.setattr(device_module, "copier", lambda: None)
-    stream: Any = Cuda().new_stream(3)
+    stream: Any = Device().new_stream(3)
     assert stream._lanes == ["11 on 3", "12 on 3", "13 on 3", "14 on 3"]
-    stream = Cuda().new_stream(3)
+    stream = Device().new_stream(3)
     assert isinstance(stream._lanes[0], FakeStream) and stream._lanes[1:] == ["16 on 3", "17 on 3", "18 on 3"]
 
 
@@ -218,7 +218,7 @@ def test_batches_go_through_one_stream_until_one_is_refused(
 
     monkeypatch.setattr(device_module, "new_stream", lambda: 11)
     monkeypatch.setattr(device_module, "copier", lambda: copy)
-    stream: Any = Cuda().new_stream(0)
+    stream: Any = Device().new_stream(0)
     batch = stream.batch([64], [128], [32])
     assert len(stream._lanes) == 1
     assert [stream.copy_batch(batch) for _ in range(3)] == [True, False, False]
@@ -232,7 +232,7 @@ def test_memory_comes_from_what_training_has_freed_if_there_is_no_other(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch keeps it for the stream of training. The copies wait for what is queued there; training for them."""
-    stream: Any = Cuda().new_stream(0)
+    stream: Any = Device().new_stream(0)
     (first, *_) = stream._lanes
     stream.follow()
     first.calls.clear()

@@ -370,7 +370,7 @@ def test_memory_that_fewer_parts_need_is_dropped() -> None:
     first = [memory.take() for _ in range(5)]
     assert memory.take() is None
     for buffer in first[:3]:
-        memory.give_back(buffer)
+        memory.release(buffer)
     memory.allow(4096, 3)
     assert memory.take() is not None  # two are still in use
     assert memory.take() is None
@@ -403,7 +403,7 @@ def test_some_memory_is_kept_for_the_next_file() -> None:
     memory.allow(4096, 5)
     taken = [buffer for _ in range(5) if (buffer := memory.take()) is not None]
     for buffer in taken:
-        memory.give_back(buffer)
+        memory.release(buffer)
     memory.clear()
     kept = {buffer.ctypes.data for _ in range(3) if (buffer := memory.take()) is not None}
     assert len(kept) == 3

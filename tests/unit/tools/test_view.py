@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.tools._view import StoredTensor, blocks_of
 
 from ...lab.states import filled, same

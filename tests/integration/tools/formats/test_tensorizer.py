@@ -13,7 +13,7 @@ from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
 
 from dcp_tensorizer import ChecksumMismatch, ConversionError
-from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import safetensors, torch_file
 from dcp_tensorizer.tools._formats.registry import FORMATS, open_checkpoint

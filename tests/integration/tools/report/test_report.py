@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dcp_tensorizer import tools
-from dcp_tensorizer._index.layouts import Region
+from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.errors import NotCommitted, ReadError
 from dcp_tensorizer.tools import convert
 from dcp_tensorizer.tools._report import measure

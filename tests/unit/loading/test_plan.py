@@ -15,19 +15,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index.layouts import Region
-from dcp_tensorizer._loading.read_planner import (
+from dcp_tensorizer._loading.plan import (
     MAX_SCRATCH_BYTES,
     MAX_SEGMENTS,
     ReadLimits,
     ReadOperation,
+    ReadTarget,
     Segment,
     plan_reads,
 )
-from dcp_tensorizer._loading.targets import ReadTarget
 from dcp_tensorizer._storage.base import ReadTuning
 from dcp_tensorizer._tensor_file import names as layout_module
 from dcp_tensorizer._tensor_file.names import StoredItem, block_size
+from dcp_tensorizer._tensor_file.regions import Region
 
 from ...lab.checkpoints import regions
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_tensorizer._loading.targets import RetainedPlan
+from dcp_tensorizer._planning.read_items import RetainedPlan
 
 EMPTY = torch.Size([])
 

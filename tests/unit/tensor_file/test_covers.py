@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index.layouts import Region, covers, regions_of_range
+from dcp_tensorizer._tensor_file.regions import Region, covers, regions_of_range
 
 from ...lab.checkpoints import regions
 

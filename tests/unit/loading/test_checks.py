@@ -21,10 +21,13 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_tensorizer import MetadataError, NotCommitted, ReadError
 from dcp_tensorizer._formats.catalog import check_chunks, check_coverage, check_length
+from dcp_tensorizer._formats.own import check_world_size
 from dcp_tensorizer._formats.recognise import not_committed
-from dcp_tensorizer._index.layouts import ChunkLayout, Region
-from dcp_tensorizer._loading.validate import check_files, check_own_parts, check_world_size
+from dcp_tensorizer._index.layouts import ChunkLayout
+from dcp_tensorizer._loading.deliver import check_own_parts
+from dcp_tensorizer._loading.run import check_files
 from dcp_tensorizer._storage.open import open_storage
+from dcp_tensorizer._tensor_file.regions import Region
 
 from ...lab.seams import stored_item as make_item
 

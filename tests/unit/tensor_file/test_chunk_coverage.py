@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tensorizer._index import layouts as module
-from dcp_tensorizer._index.layouts import Region, covers, overlapping_pair, regions_of_range
+from dcp_tensorizer._tensor_file import regions as module
+from dcp_tensorizer._tensor_file.regions import Region, covers, overlapping_pair, regions_of_range
 from dcp_tensorizer.errors import MetadataError
 
 COUNT = 1024
