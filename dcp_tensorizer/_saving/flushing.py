@@ -1,6 +1,7 @@
-"""The flush of a local folder as this process sees it: reports saves that have arrived, and waits for them.
+"""The trainer's view of the flush of a local folder: reports saves that have arrived, and waits for them.
 
-The writer process flushes. The state of each save is read from the folder's records, which outlive any process.
+The writer process flushes. This module reads the state of each save from the folder's records, which outlive any
+process.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class _Followed:
 
 
 class CommittedMeta(StorageMeta):
-    """The storage's metadata of a committed save, which other ranks learn of by it.
+    """The storage's metadata of a committed save, which tells the other ranks of the commit.
 
-    No hook of DCP's tells them. But after the commit DCP sends them this object in the metadata: unpickling it
-    confirms the commit (`Flushing.confirm`), and gives an ordinary ``StorageMeta``.
+    DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object confirms
+    the commit (`Flushing.confirm`), and returns an ordinary ``StorageMeta``.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +66,7 @@ def _received(*fields: Any) -> StorageMeta:
 class Flushing:
     """The flush of one local folder, shared by all writers of a process that save there.
 
-    ``queue`` has the records of the folder. ``is_readable`` says whether the folder could be read last time.
+    ``queue`` has the records of the folder. ``is_readable``: the last attempt to read the folder succeeded.
     """
 
     def __init__(self, client: WriterClient, target: FlushTarget) -> None:
@@ -76,7 +77,7 @@ class Flushing:
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
         self._trouble = ("", "")  # the record and the text of the last warning
-        self._environment: dict[str, str] = {}  # in which the flush was requested
+        self._environment: dict[str, str] = {}  # of the last request to flush
         # reentrant, because on_report and signal handlers may wait for the remote
         self._lock = free_in_child(threading.RLock())
         self._is_watching = False
@@ -84,7 +85,7 @@ class Flushing:
         self.is_readable = True
 
     def resume(self) -> None:
-        """Requests the flush of everything in the folder, also of saves of a dead job, from the writer process."""
+        """Requests the flush of the whole folder from the writer process, including saves of dead jobs."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
@@ -96,10 +97,9 @@ class Flushing:
                     in_background(self._run, name="flush-watch", daemon=True)
 
     def follow(self, entry: FlushEntry, report: SaveReport, on_arrival: Callable[[SaveReport, float], object]) -> None:
-        """Reports a save of this rank when it is on the remote: ``on_arrival`` gets the report, and when it arrived
-        (``time.time()``).
+        """Calls ``on_arrival`` when the remote has a save of this rank, with the report and the time of arrival.
 
-        ``entry`` is the record of the rank's part.
+        The time is that of ``time.time()``. ``entry`` is the record of the rank's part.
         """
         future: Future[float] = Future()
         self._followed[entry.stem] = _Followed(report, on_arrival, future)
@@ -108,7 +108,7 @@ class Flushing:
         _following[report.save_id] = self
 
     def confirm(self, save_id: str) -> None:
-        """Records that another rank has committed a save of which this rank has a part."""
+        """Records that another rank has committed a save in which this rank has a part."""
         for stem, followed in list(self._followed.items()):
             if followed.report.save_id == save_id:
                 self.queue.confirm(next(entry for entry in self.queue.entries() if entry.stem == stem))
@@ -119,34 +119,39 @@ class Flushing:
         self._given_up.append(words)
 
     def future(self, save_id: str) -> Future[float] | None:
-        """Returns a future that is done when the remote has a save, unless it has it, or this rank has no part."""
+        """Returns a future that is done when the remote has a save.
+
+        Returns None if the remote has the save already, or if this rank has no part in it.
+        """
         return self._futures.get(save_id)
 
     def admit(self, name: str, run: str) -> None:
-        """Records a run that saves to this local folder and is about to claim the remote one, in the file ``name``.
+        """Records, in the file ``name``, a run that saves to this local folder and is about to lease the remote folder.
 
-        The local folder is flushed as long as the remote one belongs to one of its runs (`Queue.runs`).
+        The local folder is flushed as long as the remote folder belongs to one of the recorded runs (`Queue.runs`).
         """
-        with suppress(ReadError):  # then nothing is saved there
+        with suppress(ReadError):  # a folder that cannot be read gets no saves
             self.queue.admit(name, run)
 
     def entries(self) -> list[FlushEntry]:
-        """Returns all records; none, with a warning, if the folder cannot be read.
+        """Returns all records. If the folder cannot be read, logs an error and returns an empty list.
 
-        If one rank alone raised an error here, the others would wait for it.
+        If a single rank raised an error here, the other ranks would wait for it.
         """
         return self._read(self.queue.entries)
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the records of saves that are not on the remote yet; none, with a warning, if the folder cannot be
-        read.
+        """Returns the records of saves that the remote does not have yet.
+
+        If the folder cannot be read, logs an error and returns an empty list.
         """
         return self._read(self._open)
 
     def unflushed(self) -> int:
         """Returns the number of checkpoints that are in the local folder and not on the remote.
 
-        For ranks that do not commit, those whose files are not sent yet: the rank that commits waits for them.
+        A rank that does not commit counts checkpoints whose files it has not sent yet: the committing rank waits for
+        these files.
         """
         counts: Counter[int] = Counter()
         for entry, record in self.open_records():
@@ -170,19 +175,19 @@ class Flushing:
         patience: Patience | None = None,
         every: float = _LOOK_SECONDS / 4,
     ) -> bool:
-        """Waits until the remote has everything, or until ``until`` returns true; returns whether that is so.
+        """Waits until the remote has everything, or until ``until`` returns true. Returns False if it gives up.
 
         It gives up at the deadline, or when nothing has made progress for too long.
 
         Args:
             deadline: When to give up in any case.
-            until: Another condition to wait for.
+            until: The condition to wait for instead.
             progress: Returns a value that changes while anything besides the flush makes progress.
             patience: The time without progress; by default the target's.
             every: Seconds between two checks.
 
         Raises:
-            ReadError: the folder cannot be read, so that it is unknown whether the remote has everything.
+            ReadError: the folder cannot be read, so it is unknown whether the remote has everything.
         """
         is_over = until or (lambda: not self._open())
         before: object = None
@@ -195,13 +200,13 @@ class Flushing:
             if deadline.left == 0 or patience.is_over():
                 return False
             time.sleep(deadline.within(every))
-        self._check_now()  # so that saves that have arrived are reported before the caller continues
+        self._check_now()  # reports arrived saves before the caller continues
         return True
 
     def _check_now(self) -> None:
         if self._lock.acquire(timeout=1.0):
             try:
-                with suppress(Exception):  # the folder cannot be read
+                with suppress(Exception):  # such as an unreadable folder
                     self._check_folder()
             finally:
                 self._lock.release()
@@ -213,22 +218,22 @@ class Flushing:
             raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
 
     def end(self, deadline: Deadline) -> None:
-        """Waits until this rank has nothing more to do for the flush, or logs what is left."""
+        """Waits until this rank's part of the flush is done. If it gives up, logs the number of checkpoints left."""
         if not self.unflushed():
-            self._check_now()  # it may just have arrived
+            self._check_now()  # a save may just have arrived
             return
-        logger.info("%s: waiting until %d checkpoint(s) are there", self.target.name, self.unflushed())
+        logger.info("%s: waiting for the flush of %d checkpoint(s)", self.target.name, self.unflushed())
         if not self.wait(deadline, until=lambda: not self.unflushed()):
             logger.error(
-                "%d checkpoint(s) have not reached %s. They are in %s, and the next job with this local folder brings "
-                "them there.",
+                "%d checkpoint(s) have not reached %s. They are in %s. Start a job with the same local folder, which "
+                "flushes them.",
                 *(self.unflushed(), self.target.name, self.target.local),
             )
 
     def stop(self) -> None:
-        """Stops restarting the writer process only for the flush."""
+        """Stops restarting the writer process for the flush alone."""
         self._has_ended = True
-        if self._lock.acquire(timeout=1.0):  # so that no other thread is just starting it
+        if self._lock.acquire(timeout=1.0):  # waits for a thread that is just starting the process
             self._lock.release()
 
     def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
@@ -249,10 +254,10 @@ class Flushing:
         try:
             self._client.flush(self.target, context)
         except WriteError as error:
-            logger.warning("%s: the flush cannot go on now: %s", self.target.name, str(error))
+            logger.warning("%s: cannot resume the flush: %s", self.target.name, str(error))
 
     def _run(self) -> None:
-        """Checks the state of the flush, until there is nothing to check."""
+        """Checks the state of the flush until no save is left to follow or to flush."""
         while True:
             time.sleep(_LOOK_SECONDS)
             # The folder may be unreadable for a while, or a callback may raise, even SystemExit.
@@ -261,7 +266,7 @@ class Flushing:
                     self._is_watching = False
                     return
                 if not self._has_ended:
-                    # A flush that fails is requested again if its environment, such as its keys, has changed since.
+                    # If the environment, such as a key in it, has changed, request a failing flush again.
                     is_outdated = environment() != self._environment and any(
                         self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN
                     )
@@ -269,7 +274,7 @@ class Flushing:
                         self._request()
 
     def _check_folder(self) -> bool:
-        """Reports what has changed; returns whether more may change."""
+        """Reports saves that have arrived, failed or been given up. Returns whether any are left to follow or flush."""
         entries = {entry.stem: entry for entry in self.queue.entries()}
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
@@ -291,14 +296,14 @@ class Flushing:
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     def _report_missing(self, followed: _Followed) -> None:
-        """Reports a save whose record was removed before this process saw it on the remote.
+        """Reports a save whose record was removed before this process saw the save on the remote.
 
-        On a rank that does not commit, the save may have been replaced or deleted since.
+        On a rank that does not commit, the save may have been replaced or deleted in the meantime.
         """
         report = followed.report
         words = (
             f"rank {report.rank} has not seen {report.path} on the remote, and its record in {self.queue.folder} is "
-            f"gone: it was given up, or something newer has replaced it"
+            f"gone: the save was given up, or a newer save has replaced it"
         )
         commits = report.commit_seconds is not None
         logger.log(logging.ERROR if commits else logging.WARNING, "%s", words)
