@@ -177,8 +177,8 @@ def pin_if_possible(device: Device, address: int, nbytes: int, index: int) -> Ca
 
 
 class _CudaStream(SideStream):
-    """CUDA streams for large copies; a single one if the driver takes batches. Small copies are queued on the first
-    stream.
+    """CUDA streams over which `spread` distributes copies; a single one if the driver takes batches. All other copies
+    are queued on the first.
 
     The streams are not from torch's pool of 32, which NCCL, graph captures and FSDP share: those would wait for
     gigabytes of copies. ``borders`` returns the addresses at which registrations of host memory begin.
