@@ -474,7 +474,7 @@ class CheckpointManager:
                     self._saves.wait()
                     self._saves.error = self._exports.run_last(self._saves.wait_committed()) or self._saves.error
             elif self._saves.held_step is not None:
-                logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
+                logger.warning("%s: step %d is only in memory", self._folder.path, self._saves.held_step)
         finally:
             self._signals.uninstall()
             self._end(deadline, is_with_all=is_with_all)
@@ -540,7 +540,7 @@ class CheckpointManager:
         Raises what `steps` raises, and `ValueError` without ``keep_best``.
         """
         if self._retention.metric is None:
-            raise ValueError("there is no best checkpoint without keep_best=")
+            raise ValueError("best() needs keep_best=. Pass it to the manager.")
         best = self._retention.best(self._members())
         return None if best is None else best.number
 
@@ -582,9 +582,8 @@ class CheckpointManager:
     def _check_at_home(self) -> None:
         if self._is_copy:
             raise WriteError(
-                f"{self._folder.path}: this process is a forked child of the one that made this manager, and saves of "
-                f"that job are its parent's. Here the manager can restore. To save, make another one in this process, "
-                f"for another folder"
+                f"{self._folder.path}: a forked child of the process that made the manager cannot save, only restore. "
+                f"To save here, make another manager in this process, for another folder."
             )
 
     def _come_home(self) -> None:
@@ -651,7 +650,7 @@ class CheckpointManager:
         position = self._agreement.decided(lambda: self._position_without(step))
         if position is None:
             return False
-        logger.warning("%s: step %d was saved, but is gone: it is saved again", self._folder.path, step)
+        logger.warning("%s: step %d was saved, then deleted: saving it again", self._folder.path, step)
         self._saves.wait()
         self._saves.forget()
         self._position = position
@@ -698,8 +697,8 @@ class CheckpointManager:
         """Begins a branch, because the job has gone back to an earlier step without restoring it."""
         assert self._position is not None
         logger.warning(
-            "%s: the job has gone back from step %d to step %d, and not by restore: from here on its saves are a "
-            "branch of their own",
+            "%s: the job has gone back from step %d to step %d without restore(): its saves from here on form a new "
+            "branch",
             self._folder.path,
             self._position.step,
             step,
@@ -828,7 +827,7 @@ class CheckpointManager:
         step = steps[number]
         if self._agreement.is_first and step.record is not None and step.record.step != step.number:
             logger.warning(
-                "%s/%s says that it is of step %d: it was renamed, or is a copy. It is restored as step %d",
+                "%s/%s records step %d: it was renamed or copied. Restoring it as step %d",
                 self._folder.path,
                 step.name,
                 step.record.step,
