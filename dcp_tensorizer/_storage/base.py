@@ -1,7 +1,7 @@
 """The contract of a checkpoint's directory: sinks, range reads, and small files that appear complete.
 
-File names are taken literally, without globbing. Only local disks and SFTP rename files, because fsspec's rename copies
-them, and globs. Saves and loads never list a directory. Only the manager and the tools do, to find checkpoints.
+File names are literal, never globbed. Only local disks and SFTP rename files, because fsspec's rename copies and globs.
+Saves and loads never list a directory. The manager and the tools list directories to find checkpoints.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ class ReadTuning:
     max_threads: int = 16
     """The number of parallel reads that reach the full speed."""
     min_threads: int = UNLIMITED
-    """The number of threads that begin a load. Others join while these wait for the storage."""
+    """The number of threads that start a load. Further threads start while these wait for the storage."""
     slice_bytes: int = UNLIMITED
-    """The largest piece to read and then hash, so that it is still in the processor's cache."""
+    """The largest piece to read before it is hashed, so that the hash finds it in the processor's cache."""
     max_coalesced_bytes: int | None = None
-    """The largest single read straight into targets. None: the size of the scratch memory."""
+    """The largest single read straight into target tensors; by default, the size of the scratch memory."""
     max_gap_bytes: int = 64 << 10
-    """The largest gap between two ranges that is cheaper to read than another request."""
+    """The largest gap between two ranges that is cheaper to read than to skip with another request."""
 
 
 TIMEOUT = 600.0
-"""Seconds after which the package stops waiting for the storage, unless the user says otherwise."""
+"""The default timeout of storage operations, in seconds."""
 
 TAKEN = "it exists already, and must not be replaced"
 
 FileIdentity = tuple[int | str, ...]
-"""Identifies a file and its contents: another file, or other contents, have another identity."""
+"""Identifies a file and its contents. Two files, or two contents of one file, have different identities."""
 
 
 class Refused(WriteError):
-    """The storage refused a write: the file is not there, and will not appear later."""
+    """The storage refused a write. The file does not exist, and will not appear later."""
 
 
 class Sink(abc.ABC):
-    """A new file, written in parts of equal size: in any order and by several threads, unless `in_order` is set.
+    """A new file, written in parts of equal size. Unless `in_order` is set, threads may write parts in any order.
 
-    A storage's sink defines `_put_part`, `_complete` and `_abort`. The sink of a `SharedFile` is one process's part in
-    it: `complete` makes that part durable, and `abort` leaves the file.
+    A storage's sink defines `_put_part`, `_complete` and `_abort`. The sink of a `SharedFile` writes the parts of one
+    process: `complete` makes these parts durable, and `abort` does not remove the file.
     """
 
     part_bytes: int
@@ -74,24 +74,24 @@ class Sink(abc.ABC):
 
     def __init__(self) -> None:
         self.bytes_written = 0
-        """Bytes taken so far. It grows as long as the write makes progress."""
+        """The number of bytes written so far. It grows as long as the write makes progress."""
         self.write_seconds = 0.0
-        """Time spent in `put`, added up over threads."""
+        """Seconds spent in `put`, added up over threads."""
         self.complete_seconds = 0.0
-        """Time spent in `complete`."""
+        """Seconds spent in `complete`."""
         self.parts: dict[int, dict[str, str]] = {}
         """The parts that this process wrote, for `Storage.complete_shared`."""
         self._lock = free_in_child(threading.Lock())
         self._is_open = True
 
     def put_part(self, number: int, data: memoryview) -> None:
-        """Writes a part; raises `OSError`. ``data`` begins on a page. Afterwards the caller may change it again."""
+        """Writes a part; raises `OSError`. ``data`` begins on a page, and can be reused when the call returns."""
         self.put(number * self.part_bytes, data)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Writes a part at its offset in the file; if `Storage.granule_of` is 1, any bytes. Raises `OSError`.
+        """Writes a part at its offset in the file; if `Storage.granule_of` is 1, any range. Raises `OSError`.
 
-        ``data`` begins at the same distance from a page as ``offset``. Afterwards the caller may change it again.
+        ``data`` begins at the same distance from a page as ``offset``, and can be reused when the call returns.
         """
         started = time.perf_counter()
         self._put(offset, data)
@@ -100,7 +100,7 @@ class Sink(abc.ABC):
             self.write_seconds += time.perf_counter() - started
 
     def complete(self) -> None:
-        """Completes the file and makes it durable. Idempotent; raises `OSError`, and then the caller calls `abort`."""
+        """Completes the file and makes it durable. Idempotent. If it raises `OSError`, the caller must call `abort`."""
         if not self._is_open:
             return
         started = time.perf_counter()
@@ -109,10 +109,10 @@ class Sink(abc.ABC):
         self.complete_seconds += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Drops the file, when no thread writes to it any more. Idempotent; does nothing after `complete`."""
+        """Removes the file. Idempotent; does nothing after `complete`. No thread may be writing to the file."""
         if self._is_open:
             self._is_open = False
-            with suppress(Exception):  # the caller reports the error for which it gives up
+            with suppress(Exception):  # the caller reports the error that made it abort
                 self._abort()
 
     def _put(self, offset: int, data: memoryview) -> None:
@@ -131,19 +131,19 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """Removes what there is of the file."""
+        """Removes the incomplete file."""
 
 
 class SharedFile(NamedTuple):
-    """A file that several processes write together. It appears when one of them completes it."""
+    """A file that several processes write together. It becomes visible when one of them completes it."""
 
     name: str
-    """The name that the file will have."""
+    """The file's final name."""
     token: str
     """The storage's name for the incomplete file."""
     nbytes: int
     save_id: str
-    """The save that writes it."""
+    """The id of the save that writes the file."""
 
 
 class RangeReader(abc.ABC):
@@ -151,10 +151,10 @@ class RangeReader(abc.ABC):
 
     @abc.abstractmethod
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fills ``buffers``, one after the other, from ``offset`` on; raises `EOFError` or `OSError`."""
+        """Fills ``buffers`` in order with the bytes at ``offset``; raises `EOFError` or `OSError`."""
 
     def read_range(self, offset: int, nbytes: int) -> bytes:
-        """Reads ``nbytes`` bytes from ``offset`` on; raises `EOFError` or `OSError`."""
+        """Reads ``nbytes`` bytes at ``offset``; raises `EOFError` or `OSError`."""
         content = bytearray(nbytes)
         self.read_into([memoryview(content)], offset)
         return bytes(content)
@@ -167,11 +167,11 @@ class RangeReader(abc.ABC):
         return self
 
     def close(self) -> None:  # noqa: B027
-        """Closes the file. For remote files there is nothing to do."""
+        """Closes the file. Readers of remote files need not define it."""
 
 
 class HardLinks(NamedTuple):
-    """A file with several names (hard links). It takes space once, and the record is the same under each name."""
+    """Identifies a file with several names (hard links), which takes space once. Equal for all of its names."""
 
     device: int
     inode: int
@@ -184,16 +184,16 @@ class FileInfo(NamedTuple):
     name: str
     nbytes: int
     modified: float | None
-    """When it was last written, in seconds since the epoch; None if unknown. A copy may have the original's time."""
+    """The time of the last write, in seconds since the epoch, if it is known. Copies may have the original's time."""
     changed: float | None
-    """When it was last created, changed, linked or unlinked here (ctime). No program can set it back."""
+    """The time when the file was last created, changed, linked or unlinked here (ctime). Programs cannot set it."""
     shared: HardLinks | None = None
 
 
 class DirectoryLock:
-    """A lock that tells other jobs that a save is in progress in a directory. A ``with`` block releases it at its end.
+    """A lock that a save holds on its directory, visible to other jobs. A ``with`` block releases the lock at its end.
 
-    This base class is for storages without locks.
+    This base class locks nothing. Storages without locks use it.
     """
 
     def __enter__(self) -> DirectoryLock:
@@ -204,14 +204,14 @@ class DirectoryLock:
 
     @property
     def is_exclusive(self) -> bool:
-        """True if no other save is in progress there. False if one may be, and after `share`."""
+        """True if no other save is in progress in the directory. Always False after `share`."""
         return False
 
     def share(self, timeout: float) -> None:
-        """Shares the lock with other saves; raises `WriteError` if that is not possible in ``timeout`` seconds."""
+        """Shares the lock with other saves; raises `WriteError` after ``timeout`` seconds."""
 
     def release(self) -> None:
-        """Ends the lock when the save is over. Idempotent."""
+        """Releases the lock. Idempotent."""
 
 
 class Storage(abc.ABC):
@@ -220,16 +220,16 @@ class Storage(abc.ABC):
     Attributes:
         path: The directory without credentials, for messages and metadata.
         location: The argument with which `open_storage` opens the same directory in another process.
-        in_process: The data lives in this process's memory, so that no other process can write it.
+        in_process: The data is in this process's memory, where no other process can write it.
         reads: Settings for reads at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
-        locks_are_visible: Every job that could save here sees a lock.
-        uploads_are_hidden: A file is an upload until it is complete, and no listing shows it.
+        locks_are_visible: Every job that could save here sees the lock of `lock_directory`.
+        uploads_are_hidden: Listings do not show a file until it is complete.
         may_hang: Calls may never return, because the kernel waits for a disk or a server without a timeout.
-        adopts: `adopt` may work here, for files of ``max_adopted_bytes`` at most.
-        connection: A connection that storages with the same options share, as long as there is a reference to it. A
-            reference that is held from one save to the next saves the time to connect.
-        umask: The umask of the save that is written here, if files have modes; None for the process's own.
+        adopts: `adopt` may succeed here, for files of at most ``max_adopted_bytes``.
+        connection: A connection that storages with the same options share while it is referenced. Hold a reference
+            between saves to avoid reconnecting.
+        umask: The umask of the save, on storages with file modes. By default, the umask of the process.
     """
 
     path: str
@@ -251,24 +251,27 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        """The files in the directory and the names of its subdirectories; raises `NotCommitted` or `ReadError`.
+        """Returns the files in the directory and the names of its subdirectories.
 
-        Links to files count as files. Links to directories are left out.
+        Includes links to files, but not links to directories.
+
+        Raises:
+            NotCommitted: the directory does not exist.
+            ReadError: the directory cannot be read.
         """
 
     def file_in_place(self) -> bytes | None:
-        """The first bytes of a file that has the directory's path; None if there is none, or that is unknown."""
+        """If the path is that of a file and not of a directory, returns the first bytes of the file, otherwise None."""
         return None
 
     def linked_directories(self) -> list[str]:
-        """The names of links to directories elsewhere; raises what `listing` raises."""
+        """Returns the names of links to directories outside of this one; raises the errors of `listing`."""
         return []
 
     def uploads(self) -> list[FileInfo]:
-        """The files that are being uploaded here or below, which no listing shows; raises `ReadError`.
+        """Returns the incomplete uploads to this directory and below, which listings do not show; raises `ReadError`.
 
-        Their names are paths from here, their sizes 0, and ``modified`` is when the upload began. `discard` removes
-        them.
+        Names are relative paths, sizes are 0, and ``modified`` is the start of the upload. `discard` removes uploads.
         """
         return []
 
@@ -280,104 +283,107 @@ class Storage(abc.ABC):
         """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
 
     def granule_of(self, nbytes: int) -> int:
-        """The block size of shared files: each block must be written by one process alone.
+        """Returns the block size of shared files. Only one process may write to a block.
 
         Args:
             nbytes: The size of the file.
 
         Returns:
-            1 if any process may write any byte; otherwise a multiple of 8; 0 if processes cannot share a file here.
+            1 if any process may write any byte, otherwise a multiple of 8. If the storage has no shared files, 0.
         """
         return 0
 
     def begin_shared(self, name: str, nbytes: int, *, save_id: str) -> SharedFile:
-        """Begins a file that several processes write; raises `OSError`. `complete_shared` or `abort_shared` ends it."""
-        raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
+        """Creates a file for several processes to write; raises `OSError`.
+
+        End it with `complete_shared` or `abort_shared`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no shared files (granule_of returns 0)")
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:
-        """Opens a shared file that this or another process has begun; raises `OSError`."""
-        raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
+        """Opens a shared file that this or another process has created; raises `OSError`."""
+        raise NotImplementedError(f"{type(self).__name__} has no shared files (granule_of returns 0)")
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
-        """Gives a shared file its name, once all of it is written. The name is durable after `sync_directory`.
+        """Gives a completely written shared file its name. The name is durable after `sync_directory`.
 
-        Where possible, a new file keeps its temporary name, too, as after `mark`.
+        Where possible, a new file also retains its temporary name, as after `mark`.
 
         Args:
             file: The file.
             parts: The `Sink.parts` of all processes.
-            replace: Replace an old file. Otherwise an old file is an error, as far as the storage can tell.
+            replace: Replace an existing file. Otherwise raise an error, if the storage can detect that file.
 
         Raises:
-            OSError: the file has not got its name, or that is unknown.
+            OSError: the file does not have its name, or the outcome is unknown.
         """
-        raise NotImplementedError(f"{type(self).__name__}.granule_of says that several processes cannot write a file")
+        raise NotImplementedError(f"{type(self).__name__} has no shared files (granule_of returns 0)")
 
     def mark(self, save_id: str, *names: str) -> None:  # noqa: B027
-        """Gives files second, temporary names of a save, where that is possible.
+        """Gives files second, temporary names of a save, where possible.
 
-        If the save dies, they and its record prove that it has written these files, or was to remove them. See
+        If the save dies, these names and its record prove that it wrote these files, or was about to remove them. See
         `is_marked`.
         """
 
     def is_marked(self, name: str, temporary: str) -> bool:
         """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file.
 
-        On a storage without hard links it returns whether ``temporary`` is of the save that is the file's `owner`.
+        On storages without hard links, returns whether ``temporary`` belongs to the save that is the file's `owner`.
         """
         owner = self.owner(name)
         return owner is not None and temporary == temporary_file_name(name, owner)
 
     def owner(self, name: str) -> str | None:
-        """The id of the save that has written a shared file, where files carry it; otherwise None."""
+        """Returns the id of the save that wrote a shared file. If the storage does not record that id, None."""
         return None
 
     def unmark(self, save_id: str, *names: str) -> None:  # noqa: B027
         """Removes the temporary names of files; raises `OSError`. Idempotent."""
 
     def abort_shared(self, file: SharedFile) -> None:  # noqa: B027
-        """Drops a shared file that is not complete; raises `OSError`. Idempotent.
+        """Removes an incomplete shared file; raises `OSError`. Idempotent.
 
-        Without a ``token``, it drops all that were begun under that name.
+        If ``token`` is empty, removes all incomplete files of that name.
         """
 
     def sync_directory(self) -> None:  # noqa: B027
-        """Makes the names of new files durable, where they are not durable with the files."""
+        """Makes the names of new files durable, on storages where `Sink.complete` does not."""
 
     @abc.abstractmethod
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
-        """Writes a small file, which appears complete or not at all.
+        """Writes a small file atomically.
 
         Args:
             name: The name of the file.
             data: Its contents.
             sync: Make the contents durable.
-            replace: Replace an old file. Otherwise an old file is an error, as far as the storage can tell, even if
-                another job has just put it there.
-            save_id: The save to which the file belongs, if any. It is part of the temporary file's name.
+            replace: Replace an existing file. Otherwise raise an error, if the storage can detect that file, even if
+                another job writes it at the same time.
+            save_id: The id of the save that the file belongs to, if any. It is part of the temporary file's name.
 
         Raises:
-            Refused: the file is not there, and will not appear later.
-            WriteError: it is unknown whether the file is there, or will appear.
+            Refused: the file was not written, and will not appear later.
+            WriteError: the outcome is unknown. The file may appear later.
         """
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
         """Replaces a small file if it has the expected contents; returns whether it did.
 
-        If several writers expect the same contents, one succeeds. That is certain on local disks, in this process's
-        memory, and on S3 servers with conditional writes. Elsewhere two writers may succeed at the same moment, and the
-        later file stays.
+        If several writers expect the same contents, one succeeds. Local disks, this process's memory, and S3 servers
+        with conditional writes guarantee that. Elsewhere two writers may succeed at the same time, and the last one
+        wins.
 
         Args:
             name: The name of the file.
-            expected: Its current contents; None: there is no such file.
+            expected: Its current contents. None if the file must not exist.
             data: Its new contents.
             sync: As for `put`.
             save_id: As for `put`.
 
         Raises:
             ReadError: the current contents cannot be read.
-            WriteError: the file cannot be put, or it is unknown whether it was (see `put`).
+            WriteError: the file cannot be written, or the outcome is unknown (see `put`).
         """
         if expected is not None and self.read(name) != expected:
             return False
@@ -391,10 +397,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """A small file's contents, ``most`` bytes of them at most; None if it does not exist; raises `ReadError`."""
+        """Returns at most ``most`` bytes of a small file. If the file does not exist, None. Raises `ReadError`."""
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Reads ``nbytes`` bytes of a file from ``offset`` on; raises `ReadError`."""
+        """Reads ``nbytes`` bytes of a file at ``offset``; raises `ReadError`."""
         try:
             file = self.open(name)
             try:
@@ -407,10 +413,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def head(self, name: str) -> int | None:
-        """A file's size, None if it does not exist; raises `ReadError`."""
+        """Returns a file's size in bytes. If the file does not exist, None. Raises `ReadError`."""
 
     def identity(self, name: str) -> FileIdentity | None:
-        """Returns a file's identity; None where `adopt` does not work, or if there is no such file."""
+        """Returns a file's identity. If the file does not exist, or the storage cannot `adopt`, None."""
         return None
 
     def adopt(
@@ -418,45 +424,45 @@ class Storage(abc.ABC):
     ) -> FileIdentity | None:
         """Copies or links a file from another directory, without passing its bytes through this process.
 
-        A later attempt to write this file must write the same bytes: a server may still carry out an earlier request.
+        If this fails, write the same bytes to the new name: a server may still carry out the failed request.
 
         Args:
             source: The directory of the existing file.
             source_name: Its name there.
             identity: Its expected identity. A file with another identity is not adopted.
             name: The new file's name.
-            sync: Make its data durable, also if another job has written it. The name is durable after `sync_directory`.
+            sync: Make its data durable, even if another job wrote it. The name is durable after `sync_directory`.
 
         Returns:
-            The new file's identity; None if that is not possible, for whatever reason. Then there is no new file.
+            The new file's identity. If the file was not adopted for any reason, None, and there is no new file.
         """
         return None
 
     def put_record(self, name: str) -> None:  # noqa: B027
-        """Writes a record: a small file that `is_record` recognises in this very directory, and in no copy of it.
+        """Writes a record: a small file that `is_record` recognises in this directory, but not in a copy of it.
 
-        It identifies the files of a save, so that leftovers of a dead one can be removed. Storages without visible
-        locks write no record. If a record cannot be written, the save goes on without.
+        The record identifies the files of a save, so that the leftovers of a dead save can be removed. Storages without
+        visible locks write no record. If the record cannot be written, does nothing.
         """
 
     def is_record(self, name: str) -> bool:
-        """Returns whether a file is what `put_record` wrote in this very directory."""
+        """Returns whether `put_record` wrote a file in this directory."""
         return False
 
     def give_up(self) -> None:  # noqa: B027
-        """Prevents a `put` that hangs from taking effect if it ever resumes."""
+        """Prevents a hung `put` from taking effect when it resumes."""
 
     def links(self) -> list[str]:
-        """The `real_path` of each target of a link in the directory."""
+        """Returns the `real_path` of the target of each link in the directory."""
         return []
 
     @property
     def real_path(self) -> str:
-        """The directory with all links resolved, so that it has one name."""
+        """The directory with all links resolved."""
         return self.location
 
     def lock_directory(self) -> DirectoryLock:
-        """Locks the directory, which tells other jobs that a save is in progress here; raises `WriteError`."""
+        """Locks the directory while a save is in progress; raises `WriteError`."""
         return DirectoryLock()
 
     @abc.abstractmethod
@@ -465,9 +471,9 @@ class Storage(abc.ABC):
 
     @contextmanager
     def reading(self, name: str, purpose: str = "") -> Iterator[RangeReader]:
-        """Opens a file for a block. Errors of opening and reading it become `ReadError`.
+        """Opens a file for the block. Errors of opening and reading become `ReadError`.
 
-        ``purpose`` follows the file's name in the messages.
+        ``purpose`` follows the file's name in messages.
         """
         path = f"{self.path}/{name}{purpose}"
         try:
@@ -483,7 +489,7 @@ class Storage(abc.ABC):
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Turns an `OSError` of a block into a `WriteError`: it cannot do ``doing``. Errors of this package pass."""
+        """Turns an `OSError` of the block into a `WriteError`, "cannot ``doing``". Errors of this package pass."""
         try:
             yield
         except CheckpointError:
@@ -492,33 +498,33 @@ class Storage(abc.ABC):
             raise WriteError(self.scrub(f"cannot {doing}: {type(error).__name__}: {error}")) from self.cause(error)
 
     def open_uncached(self, name: str) -> RangeReader:
-        """Opens a file to read what is on the medium, not in a cache; raises `OSError`."""
+        """Opens a file for reads that bypass caches; raises `OSError`."""
         return self.open(name)
 
     @abc.abstractmethod
     def remove(self, *names: str) -> None:
-        """Removes files; raises `OSError`. A file that does not exist is no error."""
+        """Removes files; raises `OSError`. Ignores files that do not exist."""
 
     def discard(self, *names: str) -> None:
-        """Removes files, and incomplete ones that a dead writer has left."""
+        """Removes files, and the incomplete files that a dead writer left under these names."""
         self.remove(*names)
 
     def remove_directory(self) -> bool:
-        """Removes the directory if it is empty; returns whether it is gone."""
+        """Removes the directory if it is empty; returns whether the directory no longer exists."""
         return True
 
     def scrub(self, text: str) -> str:
-        """``text`` without credentials, for messages that quote another library."""
+        """Returns ``text`` without credentials, for messages that quote another library."""
         return redact(text)
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """The cause to raise an error from: ``error``, or None if its traceback would show credentials."""
+        """Returns the cause to raise an error from: ``error``, or None if its traceback shows credentials."""
         shown = "".join(traceback.format_exception(error))
         return error if self.scrub(shown) == shown else None
 
 
 def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
-    """Returns the rest of some buffers after their first ``count`` bytes."""
+    """Returns the buffers without their first ``count`` bytes."""
     rest = []
     for buffer in buffers:
         if count < buffer.nbytes:
@@ -528,7 +534,7 @@ def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
 
 
 def temporary_file_name(name: str, save_id: str = "") -> str:
-    """The temporary name under which a file is written: one name for each save, a new one for a file of no save."""
+    """Returns the temporary name of a file: one name for each save. Without a save, each call returns a new name."""
     return f"{name}.{save_id or uuid.uuid4().hex}.tmp"
 
 
@@ -545,6 +551,6 @@ class MemoryReader(RangeReader):
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         position = offset - self._offset
         for buffer in buffers:
-            # NumPy copies without the interpreter lock.
+            # NumPy releases the GIL while it copies.
             np.frombuffer(buffer, dtype=np.uint8)[:] = self._data[position : position + buffer.nbytes]
             position += buffer.nbytes

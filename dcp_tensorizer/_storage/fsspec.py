@@ -1,4 +1,7 @@
-"""Storages of fsspec's filesystems: S3 by code of its own, others as streams. Only this module imports fsspec."""
+"""Opens URLs with fsspec's filesystems: S3 with its own storage, all others as streams.
+
+Only this module imports fsspec.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from .s3 import S3Storage
 from .urls import check_writable, is_in_process, protocols_of
 
 _AZURE = ("az", "abfs", "abfss")
-# Azure's library looks here for keys, proxies and certificates. Other variables are left out: a filesystem is made, and
-# never freed, for each combination of values.
+# The environment variables from which Azure's library reads keys, proxies and certificates. No others, because each
+# combination of their values needs a filesystem, which is never freed.
 _AZURE_VARIABLES = re.compile("(AZURE|IDENTITY|MSI|IMDS|SSL|REQUESTS|CURL)_|.*_PROXY$|HOME$", re.IGNORECASE)
 _shared_filesystems: dict[str, Any] = {}
 _sharing = free_in_child(threading.Lock())
@@ -52,12 +55,12 @@ def check_url(url: str) -> str:
 
 
 def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
-    """Opens the storage that a URL names; for a local one, returns its path. Raises whatever its filesystem raises.
+    """Opens the storage that a URL names; for a local URL, returns the path. Raises any error of the filesystem.
 
-    Filesystems are made anew, not taken from fsspec's cache, so that they use current credentials and remember no
-    listings. Azure's are the exception: adlfs never frees one, and each has connections of its own. A request is given
-    up after ``timeout`` seconds. A connection that is silent for a tenth of that is replaced, if the filesystem has an
-    option for it.
+    Creates new filesystems instead of taking them from fsspec's cache, so that they use current credentials and cache
+    no listings. Azure's are shared, because adlfs never frees one, and each has its own connections. Requests time out
+    after ``timeout`` seconds. If the filesystem has an option for it, a connection times out after a tenth of that
+    without data.
     """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
@@ -65,31 +68,31 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     protocol = check_url(url)
     waits: dict[str, float] = {}
     if protocol in ("gs", "gcs"):
-        waits = {"requests_timeout": timeout / 2}  # the time of a whole request, not of silence
+        waits = {"requests_timeout": timeout / 2}  # the duration of a whole request, not of silence
     elif protocol in _AZURE:
         waits = dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
     options = {"skip_instance_cache": True} | waits | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)
-    else:  # all filesystems of a chain are made anew, not only the first one
+    else:  # without fsspec's cache for all filesystems of a chain, not only the first one
         behind = protocols_of(url)[1:] if "::" in url else []
         anew = {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
         filesystem, root = fsspec.core.url_to_fs(url, **(options | anew))
     if type(filesystem) is LocalFileSystem:
         return Path(root)
-    if protocol in ("s3", "s3a") and "session" not in options:  # a session is aiobotocore's, which only s3fs can use
+    if protocol in ("s3", "s3a") and "session" not in options:  # only s3fs can use an aiobotocore session
         return S3Storage(filesystem, root, url, scrub, timeout)
     return StreamStorage(filesystem, root, url, scrub, timeout)
 
 
 def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """A filesystem that this process makes once for each combination of options and keys, and the path in it."""
+    """Returns this process's filesystem for some options and credentials, and the path in it."""
     import fsspec
 
     kind = fsspec.get_filesystem_class(protocol)
     arguments = kind._get_kwargs_from_urls(url) | dict(options)
     variables = {name: value for name, value in environment().items() if _AZURE_VARIABLES.match(name)}
-    # A forked child has no thread for its event loop.
+    # With the process id, because a forked child has no thread for the event loop.
     key = fsspec.utils.tokenize(kind, os.getpid(), arguments, variables)
     with _sharing:
         if key not in _shared_filesystems:
@@ -102,24 +105,24 @@ def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> t
 # --- a directory of any fsspec filesystem: streams to write, ranges to read -------------------------------------------
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
-"""Protocols without an event loop that several threads may use at once."""
+"""Protocols of thread-safe filesystems that have no event loop."""
 _swapping = free_in_child(threading.Lock())  # held while a file in this process's memory is replaced
 
 
 class StreamStorage(RemoteStorage):
-    """A directory of any filesystem of fsspec. It uses only what each of them can do.
+    """A directory of any fsspec filesystem. Uses only methods that all of them have.
 
     Filesystems with an event loop serve several threads at once. Others get one request at a time.
 
-    Google Cloud Storage and Azure show an object when its stream is closed. Others may show a data file while it is
-    written. That does no harm, because no reader reads it before ``.metadata`` names it.
+    Google Cloud Storage and Azure show an object when its stream is closed. Others may show an incomplete data file.
+    That is harmless, because no reader reads a data file before ``.metadata`` names it.
     """
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         super().__init__(url, root, scrub, timeout)
         protocol = filesystem.protocol
         self.filesystem = filesystem
-        self._environment = environment()  # when it was made
+        self._environment = environment()  # that the filesystem was created in
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.in_process = is_in_process(url)
         self._turn: AbstractContextManager[Any] = nullcontext()
@@ -154,7 +157,7 @@ class StreamStorage(RemoteStorage):
             try:
                 self.filesystem.pipe_file(self._full(name), data, **mode)
             except OSError as error:
-                # Another job's file makes a conditional put fail. s3fs calls that an invalid argument.
+                # s3fs reports a failed condition, because another job has written the file, as an invalid argument.
                 answer = getattr(error.__cause__, "response", None) or {}
                 if answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
                     raise FileExistsError(TAKEN) from None
@@ -181,11 +184,11 @@ class StreamStorage(RemoteStorage):
         return bytes(self._call("cat_file", self._full(name), **limits))
 
     def _head(self, name: str) -> int:
-        self.filesystem.invalidate_cache(self._root)  # some answer from a cached listing
+        self.filesystem.invalidate_cache(self._root)  # some filesystems answer from a cached listing
         return int(self._call("info", self._full(name))["size"])
 
     def _is_refusal(self, error: Exception) -> bool:
-        return False  # filesystems repeat requests: an earlier attempt, whose answer was lost, may have succeeded
+        return False  # filesystems retry requests: an attempt whose answer was lost may have succeeded
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))
@@ -198,18 +201,18 @@ class StreamStorage(RemoteStorage):
         return self.retries.call(in_turn, self._may_succeed, self._renew)
 
     def _may_succeed(self, error: Exception) -> bool:
-        """Returns whether a failed request may succeed later, or with a filesystem made in today's environment."""
+        """Returns whether a failed request may succeed later, or with a filesystem of the current environment."""
         is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
         return is_outdated or is_transient(error)
 
     def _renew(self) -> None:
-        """Makes a fresh filesystem: with new connections, and with credentials as they are now."""
+        """Replaces the filesystem, to get new connections and the current credentials."""
         old, self._environment = self.filesystem, environment()
         self.filesystem = type(old)(*old.storage_args, **old.storage_options, skip_instance_cache=True)
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:
-    """The time of a file's last write. Each filesystem has its own key and type for it."""
+    """Returns the time of a file's last write, for which each filesystem has its own key and type."""
     for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = entry.get(key)
         with suppress(ValueError):
@@ -222,7 +225,7 @@ def _modified(entry: Mapping[str, Any]) -> float | None:
 
 
 class _StreamSink(Sink):
-    """A stream of fsspec, which takes the parts in order and sends them as they come."""
+    """An fsspec stream, which takes parts in order and sends them as they arrive."""
 
     part_bytes = 8 << 20
     in_order = True
@@ -249,5 +252,5 @@ class _StreamSink(Sink):
             with suppress(Exception):
                 self._stream.discard()
             with suppress(Exception):
-                self._stream.closed = True  # or else fsspec completes the object when it collects the stream
+                self._stream.closed = True  # otherwise fsspec completes the object when the stream is garbage-collected
             self._filesystem.rm_file(self._path)

@@ -1,8 +1,8 @@
-"""The lease of a folder of checkpoints: a file that says which run may change the folder.
+"""The lease of a folder of checkpoints: a file that names the run that may change the folder.
 
-A run takes the lease with its first save. From then on it checks the lease right before it commits or deletes anything
-there. A run may be cut off from the network, or stopped, while another run takes its place. When it comes back, it
-changes nothing, and its next save raises an error.
+A run takes the lease with its first save. From then on the run checks the lease right before it commits or deletes
+anything in the folder. A run may be stopped, or cut off from the network, while another run takes the lease. If the
+first run resumes, it changes nothing, and its next save raises an error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .base import Refused, Storage
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_TRIES = 10  # against runs that take the same lease at the same moment
+_TRIES = 10  # in case other runs take the same lease at the same time
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
     """A lease, stored in the folder as JSON. Later releases may add fields."""
 
-    epoch: int  # the number of the run: one more than that of the run before
+    epoch: int  # the number of the run: one more than that of the previous run
     id: str
     host: str  # the host of the run's first rank, to which the process id belongs
     process: int
@@ -34,12 +34,15 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 def lease_file_name(names: str) -> str:
-    """The name of the lease's file. Jobs with other ``names`` of step directories (with ``N``) may share a folder."""
+    """Returns the name of the lease file. ``names`` is the pattern of step directories (with ``N``).
+
+    Jobs with different patterns can share a folder.
+    """
     return f".{names}.claim"
 
 
 def read_lease(folder: Storage, name: str) -> LeaseRecord | None:
-    """The lease of a folder; None if it has none. Raises `ReadError`."""
+    """Reads the lease of a folder. If there is no valid lease, returns None. Raises `ReadError`."""
     return _decoded(folder.read(name))
 
 
@@ -51,10 +54,10 @@ def _decoded(data: bytes | None) -> LeaseRecord | None:
 
 
 class Lease:
-    """A run's lease of a folder. Several threads may use it.
+    """A run's lease of a folder. Thread-safe.
 
-    ``lost`` is the reason why the folder is no longer this run's; it is empty as long as no reason is known. ``own`` is
-    the run's record, which may come from another process; None before the run has taken the lease.
+    ``lost`` is the reason why this run has lost the lease, and empty until the run finds out. ``own`` is the run's
+    record, which may come from another process. It is None until the run has taken the lease.
     """
 
     def __init__(self, folder: Storage, name: str, own: LeaseRecord | None = None) -> None:
@@ -65,17 +68,17 @@ class Lease:
         self.own = own
 
     def take(self) -> None:
-        """Takes the lease. If that fails now, it is logged, and the first `check` tries again."""
+        """Takes the lease. Logs a failure, and leaves the retry to the next `check`."""
         try:
             self.check()
         except CheckpointError as error:
             if not self.lost:
-                logger.warning("%s; this is tried again before anything is committed", str(error))
+                logger.warning("%s; retrying before the first commit", str(error))
 
     def check(self) -> None:
-        """Checks that the lease is still this run's; takes it if the run has none yet.
+        """Checks that this run has the lease. If the run has not taken the lease yet, takes it.
 
-        Raises `Refused` if another run has taken it since, or that cannot be found out.
+        Raises `Refused` if another run has taken the lease, or if the lease cannot be read or written.
         """
         if self.lost:
             raise Refused(self.lost)
@@ -92,22 +95,22 @@ class Lease:
             self.lost = (
                 f"{self._folder.path} now belongs to another run: process {found.process} on host {found.host} took "
                 f"its lease at {found.claimed_at}, as run {found.epoch}; this is run {own.epoch}, and took it at "
-                f"{own.claimed_at}. This run no longer commits or deletes anything there. End it; if the other run is "
-                f"the wrong one, end that, and start this one again. Two jobs need two folders"
+                f"{own.claimed_at}. This run no longer commits or deletes anything there. End this run, or, if the "
+                f"other run is a mistake, end that one and restart this one. Use one folder per job"
             )
             raise Refused(self.lost)
 
     def _taken(self) -> LeaseRecord:
-        """Replaces the earlier run's lease. Two threads may do so at once."""
+        """Replaces the lease of the previous run. Two threads may call this at the same time."""
         self._folder.make_directory()
         for _ in range(_TRIES):
             data = self._folder.read(self.name)
             before = _decoded(data)
-            if before is not None and before.id == self.id:  # an earlier try has written it, and its answer was lost
+            if before is not None and before.id == self.id:  # written by an earlier attempt whose answer was lost
                 return before
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             own = LeaseRecord((before.epoch if before else 0) + 1, self.id, socket.gethostname(), os.getpid(), now)
             if self._folder.put_if(self.name, data, msgspec.json.encode(own) + b"\n"):
-                logger.info("%s: run %d of this folder begins to save", self._folder.path, own.epoch)
+                logger.info("%s: run %d has taken the lease", self._folder.path, own.epoch)
                 return own
-        raise WriteError(f"other runs have taken the lease {_TRIES} times meanwhile")
+        raise WriteError(f"other runs took the lease {_TRIES} times in the meantime")

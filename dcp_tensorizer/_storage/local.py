@@ -42,10 +42,10 @@ from .local_io import (
 
 _T = TypeVar("_T")
 
-# The file systems on which every process that can reach a directory sees a lock on it. On network file systems a lock
+# The file systems of one machine, on which every process sees the locks of all others. A lock on a network file system
 # may be visible to one machine only.
 _LOCAL_TYPES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-_LOCK_SECONDS = 10.0  # the longest wait for the lock of a small file, which is held for milliseconds
+_LOCK_SECONDS = 10.0  # timeout for the lock of a small file, which is held for milliseconds
 # Errors of network mounts that leave the outcome of a request unknown.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
@@ -70,9 +70,9 @@ class LocalStorage(Storage):
         self.path = self.location = str(root)
         self.reads = ReadTuning(
             max_threads=min(8, 4 * cores()),
-            min_threads=min(8, cores()),  # more would share fewer caches, and read cached files no faster
-            # On few cores slices of the size of a second-level cache are 5% faster, as they are hashed there. On 16
-            # cores, eight threads wait for the interpreter after each: 6.2 GB/s to a GPU, and 8.0 without slices.
+            min_threads=min(8, cores()),  # more threads would share caches, and read cached files no faster
+            # On few cores, slices of the size of the L2 cache are 5% faster, because the hash finds them there. On 16
+            # cores, eight threads wait for the GIL after each slice: 6.2 GB/s to a GPU, and 8.0 without slices.
             slice_bytes=1 << 20 if cores() <= _FEW_CORES else UNLIMITED,
         )
 
@@ -115,8 +115,8 @@ class LocalStorage(Storage):
         return LocalSink(self._root / name, nbytes, sync=sync, preallocate=self._is_local, umask=self.umask)
 
     def granule_of(self, nbytes: int) -> int:
-        # One kernel has one cache for all. Two machines that mount a directory each have one, and write whole pages
-        # of it: of a page that both have changed, the last one's remains.
+        # All processes of one machine share the page cache. Two machines that mount a directory have separate caches
+        # and write back whole pages: if both have changed a page, the last one overwrites the other's bytes.
         return 1 if self._is_local else _GRANULE
 
     def begin_shared(self, name: str, nbytes: int, *, save_id: str) -> SharedFile:
@@ -130,7 +130,7 @@ class LocalStorage(Storage):
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         found = self._found(lambda: _check_kind(self._root / file.token)).st_size
         if found != file.nbytes:
-            raise OSError(f"it has {found:,} bytes, and {file.nbytes:,} were written")
+            raise OSError(f"it has {found:,} bytes, expected {file.nbytes:,}")
         with suppress(FileNotFoundError):
             _check_kind(self._root / file.name)  # a rename would replace it
         if self._is_given_up:
@@ -179,11 +179,15 @@ class LocalStorage(Storage):
             try:
                 self.sync_directory()
             except OSError as error:
-                raise WriteError(f"{self._root / name} is in place, but may not stay there: {error}") from error
+                raise WriteError(
+                    f"{self._root / name} was written, but its name may not be durable: {error}"
+                ) from error
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
         if expected is None:
-            return super().put_if(name, None, data, sync=sync, save_id=save_id)  # a link tells whether there was one
+            return super().put_if(
+                name, None, data, sync=sync, save_id=save_id
+            )  # atomic, because link() fails if the name exists
         try:
             file = _open_to_lock(self._root / name)
         except (FileNotFoundError, NotADirectoryError):
@@ -192,14 +196,14 @@ class LocalStorage(Storage):
             raise ReadError(f"cannot read {self._root / name}: {error}") from error
         with file:
             _lock_file(file.fileno(), self._root / name)
-            # The holder of the lock before has replaced the file, so the one that is open here is an old one.
+            # Read by name, not from this descriptor: the previous holder of the lock may have replaced the file.
             return super().put_if(name, expected, data, sync=sync, save_id=save_id)
 
     def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
         """Renames a temporary file to its final name.
 
-        A network mount may report a failure after it has renamed the file: the answer was lost, and its retry found the
-        file renamed.
+        A network mount may report a failure after it has renamed the file, if the answer was lost and its own retry
+        failed.
         """
         try:
             if not replace:
@@ -210,7 +214,7 @@ class LocalStorage(Storage):
                 if self.read(name) == data:
                     return
             if error.errno in _UNANSWERED and not self._is_local:
-                raise WriteError(f"{self._root / name} may be in place, now or later: {error}") from error
+                raise WriteError(f"it is unknown whether {self._root / name} was written: {error}") from error
             raise
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
@@ -229,9 +233,9 @@ class LocalStorage(Storage):
             raise ReadError(f"cannot read {path}: {error}") from error
 
     def _found(self, find: Callable[[], _T]) -> _T:
-        """Calls ``find``. On a network mount, it calls it once more if the file is not there.
+        """Calls ``find``. If the file is missing on a network mount, calls ``find`` once more.
 
-        NFS remembers for half a minute that a name was missing. Opening the directory makes it ask the server again.
+        NFS caches missing names for half a minute. Opening the directory makes the client ask the server again.
         """
         try:
             return find()
@@ -296,7 +300,7 @@ class LocalStorage(Storage):
         if self.locks_are_visible:  # threads are no faster: 10,000 files took 0.1 s either way
             for name in names:
                 self._unlink(name)
-        else:  # each waits for a server
+        else:  # in threads, because each call waits for a server
             in_threads(self._unlink, names)
 
     def _unlink(self, name: str) -> None:
@@ -311,9 +315,9 @@ class LocalStorage(Storage):
 
     @property
     def _is_local(self) -> bool:
-        """Returns whether only this machine uses the file system. The answer is kept, because a save asks nine times.
+        """Returns whether only this machine uses the file system. Cached, because a save needs it nine times.
 
-        A cached property would not do: up to Python 3.11 it holds a lock, and all threads would wait for a hung mount.
+        Not a ``cached_property``: up to Python 3.11 it holds a lock, and all threads would wait for a hung mount.
         """
         if self._is_local_known is None:
             self._is_local_known = file_system(self._root) in self._local_types
@@ -323,7 +327,7 @@ class LocalStorage(Storage):
 class _FileLock(DirectoryLock):
     """A lock on the directory: exclusive if no other save is in progress there, otherwise shared.
 
-    It ends with this object, and in any case with the process.
+    The lock is released when this object is freed or the process ends.
     """
 
     def __init__(self, root: Path, *, is_visible: bool) -> None:
@@ -339,7 +343,7 @@ class _FileLock(DirectoryLock):
         self._is_exclusive = False
         deadline = time.monotonic() + timeout
         self._wait(deadline, timeout)
-        while not self._is_current():  # another save cleaned up, and removed the directory as well
+        while not self._is_current():  # another save has removed the directory while cleaning up
             self.release()
             self._open()
             self._wait(deadline, timeout)
@@ -348,7 +352,7 @@ class _FileLock(DirectoryLock):
         self._release()
 
     def _open(self) -> None:
-        """Opens the directory, and makes it again if it was removed."""
+        """Opens the directory. If it was removed, creates it again."""
         try:
             with suppress(FileExistsError):
                 self._root.mkdir()
@@ -359,13 +363,15 @@ class _FileLock(DirectoryLock):
         self._release = Finalizer(self, _unlock, self._directory)
 
     def _is_current(self) -> bool:
-        """Returns whether the path still leads to the directory that is locked."""
+        """Returns whether the path still names the locked directory."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._directory.number), os.stat(self._root))
         return False
 
     def _wait(self, deadline: float, timeout: float) -> None:
-        while not self._lock(fcntl.LOCK_SH):  # another save cleans up, which takes milliseconds unless it was stopped
+        while not self._lock(
+            fcntl.LOCK_SH
+        ):  # another save is cleaning up, which takes milliseconds unless its process is stopped
             if time.monotonic() > deadline:
                 self.release()
                 raise WriteError(
@@ -374,7 +380,7 @@ class _FileLock(DirectoryLock):
             time.sleep(0.01)
 
     def _lock(self, operation: int) -> bool:
-        """Tries to lock; returns whether that succeeded. Without locks in the file system, only shared ones succeed."""
+        """Tries to lock; returns whether that succeeded. If the file system has no locks, only shared ones succeed."""
         try:
             fcntl.flock(self._directory.number, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -385,7 +391,7 @@ class _FileLock(DirectoryLock):
 
 
 def _unlock(directory: Descriptor) -> None:
-    with suppress(OSError):  # a child process may have inherited the descriptor, and would keep the lock
+    with suppress(OSError):  # close is not enough: a child process may have inherited the descriptor
         fcntl.flock(directory.number, fcntl.LOCK_UN)
     directory.close()
 
@@ -397,9 +403,9 @@ def _read(most: int | None, path: Path) -> bytes:
 
 
 def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
-    """Checks that a path is a regular file, because opening a FIFO waits for its other end for ever.
+    """Checks that a path is a regular file, because opening a FIFO blocks until its other end is opened.
 
-    Raises `OSError` if there is no file, or the path is something else.
+    Raises `OSError` if the path does not exist, or is not a regular file.
     """
     status = os.stat(path)
     kind = stat.S_IFMT(status.st_mode)
@@ -412,9 +418,9 @@ def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Gives a file a second name, which must be free; returns whether it did.
+    """Links a file to a second name, which must not exist; returns whether it did.
 
-    On mounts without hard links it only checks that the name is free.
+    On mounts without hard links, only checks that the name does not exist.
     """
     try:
         os.link(source, target)
@@ -428,18 +434,18 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _open_to_lock(path: Path) -> BinaryIO:
-    """Opens a file so that it can be locked: network mounts lock only files that are open for writing."""
+    """Opens a file to lock it. Network mounts lock only files that are open for writing."""
     _check_kind(path)
     try:
         return path.open("r+b")
-    except PermissionError:  # another user's, in a folder of both
+    except PermissionError:  # the file belongs to another user of a shared folder
         return path.open("rb")
 
 
 def _lock_file(descriptor: int, path: Path) -> None:
-    """Locks a file until it is closed. On a file system without locks, it does nothing.
+    """Locks a file until it is closed. On a file system without locks, does nothing.
 
-    Raises `WriteError` if another process has held the lock for seconds.
+    Raises `WriteError` after `_LOCK_SECONDS`.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -467,27 +473,27 @@ def _sync_directory(path: Path) -> None:
 
 # --- records of saves, valid in one directory only --------------------------------------------------------------------
 #
-# A directory without metadata may be a copy in progress: programs copy data first, metadata last, and restore the times
-# of files. So neither missing files nor their age prove that a save has died there. A record proves it. It names the
-# boot of the machine, the inode of the directory and its own. Inodes are reused. So it also names the time of its own
-# last change (ctime), which no program can set. A copy of a record has another one, and is not valid.
+# A directory without metadata may be a copy in progress: programs copy data first, metadata last, and restore mtimes.
+# So neither missing files nor their age prove that a save has died there. A record proves it: it contains the id of the
+# machine's boot, the inode of the directory and its own inode. Because inodes are reused, it also contains the time of
+# its own last change (ctime), which no program can set. A copy of a record has another ctime, and is not valid.
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # A file system's clock may be one tick of the kernel (10 ms at most) behind.
 _TOLERANCE = 0.05
-_ATTEMPTS = 20  # the process may lose its core between two lines
+_ATTEMPTS = 20  # the scheduler may preempt the process between taking the time and writing it
 
 
 def boot_id() -> str:
-    """The id of this machine's boot; raises `OSError` where that is unknown."""
+    """Returns the id of this machine's boot; raises `OSError` if it is unknown."""
     return _BOOT_ID.read_text()
 
 
 def put_record(path: Path) -> None:
-    """Writes a record; raises `OSError`, also if the boot is unknown.
+    """Writes a record; raises `OSError`, also if the boot id is unknown.
 
-    It is not made durable, because after the next boot it proves nothing.
+    Does not sync it, because a record proves nothing after the next boot.
     """
     boot = boot_id()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -504,7 +510,7 @@ def put_record(path: Path) -> None:
 
 
 def is_record(path: Path) -> bool:
-    """Returns whether a file is a record that was written in this directory since the machine was booted."""
+    """Returns whether a file is a record that was written in this directory since the last boot."""
     with suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -521,38 +527,38 @@ def _is_valid(path: Path, descriptor: int) -> bool:
 
 
 def _inodes(path: Path, descriptor: int) -> str:
-    """The inodes that a record names: the directory's, and its own."""
+    """Returns the inodes of a record: that of its directory, and its own."""
     return "".join(f"{state.st_dev} {state.st_ino}\n" for state in (os.stat(path.parent), os.fstat(descriptor)))
 
 
 # --- hard links: one file of two checkpoints --------------------------------------------------------------------------
 #
-# A linked file is part of several checkpoints. So when it gets its second name, it loses its write permission. And it
-# is linked only if it has not changed since it was written.
+# A linked file is part of several checkpoints, so linking removes its write permission. A file is linked only if it has
+# not changed since it was written.
 
 _WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 def identity_of(status: os.stat_result) -> FileIdentity | None:
-    """The device, inode, size and time of the last write of a file; None for anything else."""
+    """Returns device, inode, size and mtime of a regular file, and None for any other kind."""
     if not stat.S_ISREG(status.st_mode):
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool) -> bool:
-    """Gives a file a second name, if it has the expected identity; returns whether it did.
+    """Links a file to a second name if it has the expected identity; returns whether it did.
 
-    The directory of the new name must be fsynced afterwards. With ``sync`` the data is made durable, because its writer
-    may not have done that. No error is raised, because many are ordinary: the file is missing (ENOENT), on another file
-    system (EXDEV), has too many names (EMLINK), belongs to another user or is on a file system without links (EPERM).
+    The caller must fsync the directory of the new name. ``sync`` makes the data durable, which its writer may not have
+    done. Raises no errors, because many are ordinary: the file is missing (ENOENT), on another file system (EXDEV), has
+    too many names (EMLINK), belongs to another user or is on a file system without links (EPERM).
     """
     with suppress(OSError):
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if identity_of(os.fstat(descriptor)) != identity:
                 return False
-            with suppress(OSError):  # a network mount may report the failure of its own retry; the result counts
+            with suppress(OSError):  # a network mount may report the failure of its own retry, so check the result
                 os.link(source, target, follow_symlinks=False)
             # A file that cannot be linked is left as it is, and its data is not synced.
             return _is_linked(target, identity) and _made_read_only(descriptor, target, sync=sync)
@@ -562,7 +568,7 @@ def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool)
 
 
 def _made_read_only(descriptor: int, target: Path, *, sync: bool) -> bool:
-    """Removes the write permission of a linked file, and syncs it. If that fails, removes its second name."""
+    """Removes the write permission of a linked file, and syncs the file. If that fails, removes its second name."""
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & _WRITABLE:
@@ -576,9 +582,9 @@ def _made_read_only(descriptor: int, target: Path, *, sync: bool) -> bool:
 
 
 def _is_linked(target: Path, identity: FileIdentity) -> bool:
-    """Returns whether the new name leads to the expected file: the source may have been replaced meanwhile.
+    """Returns whether the new name is that of the expected file: the source may have been replaced in the meantime.
 
-    If it does not, or that cannot be found out, the name is removed, so that the file can be written under it.
+    If it is another file, or stat fails, removes the name, so that the caller can write the file instead.
     """
     with suppress(OSError):
         if identity_of(os.lstat(target)) == identity:
@@ -597,7 +603,7 @@ def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
         if entry.is_dir(follow_symlinks=False):  # a link would show its directory twice
             folders.append(entry.name)
             continue
-        with suppress(OSError):  # removed since then, or a link to nowhere or in a circle
+        with suppress(OSError):  # removed since the listing, or a broken or circular link
             state = entry.stat()
             if stat.S_ISREG(state.st_mode):
                 shared = HardLinks(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
@@ -606,7 +612,7 @@ def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
 
 
 def linked_directories(folder: Path) -> list[str]:
-    """The links to directories that are not in this directory; see `Storage.linked_directories`."""
+    """Returns the names of links to directories elsewhere; see `Storage.linked_directories`."""
     here = os.path.realpath(folder)
     linked = [entry.path for entry in _entries(folder) if entry.is_symlink() and os.path.isdir(entry.path)]
     return [os.path.basename(path) for path in linked if os.path.dirname(os.path.realpath(path)) != here]
@@ -617,7 +623,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotCommitted(f"there is no directory {folder}") from error
+        raise NotCommitted(f"{folder} does not exist, or is not a directory") from error
     except OSError as error:
         raise ReadError(f"cannot list {folder}: {error}") from error
 
@@ -629,13 +635,13 @@ _ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 
 def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
-    """The type of the file system that a path is on; empty if that is unknown."""
+    """Returns the type of the file system that a path is on. If it is unknown, returns an empty string."""
     real = os.path.realpath(path)
     nearest, kind = "", ""
     with suppress(OSError), mounts.open("rb") as lines:
         for line in lines:
             fields, _, rest = line.partition(b" - ")
-            # Characters that would end a field are escaped.
+            # The kernel escapes characters that would end a field.
             escaped = fields.split(b" ")[4]
             mount = os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8) & 0xFF]), escaped))
             is_inside = real == mount or real.startswith(mount.rstrip("/") + "/")

@@ -21,7 +21,7 @@ from .._runtime.process_context import current_umask
 from .base import MemoryReader, RangeReader, Sink, rest_of
 
 _IOV_MAX = 1024  # Linux's limit on the buffers of one preadv
-_LEAST_UNCACHED = 1 << 20  # smaller reads are not worth a look at the cache
+_LEAST_UNCACHED = 1 << 20  # for smaller reads, the query of the cache costs more than it saves
 
 
 class LocalFile(RangeReader):
@@ -38,7 +38,7 @@ class LocalFile(RangeReader):
         read_into(self._descriptor(), buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Reads a range past the page cache, into this thread's bounce buffer, unless the cache holds it."""
+        """Reads a range that is not in the page cache with O_DIRECT, into this thread's bounce buffer."""
         if nbytes < _LEAST_UNCACHED:
             return self
         if self._uncached is None:
@@ -53,10 +53,11 @@ class LocalFile(RangeReader):
             os.close(fd)
 
     def _descriptor(self) -> int:
-        """This thread's own descriptor of the open file. The file's name may lead to another one by now.
+        """Returns this thread's own descriptor of the open file.
 
-        If threads shared a descriptor, their reads would look random to the kernel, which would read less ahead: 0.85
-        instead of 1.4 GB/s from a cold disk.
+        On a shared descriptor, the kernel takes the reads of several threads for random ones and reads ahead less: 0.85
+        instead of 1.4 GB/s from a cold disk. The descriptor is reopened by /proc, because another file may have the
+        name by now.
         """
         try:
             return self._own.fd  # type: ignore[no-any-return]
@@ -69,22 +70,22 @@ class LocalFile(RangeReader):
 
 
 class _Uncached:
-    """Reads ranges past the page cache, unless the cache has them.
+    """Reads ranges that are not in the page cache with O_DIRECT.
 
-    To bring 2.1 GB into the cache, the kernel takes 0.8 s of CPU time, or 3.3 s if a hypervisor has to provide the
-    pages first. A read past the cache takes 0.2 s, and the copy from the bounce buffer 0.3 s. But the next reader of
-    the file does not find it in the cache.
+    To read 2.1 GB into the cache, the kernel takes 0.8 s of CPU time, or 3.3 s if a hypervisor has to provide the pages
+    first. An O_DIRECT read takes 0.2 s, and the copy from the bounce buffer 0.3 s, but the next
+    reader does not find the file in the cache.
     """
 
     def __init__(self, fd: int) -> None:
         self._residency: Residency | None = None
-        self._fd = open_direct(Path(f"/proc/self/fd/{fd}"), os.O_RDONLY)  # its name may belong to another file by now
+        self._fd = open_direct(Path(f"/proc/self/fd/{fd}"), os.O_RDONLY)  # another file may have the name by now
         if self._fd is not None:
             with suppress(OSError, ValueError):
                 self._residency = Residency(fd)
 
     def read(self, offset: int, nbytes: int) -> RangeReader | None:
-        """Reads a range; None if it is in the page cache, or cannot be read past it. Raises `OSError`."""
+        """Reads a range; raises `OSError`. If the range is in the page cache, or O_DIRECT fails, returns None."""
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
         start = offset // BLOCK * BLOCK
@@ -97,7 +98,7 @@ class _Uncached:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return None  # the file system opens files for O_DIRECT, but does not read them
+            return None  # the file system opens files with O_DIRECT, but refuses to read them
         return MemoryReader(buffer[:count], start) if start + count >= offset + nbytes else None
 
     def close(self) -> None:
@@ -107,14 +108,14 @@ class _Uncached:
             self._residency.close()
 
 
-_bounce = threading.local()  # each thread's buffer, which is replaced when it is too small
+_bounce = threading.local()  # holds each thread's buffer, which is replaced when it is too small
 
 
 class UncachedFile(LocalFile):
-    """A local file that is read past the page cache, to see what is on the disk.
+    """A local file that is read with O_DIRECT, to verify what is on the disk.
 
-    That works for whole blocks whose offset and memory are aligned. The rest of a read goes through the cache. So does
-    all of it if the file system refuses O_DIRECT.
+    O_DIRECT needs whole blocks with aligned offset and memory. The rest of a read goes through the page cache, or all
+    of it if the file system refuses O_DIRECT.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,7 +128,7 @@ class UncachedFile(LocalFile):
         super().read_into([first[count:], *others], offset + count)
 
     def _read_direct(self, buffer: memoryview, offset: int) -> int:
-        """Reads whole blocks past the page cache; returns the number of bytes read, perhaps 0."""
+        """Reads whole blocks with O_DIRECT; returns the number of bytes read, which may be 0."""
         whole = buffer.nbytes // BLOCK * BLOCK
         if self._direct_fd is None or offset % BLOCK or not whole:
             return 0
@@ -136,7 +137,7 @@ class UncachedFile(LocalFile):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return 0  # the memory does not begin on a block, or the file system has rules of its own
+            return 0  # the memory is not aligned to a block, or the file system has its own rules
         return whole
 
     def close(self) -> None:
@@ -146,9 +147,7 @@ class UncachedFile(LocalFile):
 
 
 def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fills ``buffers``, one after the other, from ``offset`` on; raises `EOFError` if the file ends before, or
-    `OSError`.
-    """
+    """Fills ``buffers`` in order with the bytes at ``offset``; raises `EOFError` or `OSError`."""
     if len(buffers) <= _IOV_MAX and os.preadv(fd, buffers, offset) == sum(map(len, buffers)):
         return
     pending = [buffer for buffer in buffers if buffer.nbytes]
@@ -162,12 +161,12 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 # --- writing past the page cache --------------------------------------------------------------------------------------
 #
-# O_DIRECT takes a tenth of the CPU time of a buffered write, and leaves the page cache to the training data. Some file
-# systems refuse it (tmpfs before Linux 6.6, some network mounts). There, parts go through the page cache and are then
-# dropped from it.
+# O_DIRECT takes a tenth of the CPU time of a buffered write, and leaves the page cache to the training data. On file
+# systems that refuse O_DIRECT (tmpfs before Linux 6.6, some network mounts), parts go through the page cache, and
+# `_complete` drops them from it.
 
 BLOCK = 4096
-"""O_DIRECT's unit. No file system in use needs a larger one."""
+"""The alignment of O_DIRECT. No file system in use needs a larger one."""
 
 _MAX_EDGES = 1024  # blocks kept in memory: 4 MiB at most
 
@@ -175,20 +174,20 @@ _OF_OWNER = 0o600
 
 
 class LocalSink(Sink):
-    """A local file that is written past the page cache where possible; raises `OSError`.
+    """A local file that is written with O_DIRECT where possible; raises `OSError`.
 
-    Incomplete blocks, at the edges of runs, go through the page cache. Such a write and all other writes to the file
-    wait for each other, across processes. So the edges are written last: with 60 tensors in a file of two processes, a
-    thread then waits 726 times instead of 984.
+    Incomplete blocks, at the edges of runs, go through the page cache. The kernel serializes such a write with all
+    other writes to the file, across processes. So `_complete` writes the edges last: with 60 tensors in a file of two
+    processes, a thread then waits 726 times instead of 984.
 
     Args:
         path: The file.
-        nbytes: The size of a new file, which must not exist. None for a file that `make_shared` has made, in which
-            this process writes its part.
+        nbytes: The size of a new file, which must not exist. None opens a file that `make_shared` has created, for
+            the parts of this process.
         sync: Make the data durable.
-        preallocate: Reserve the space of a new file first, so that a full disk is an error before the work begins.
-            Many network mounts cannot do that, and glibc would imitate it by writing zeros.
-        umask: Of the save, for a new file's mode.
+        preallocate: Reserve the space of a new file first, so that a full disk raises an error before the first write.
+            Pass False on network mounts: many cannot reserve space, and glibc then writes zeros instead.
+        umask: The umask of the save, for the mode of a new file.
     """
 
     part_bytes = 4 << 20  # 1 to 8 MiB are equally fast; larger parts take less Python time per byte, and more memory
@@ -241,7 +240,7 @@ class LocalSink(Sink):
             raise explained(error) from error
         if self._sync:
             os.fsync(self._fd)
-            if hasattr(os, "posix_fadvise"):  # what went through the page cache leaves it
+            if hasattr(os, "posix_fadvise"):  # drop buffered writes from the page cache
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._close_descriptors()
 
@@ -253,7 +252,7 @@ class LocalSink(Sink):
                 self.path.unlink(missing_ok=True)
 
     def _close_descriptors(self) -> None:
-        """Closes each descriptor once: even if that fails, its number may be another file's afterwards."""
+        """Closes each descriptor once, even after an error: the number may already belong to another file."""
         numbers, self._to_close = self._to_close, []
         with ExitStack() as closing:
             for number in numbers:
@@ -261,7 +260,7 @@ class LocalSink(Sink):
 
 
 def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None) -> None:
-    """Creates a file that several processes will write; it must not exist. If that fails, there is no file."""
+    """Creates a file for several processes to write, which must not exist. If that fails, leaves no file."""
     fd = new_file(path, umask)
     try:
         try:
@@ -277,7 +276,7 @@ def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None
 
 
 def new_file(path: Path, umask: int | None = None) -> int:
-    """Makes a file, with the mode that other programs' files have (`give_mode`); returns its descriptor."""
+    """Creates a file with the usual mode (see `give_mode`); returns its descriptor."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -288,7 +287,7 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 
 def explained(error: OSError) -> OSError:
-    """Adds to a permission error the owner of the folder and the remedy, as far as they can be seen."""
+    """Adds a remedy to errors of permissions and limits; to a permission error, also the owner of the folder."""
     if error.errno == errno.EFBIG:
         return OSError(error.errno, f"{os.strerror(error.errno)}: {too_large()}")
     if (words := too_many(error)) is not None:
@@ -296,12 +295,12 @@ def explained(error: OSError) -> OSError:
     if not isinstance(error, PermissionError) or not error.filename:
         return error
     path = Path(os.fsdecode(error.filename))
-    for folder in (path, *path.parents):  # the first that can be examined is the one that refused
+    for folder in (path, *path.parents):  # the first one that stat succeeds on refused the access
         with suppress(OSError):
             status = folder.stat()
             whose = f"{folder} belongs to {_name(status.st_uid)} (mode {stat.S_IMODE(status.st_mode):o})"
-            asks = f"this process is {_name(os.geteuid())}"
-            words = f"{error.strerror}: {whose}, and {asks}: give this process write permission, or save elsewhere"
+            own = f"this process runs as {_name(os.geteuid())}"
+            words = f"{error.strerror}: {whose}, and {own}: give this process write permission, or save elsewhere"
             return PermissionError(error.errno, words)
     return error
 
@@ -313,13 +312,13 @@ def _name(user: int) -> str:
 
 
 def give_mode(made: int | Path, full: int, umask: int | None) -> None:
-    """Gives a new file or directory the mode ``full`` less a umask; None: the process's own umask.
+    """Sets the mode of a new file or directory to ``full & ~umask``, by default with the umask of the process.
 
     The process may have changed its umask since the save began. Also, a thread that reads the umask sets another one
-    for a moment, and the file may have been made with that one. A mode that locks out the owner is always a mistake.
-    In a directory with default access rights, umasks do not count, and nothing is changed.
+    for a moment, and the file may have been created with that one. A mode that locks out the owner is always a mistake.
+    In a directory with default ACLs, umasks have no effect, and this function changes nothing.
     """
-    with suppress(OSError):  # the file system has modes of its own
+    with suppress(OSError):  # the file system does not support modes
         mode = stat.S_IMODE(os.stat(made).st_mode)
         is_usable, permissions = mode & _OF_OWNER == _OF_OWNER, mode & 0o777
         if is_usable and (umask is None or permissions == full & ~umask):
@@ -332,7 +331,7 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
 
 
 def open_direct(path: Path, access: int) -> int | None:
-    """Opens a file for reads or writes past the page cache; None if the file system does not allow that."""
+    """Opens a file with O_DIRECT. If the file system refuses O_DIRECT, returns None."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -342,7 +341,7 @@ def open_direct(path: Path, access: int) -> int | None:
 
 
 def _put_direct(fd: int, data: memoryview, offset: int) -> bool:
-    """Writes whole blocks past the page cache; returns False if the file system does not allow that after all."""
+    """Writes whole blocks with O_DIRECT. If the file system refuses the write, returns False."""
     try:
         _put(fd, data, offset)
     except OSError as error:
@@ -362,26 +361,26 @@ def _put(fd: int, data: memoryview, offset: int) -> None:
 # --- which pages of a file are cached ---------------------------------------------------------------------------------
 
 _RUN = 64 << 20  # pages are cached and dropped in long runs, and each query takes time
-_PROBES = 8  # pages of a run to ask about: single pages may be dropped at any time
+_PROBES = 8  # pages of a run to query: the kernel may drop single pages at any time
 
 
 class Residency:
-    """Which parts of an open file are in the page cache, by mincore.
+    """Queries with mincore which parts of an open file are in the page cache.
 
-    A read with RWF_NOWAIT would show it, too. But then the kernel reads missing pages ahead, so that they come from the
-    disk twice. If this process may not write to the file, the kernel says that all of it is cached.
+    A read with RWF_NOWAIT would also answer that, but makes the kernel read missing pages ahead, so that they are read
+    from the disk twice. If this process cannot write to the file, the kernel reports all pages as cached.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         self._address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
-        # PyDLL keeps the interpreter lock. The call takes less time than CDLL takes to release it and get it back.
+        # PyDLL holds the GIL. The call takes less time than CDLL takes to release and reacquire it.
         self._mincore = ctypes.PyDLL(None).mincore
         self._mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         self._runs: dict[int, bool] = {}
 
     def holds(self, offset: int) -> bool:
-        """Returns whether most of the run around a byte was in the cache when it was first asked for."""
+        """Returns whether most of the run around an offset was in the cache at the first query of that run."""
         run = offset // _RUN
         if run not in self._runs:
             start, stop = run * _RUN, min(run * _RUN + _RUN, len(self._mapping))
@@ -390,7 +389,7 @@ class Residency:
         return self._runs[run]
 
     def holds_page(self, offset: int) -> bool:
-        """Returns whether the page of a byte is in the cache now."""
+        """Returns whether the page at an offset is in the cache now."""
         answer = ctypes.c_ubyte(1)
         failed = self._mincore(self._address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(answer))
         return bool(failed or answer.value & 1)

@@ -1,8 +1,8 @@
 """Opens the storage that a path or a URL names.
 
-A URL is opened by the package that has registered a storage for its protocol, by this package's own storages, or by
-fsspec, in this order. A package registers a storage by an entry point of the group `STORAGES`. Its name is the
-protocol, and its object is an `Opener`.
+A URL is opened by the package that registered a storage for its protocol, by this package's own storages, or by fsspec,
+in this order. A package registers a storage with an entry point of the group `STORAGES`, whose name is the protocol and
+whose object is an `Opener`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 STORAGES = "dcp_tensorizer.storages"
-"""The group of entry points by which packages register storages."""
+"""The group of entry points with which packages register storages."""
 
 _EXTRAS = (
     dict.fromkeys(("s3", "s3a"), "s3")
@@ -39,16 +39,16 @@ _EXTRAS = (
 
 _SHARED = (["file"], ["local"], ["s3"], ["s3a"])
 NOT_SHARED = (
-    "several processes cannot write one file there. A model can be saved to local directories, network mounts and S3: "
-    "save it to one, and copy it"
+    "several processes cannot write one file there. Save the model to a local directory, a network mount or S3, and "
+    "copy it"
 )
 
 _SFTP = "(sftp|ssh)(://|::)"
 
 Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
-"""Opens a registered storage. It takes the URL, the ``storage_options``, and the timeout in seconds.
+"""Opens a registered storage: takes the URL, the ``storage_options``, and the timeout in seconds.
 
-It may raise anything. It is called in the trainer and in its writer process, for each save and each load.
+It may raise any exception. The trainer and its writer process call it for each save and each load.
 """
 
 
@@ -60,7 +60,7 @@ def open_storage(
     Args:
         path: Local path (``str`` or path-like, taken literally) or URL.
         options: Passed to the registered opener, or to the fsspec filesystem; ignored for local paths.
-        timeout: Seconds after which a request to the storage is given up.
+        timeout: Seconds after which a request to the storage times out.
 
     Raises:
         WriteError: the URL's protocol is unknown, its library is missing, or its server cannot be reached.
@@ -92,8 +92,9 @@ def open_storage(
 def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | Path:
     """Returns the `absolute_path` of a user's path, after all checks that need no connection.
 
-    Raises `TypeError` unless it is a path or a URL, `WriteError` if the URL's protocol is unknown or its library is
-    missing, and what `absolute_path` raises.
+    Raises:
+        TypeError: ``path`` is neither a path nor a URL.
+        WriteError: the URL's protocol is unknown, its library is missing, or `absolute_path` failed.
     """
     check_path(path)
     resolved = absolute_path(path)
@@ -103,7 +104,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
             _opener(points, resolved, scrub)
         else:
             with _translated(resolved, scrub):
-                # The library is imported, and raises whatever it raises.
+                # The import of the library may raise any exception.
                 if re.match(_SFTP, resolved):
                     from .sftp import SftpStorage  # noqa: F401
                 else:
@@ -128,12 +129,12 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
             ) from None
         message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
         raise WriteError(
-            f"{message} (is the package for this kind of URL installed, and are storage_options right?)"
+            f"{message}. Check that the package for this kind of URL is installed, and check storage_options."
         ) from None
 
 
 def _registered(url: str) -> list[EntryPoint]:
-    """The entry points of a URL's protocol; none for ``file:`` and for URLs that are chained by ``::``."""
+    """Returns the entry points of a URL's protocol, except for ``file:`` and for URLs chained by ``::``."""
     protocol, separator, _ = url.partition("://")
     if not separator or "::" in url or protocol in ("file", "local"):
         return []
@@ -142,16 +143,14 @@ def _registered(url: str) -> list[EntryPoint]:
 
 @lru_cache(maxsize=2)
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The registered storages. They are cached by ``path`` (``sys.path``), because a search reads a file of every
-    package.
-    """
+    """Finds the registered storages. Cached by ``sys.path``, because a search reads a file of every package."""
     from importlib.metadata import entry_points  # not for local paths
 
     return tuple(entry_points(group=STORAGES))
 
 
 def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
-    """The object of an entry point. Errors become `WriteError`."""
+    """Loads the object of an entry point. Errors become `WriteError`."""
     if len({point.value for point in points}) > 1:
         named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
         raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}. Remove all but one"))
@@ -173,10 +172,10 @@ def _named(url: str, opener: str, scrub: Scrubber) -> Iterator[None]:
 def path_to_write(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, *, is_shared: bool = False
 ) -> str | Path:
-    """The `absolute_path` of a user's path.
+    """Returns the `absolute_path` of a user's path, after the checks of `check_location`.
 
-    Raises `WriteError` if it is a URL that can only be read, or, with ``is_shared``, one where several processes cannot
-    write one file, and what `check_location` raises.
+    Also raises `WriteError` if the URL is read-only, or if ``is_shared`` and several processes cannot write one file
+    there.
     """
     check_path(path)
     check_writable(text := os.fspath(path))
@@ -189,7 +188,7 @@ def absolute_path(path: str | os.PathLike[str], directory: str | None = None) ->
     """Makes a path absolute, so that it does not depend on the working directory; returns a URL as it is.
 
     A relative path is relative to ``directory``, by default the working directory. A leading ``~`` is the user's home.
-    Raises `WriteError` if it cannot be the name of a file, or if it is relative and there is no working directory.
+    Raises `WriteError` if the path is not a valid file name, or is relative and there is no working directory.
     """
     text = os.fspath(path)
     if _is_local(path):
@@ -205,15 +204,15 @@ def _absolute(path: str, directory: str | None) -> str:
         if not path:
             raise ValueError("it is empty")
         if b"\0" in os.fsencode(path):
-            raise ValueError("it holds a NUL")
+            raise ValueError("it contains a NUL byte")
         path = os.path.expanduser(path)
         joined = path if os.path.isabs(path) else os.path.join(directory or os.getcwd(), path)
         plain = os.path.normpath(joined)
-        # `link/..` is the parent of what the link leads to, as for the system and for torch.
+        # `link/..` is the parent of the link's target, as for the kernel and for torch.
         leads_elsewhere = os.pardir in joined.split(os.sep) and os.path.realpath(joined) != os.path.realpath(plain)
         return os.path.realpath(joined) if leads_elsewhere else plain
     except ValueError as error:
-        raise WriteError(f"{path!r} is no path: {error}") from error
+        raise WriteError(f"{path!r} is not a valid path: {error}") from error
     except OSError as error:
         raise WriteError(f"{path!r} is a relative path, and there is no working directory: {error}") from error
 
@@ -221,7 +220,7 @@ def _absolute(path: str, directory: str | None) -> str:
 def is_location(path: object) -> bool:
     """Returns whether ``path`` is a local path, or a URL of a protocol that a package has registered or fsspec knows.
 
-    Nothing is opened. Whether the protocol's library is installed shows when the URL is opened.
+    Opens nothing, and does not check that the protocol's library is installed.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         return False

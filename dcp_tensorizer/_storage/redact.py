@@ -8,25 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-_SHORTEST_SECRET = 6  # shorter options occur in messages by chance
-_PUBLIC_OPTIONS = re.compile("endpoint|region")  # addresses of servers, which help the reader of a message
-# A value in a URL's query that lets anyone use the URL. It ends before the punctuation of the sentence around it.
+_SHORTEST_SECRET = 6  # shorter values occur in messages by chance
+_PUBLIC_OPTIONS = re.compile("endpoint|region")  # server addresses are not secret, and help to understand a message
+# A value in a URL's query that grants access to the URL, without the punctuation that follows it in a message.
 _SIGNED = re.compile(r"([?&;](?:sig|[\w-]*(?:signature|token|credential))=)(?!\*\*\*)[^&\s'\"<>]+\b", re.IGNORECASE)
 
 
 def redact(text: str) -> str:
     """Removes the ``user:password@`` of URLs in a text, and the values that sign URLs, as in ``?sig=...``."""
-    return _without_signatures(_without_users(text))
+    return _SIGNED.sub(r"\1***", _without_users(text))
 
 
 def _without_users(text: str) -> str:
-    """Removes ``user:password@``. A password may have spaces; one of SFTP that is not percent-encoded also slashes."""
+    """Removes ``user:password@``. Passwords may contain spaces; SFTP passwords also slashes, if not percent-encoded."""
     text = re.sub(r"\b((?:sftp|ssh)://)[^\s/@]*:(?!\d+/)[^\s/@]*/\S*@", r"\1", text)
     return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\n]*@", r"\1", text)
-
-
-def _without_signatures(text: str) -> str:
-    return _SIGNED.sub(r"\1***", text)
 
 
 class Scrubber:
@@ -37,22 +33,22 @@ class Scrubber:
 
     def __call__(self, text: str) -> str:
         text = _without_users(text)
-        for secret in self._secrets:  # a signed URL is removed as a whole, before its signature is
+        for secret in self._secrets:  # before signatures, so that a signed URL among the options is removed as a whole
             text = text.replace(secret, "***")
-        return _without_signatures(text)
+        return _SIGNED.sub(r"\1***", text)
 
 
 def shown(
     owner: object, path: str | os.PathLike[str] | None, options: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> str:
-    """The ``repr`` of a writer or a reader: its path without credentials, and only the names of its storage options."""
-    place = None if path is None else Scrubber(options)(os.fspath(path))
+    """Returns the ``repr`` of a writer or reader: the path without credentials, and the names of storage options."""
+    location = None if path is None else Scrubber(options)(os.fspath(path))
     listed = {"storage_options": sorted(options), **arguments}
-    return f"{type(owner).__name__}({place!r}, {', '.join(f'{name}={value!r}' for name, value in listed.items())})"
+    return f"{type(owner).__name__}({location!r}, {', '.join(f'{name}={value!r}' for name, value in listed.items())})"
 
 
 def _possible_secrets(value: Any) -> list[str]:
-    """The strings in options, except addresses of servers, which are recognised by the option's name."""
+    """Returns the strings in options, except in options whose names show that they are server addresses."""
     if isinstance(value, Mapping):
         secret = (item for name, item in value.items() if not _PUBLIC_OPTIONS.search(str(name)))
         return [text for item in secret for text in _possible_secrets(item)]

@@ -1,7 +1,7 @@
-"""The base of storages behind a URL: it translates their errors, and removes credentials from them.
+"""The base class of storages behind a URL, which translates errors and removes credentials from them.
 
 A storage defines `create`, `open` and `remove`, and the methods `_read`, `_head`, `_list` and `_put_file`, which may
-raise whatever their library raises. All other methods have defaults.
+raise any exception. All other methods have defaults.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class RemoteStorage(Storage):
         url: The directory, as the user names it.
         root: The directory, as the server names it.
         scrub: Removes credentials from a text.
-        timeout: Seconds after which a request is not tried again.
+        timeout: Seconds after which a request is no longer retried.
     """
 
-    # 512 KiB arrive in the time that a request takes, if it takes 5 ms and a connection brings 100 MB/s.
+    # At 100 MB/s, 512 KiB take as long as a request of 5 ms.
     reads = ReadTuning(max_gap_bytes=512 << 10)
     missing: type[Exception] = FileNotFoundError
     """Raised for a file that does not exist."""
@@ -65,7 +65,7 @@ class RemoteStorage(Storage):
             try:
                 return self._list()
             except self.missing:
-                raise NotCommitted(f"there is nothing at {self.path}") from None
+                raise NotCommitted(f"{self.path} does not exist") from None
 
     def put(self, name: str, data: bytes, *, sync: bool, replace: bool = True, save_id: str = "") -> None:
         with self._putting(name, data, is_new=not replace) as begin:
@@ -74,29 +74,29 @@ class RemoteStorage(Storage):
 
     @abc.abstractmethod
     def _read(self, name: str, most: int | None) -> bytes:
-        """A file's contents, at most ``most`` bytes of them; raises `missing`."""
+        """Returns at most ``most`` bytes of a file; raises `missing`."""
 
     @abc.abstractmethod
     def _head(self, name: str) -> int:
-        """A file's size; raises `missing`."""
+        """Returns a file's size in bytes; raises `missing`."""
 
     @abc.abstractmethod
     def _list(self) -> tuple[list[FileInfo], list[str]]:
-        """The files in the directory and the names of its subdirectories; raises `missing` for no directory."""
+        """Returns the files and the names of the subdirectories; if the directory does not exist, raises `missing`."""
 
     def _put_file(self, name: str, data: bytes, *, sync: bool, replace: bool) -> None:
-        """Writes a small file for `put`, complete or not at all. A storage that defines `put` itself does not need it.
+        """Writes a small file for `put`, atomically. A storage that defines `put` itself does not need this method.
 
         Raises:
-            FileExistsError: there is such a file, and ``replace`` is False. `put` has checked that there was none. If
-                several jobs put at once, one succeeds, as far as the server can tell.
-            FileNotFoundError, PermissionError: the file will not appear (see `_is_refusal`).
-            Exception: it is unknown whether the file will appear.
+            FileExistsError: the file exists, and ``replace`` is False. `put` has checked before that it did not. If
+                several jobs put at the same time, one succeeds, on servers that support that.
+            FileNotFoundError, PermissionError: the file was not written (see `_is_refusal`).
+            Exception: the outcome is unknown.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither _put_file nor put")
 
     def _full(self, name: str) -> str:
-        """The name of a file on the server."""
+        """Returns a file's path on the server."""
         return f"{self._root}/{name}"
 
     def _ask(self, name: str, ask: Callable[[str], _T]) -> _T | None:
@@ -108,7 +108,7 @@ class RemoteStorage(Storage):
 
     @contextmanager
     def _translated(self, kind: type[CheckpointError], what: str) -> Iterator[None]:
-        """Translates the library's errors to this package's. Tracebacks are left out: they may show credentials."""
+        """Translates the library's errors to this package's, without tracebacks, which may show credentials."""
         try:
             yield
         except CheckpointError:
@@ -120,8 +120,8 @@ class RemoteStorage(Storage):
     def _putting(self, name: str, data: bytes, *, is_new: bool = False) -> Iterator[Callable[[], None]]:
         """Translates the errors of a block that puts a file. The block calls the yielded function before each attempt.
 
-        The server may still carry out an attempt whose answer was lost, whatever the answer to the next one is. With
-        ``is_new`` it first checks that there is no such file, for servers that ignore the condition of a put.
+        After a lost answer the server may still carry out that attempt, so no later error is final. With ``is_new``,
+        first checks that the file does not exist, for servers that ignore the condition of a put.
         """
         attempts = 0
 
@@ -135,7 +135,7 @@ class RemoteStorage(Storage):
                     raise FileExistsError
                 yield begin
             except FileExistsError:
-                # The file may be that of an earlier attempt, whose answer was lost.
+                # An earlier attempt, whose answer was lost, may have written this file.
                 if not attempts or self.read(name) != data:
                     raise FileExistsError(TAKEN) from None
         except Exception as error:
@@ -144,7 +144,7 @@ class RemoteStorage(Storage):
             raise self._error(kind, f"cannot write {self.path}/{name}", error) from None
 
     def _is_refusal(self, error: Exception) -> bool:
-        """Returns whether the server has refused the request for good."""
+        """Returns whether the server has refused the request permanently."""
         return isinstance(error, FileNotFoundError | PermissionError)
 
     def _error(self, kind: type[CheckpointError], what: str, error: Exception) -> CheckpointError:
@@ -155,7 +155,7 @@ class RemoteStorage(Storage):
 
 
 class Ranges(RangeReader):
-    """Reads ranges by a function that returns the bytes from a start to a stop."""
+    """Reads ranges with a function that returns the bytes from a start to a stop."""
 
     def __init__(self, get: Callable[[int, int], bytes]) -> None:
         self._get = get
@@ -164,7 +164,7 @@ class Ranges(RangeReader):
         nbytes = sum(buffer.nbytes for buffer in buffers)
         data = memoryview(self._get(offset, offset + nbytes))
         if data.nbytes > nbytes:
-            raise OSError("the server answers a request for a range with more than that: it does not support ranges")
+            raise OSError("the server sent more bytes than the requested range: it does not support ranges")
         if data.nbytes < nbytes:
             raise EOFError(f"the file ends {nbytes - data.nbytes:,} bytes too early")
         for buffer in buffers:
@@ -172,13 +172,13 @@ class Ranges(RangeReader):
             data = data[buffer.nbytes :]
 
 
-# --- retries: of requests that may succeed later, with growing waits --------------------------------------------------
+# --- retries of requests that may succeed later -----------------------------------------------------------------------
 
 _ATTEMPTS = 6
 _LONGEST_WAIT = 10.0
-_SILENCES = 10  # an attempt ends after a tenth of the timeout, so that several fit in it
+_SILENCES = 10  # a silent attempt times out after a tenth of the timeout, so that several attempts fit in it
 
-_STATUS = {401, 408, 425, 429, 500, 502, 503, 504}  # 401: a token has expired, and a fresh filesystem gets a fresh one
+_STATUS = {401, 408, 425, 429, 500, 502, 503, 504}  # 401: the token has expired; a new filesystem gets a new one
 _ERRNO = {
     errno.EPIPE,
     errno.ETIMEDOUT,
@@ -194,17 +194,17 @@ _NAMES = {"ClientConnectionError", "ClientPayloadError", "ServiceRequestError", 
 
 
 def patience_of(timeout: float) -> float:
-    """The seconds of silence after which an attempt ends, if the whole operation may take ``timeout`` seconds."""
+    """Returns the seconds of silence after which one attempt of an operation with this timeout times out."""
     return timeout / _SILENCES
 
 
 def is_transient(error: Exception) -> bool:
     """Returns whether a failed request may succeed later: after a lost connection, a timeout or overload.
 
-    fsspec's backends raise the errors of their own libraries. All of these have a status, an ``errno``, or one of
-    Python's own errors as a base class.
+    fsspec's backends raise the errors of their own libraries, all of which have a status, an ``errno``, or a built-in
+    exception as base class.
     """
-    import asyncio  # the writer process does without it, unless a request fails
+    import asyncio  # not at the top: the writer process imports it only if a request fails
 
     for name in ("status", "status_code", "code"):
         status = getattr(error, name, None)
@@ -221,10 +221,10 @@ def is_transient(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Retries:
-    """The schedule by which failed attempts are repeated.
+    """Retries failed attempts with exponential backoff.
 
-    No attempt begins after ``timeout`` seconds. The wait before the second attempt takes at most ``first_wait``
-    seconds. This limit doubles from attempt to attempt.
+    No attempt starts after ``timeout`` seconds. The first wait takes at most ``first_wait`` seconds, and this limit
+    doubles with each attempt.
     """
 
     timeout: float
@@ -241,7 +241,7 @@ class Retries:
     ) -> _T:
         """Calls ``operation`` until it succeeds, and returns its result; raises the error of the last attempt.
 
-        It is called again if ``transient`` is true of its error. ``recover`` is called before each repetition.
+        Retries if ``transient`` returns True for the error. Calls ``recover`` before each retry.
         """
         waits = self.waits()
         while True:
@@ -255,9 +255,9 @@ class Retries:
             recover()
 
     def waits(self) -> Iterator[float]:
-        """The seconds to wait before each further attempt. They are random, so that ranks do not come back all at once.
+        """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
-        They end when another attempt at a silent server could take longer than the timeout.
+        Ends when another attempt at a silent server could exceed the timeout.
         """
         end = self.clock() + self.timeout - patience_of(self.timeout)
         longest, made = self.first_wait, 1

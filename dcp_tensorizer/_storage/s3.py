@@ -1,9 +1,8 @@
 """A checkpoint's directory in S3 or a server with its protocol: multipart uploads, and range reads by many threads.
 
-s3fs interprets the user's URL and ``storage_options``. The bytes go through botocore, on which s3fs is built. Threads
-of botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1 instead of 2.0 for
-writes). They send parts straight from their buffers. And they need no event loop, which a fork or the end of the
-process would break.
+s3fs interprets the user's URL and ``storage_options``, and botocore, on which s3fs is built, transfers the bytes.
+Threads of botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1 instead of
+2.0 for writes), send parts without a copy, and need no event loop, which a fork or the end of the process would break.
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ from .base import (
 )
 from .remote import RemoteStorage, Retries, is_transient, patience_of
 
-# --- the client: botocore's, with its errors as Python's --------------------------------------------------------------
+# --- the client: botocore's, whose errors become built-in ones --------------------------------------------------------
 #
 # Only this module imports botocore.
 
 # Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {
     "max_pool_connections": 300,
-    # botocore's default over https. Over http, signing would hash each part once more, which costs as much as the
-    # save's own hashes, and reads are not signed either. Parts have a CRC-32 in any case.
+    # botocore's default over https. Over http, signing would hash each part once more, at the cost of the save's own
+    # hashes. Reads are not signed either, and parts always have a CRC-32.
     "s3": {"payload_signing_enabled": False},
 }
-_PIECE = 1 << 20  # the most bytes that are lost when a body breaks off
-_ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # only aiobotocore knows these
-# An answer to HEAD has no code but its status: 400.
+_PIECE = 1 << 20  # the largest number of bytes that are lost when a body breaks off
+_ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # options of aiobotocore that botocore rejects
+# HEAD has no error code, only the status 400.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "400"}
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
-# The request may succeed later, whatever its status: some have 400.
+# Retryable codes, whatever the status: some come with 400.
 _LATER = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
 _LATER |= {"RequestLimitExceeded", "BandwidthLimitExceeded"}
 _UNAVAILABLE = 503
@@ -69,8 +68,9 @@ _sharing = free_in_child(threading.Lock())
 
 
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
-    """The client for a filesystem's options: one that is in use, or a new one, which takes 20 ms."""
-    # Keys, profiles, proxies and certificates are looked for in the environment; keys even by a program of the user's.
+    """Returns a client for a filesystem's options: one that is in use, or a new one, which takes 20 ms."""
+    # botocore reads keys, profiles, proxies and certificates from the environment. A user's program that prints keys
+    # may read any variable.
     variables = sorted(environment().items())
     process = os.getpid()  # a forked child must not use its parent's connections
     key = repr((filesystem.storage_args, filesystem.storage_options, timeout, variables, process))
@@ -79,32 +79,32 @@ def shared_client(filesystem: Any, timeout: float) -> S3Client:
 
 
 class S3Client:
-    """botocore's client, made from the options of an s3fs filesystem that is not connected.
+    """A botocore client with the options of an s3fs filesystem, which itself is not connected.
 
-    botocore refreshes credentials, if it can. A token may expire all the same, or the environment may change and the
-    server deny access. Then a request makes a new client, which looks for credentials again.
+    botocore refreshes credentials if it can. If a token expires nevertheless, or the server denies access after the
+    environment has changed, the request creates a new botocore client, which reads the credentials again.
     """
 
     def __init__(self, filesystem: Any, timeout: float) -> None:
         self._filesystem = filesystem
         patience = patience_of(timeout)
         self._waiting = {
-            "connect_timeout": patience,  # botocore also applies it to sending a piece of a body
+            "connect_timeout": patience,  # botocore also applies this to sending a piece of a body
             "read_timeout": patience,
         }
         chosen: dict[str, Any] = {"mode": "standard"} | dict(filesystem.config_kwargs.get("retries") or {})
         repeats = chosen.pop("max_attempts", None)  # botocore's older option: the attempts after the first
         self.attempts: int | None = chosen.get("total_max_attempts", None if repeats is None else repeats + 1)
-        """The number of attempts that the user has chosen for a request; None: the user has not."""
-        self._retries = chosen | {"total_max_attempts": 1}  # `Retries` repeats requests
+        """The user's limit of attempts for a request, if any."""
+        self._retries = chosen | {"total_max_attempts": 1}  # because `Retries` retries requests
         self.has_answered = False
-        """The server has, to any request."""
+        """True after the server has answered any request."""
         self._lock = free_in_child(threading.Lock())
         self._botocore: Any = None
-        self._environment: Mapping[str, str] = {}  # when it was made
+        self._environment: Mapping[str, str] = {}  # that the client was created in
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """Sends a request once, or with new credentials once more; raises `OSError`."""
+        """Sends a request once, and once more if there are new credentials; raises `OSError`."""
         import botocore.exceptions
 
         client = self._connected(None)
@@ -132,7 +132,7 @@ class S3Client:
             raise translated(error, arguments.get("Bucket")) from None
 
     def checksum(self, data: memoryview) -> dict[str, str]:
-        """The CRC-32 of a body, as arguments of a request; empty if the user chose otherwise.
+        """Returns the CRC-32 of a body as arguments of a request, unless the user has chosen another checksum or none.
 
         botocore takes ten times as long to compute it, and copies the body over https.
         """
@@ -142,19 +142,19 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """The fields of a part that are needed to complete an upload: its tag, and a checksum if the user wants one."""
+        """Returns the names of a part's fields that complete an upload: the tag, and the user's checksum, if any."""
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
     def _retire(self) -> None:
-        """Makes the next storage look for credentials again: the user may have corrected them."""
+        """Makes the next storage read the credentials again, which the user may have corrected."""
         with _sharing:
             for key, client in list(_shared_clients.items()):
                 if client is self:
                     del _shared_clients[key]
 
     def _connected(self, expired: Any) -> Any:
-        """The client. A new one is made if there is none yet, or the current one is ``expired``."""
+        """Returns the botocore client. If there is none yet, or it is ``expired``, creates one."""
         with self._lock:
             if self._botocore is expired:
                 self._environment = environment()
@@ -189,7 +189,7 @@ class S3Client:
         return client
 
     def _extra(self, client: Any, operation: str) -> dict[str, Any]:
-        """The user's arguments for every request (encryption, requester pays) that this operation accepts."""
+        """Returns the user's arguments for all requests (encryption, requester pays) that an operation accepts."""
         given = dict(self._filesystem.s3_additional_kwargs) | dict(self._filesystem.req_kw)
         if not given:
             return {}
@@ -198,9 +198,9 @@ class S3Client:
 
 
 def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
-    """Fills buffers with an answer's body; returns the number of bytes that came before it ended or broke off.
+    """Fills buffers with an answer's body; returns the number of bytes that arrived before it ended or broke off.
 
-    It reads from the connection, because botocore and urllib3 would copy each byte three more times.
+    Reads from the connection, because botocore and urllib3 would copy each byte three more times.
     """
     response = answer["Body"]._raw_stream
     done = 0
@@ -223,7 +223,7 @@ def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
 
 @functools.cache
 def _models() -> Any:
-    """botocore's descriptions of S3's interface. They are read once, because that takes 0.1 s."""
+    """Reads botocore's descriptions of S3's API. Cached, because that takes 0.1 s."""
     import botocore.session
 
     return botocore.session.Session().get_component("data_loader")
@@ -234,8 +234,10 @@ def _code(error: Any) -> str:
 
 
 def translated(error: Any, bucket: object = None) -> OSError:
-    """Translates an error of botocore's to one of Python's, with the server's message."""
-    from botocore.exceptions import ConnectionError as NotConnected  # neither a Python error nor an HTTPClientError
+    """Translates a botocore error to a built-in one, with the server's message."""
+    from botocore.exceptions import (
+        ConnectionError as NotConnected,
+    )  # not a subclass of the built-in error, nor of HTTPClientError
     from botocore.exceptions import HTTPClientError, SSLError
 
     if getattr(error, "response", None) is None:
@@ -262,7 +264,7 @@ def translated(error: Any, bucket: object = None) -> OSError:
 
 
 class _Answered(OSError):
-    """An answer of a server's, whose ``status`` shows whether the request may succeed later."""
+    """A server's error. ``status`` determines whether the request is retried."""
 
     status = 0
 
@@ -272,16 +274,16 @@ class NoSuchObject(FileNotFoundError):
 
 
 class PastEnd(OSError, EOFError):
-    """A range lies beyond the end of the file. It does not help to ask again."""
+    """A range lies beyond the end of the file. Never retried."""
 
     status = 416
 
 
 _T = TypeVar("_T")
 
-_PART = 8 << 20  # larger ones are no faster, and take more memory; S3's least is 5 MiB
+_PART = 8 << 20  # larger parts are no faster, and take more memory; S3's minimum is 5 MiB
 _MOST_PARTS = 10_000
-_PART_STEP = 64 << 10  # a part ends with a page, and with an element
+_PART_STEP = 64 << 10  # so that parts end at a page and at an element
 _CONCURRENCY = 8
 _NOT_IMPLEMENTED = 501
 _SAVE = "dcp-tensorizer-save"  # metadata of an object of several parts: the id of the save, or sink, that uploaded it
@@ -298,12 +300,12 @@ class S3Storage(RemoteStorage):
     max_adopted_bytes = 5 << 30  # S3 copies no larger object in one request
     missing = NoSuchObject
     uploads_per_page = 1000
-    """How many uploads the server lists in one answer."""
+    """The number of uploads that the server lists in one answer."""
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, version = filesystem.split_path(root.rstrip("/") + "/")
         if version is not None:
-            raise ValueError("versionId= names one object, and a checkpoint has many. Leave it out")
+            raise ValueError("versionId= names a single object, but a checkpoint has several. Remove it from the URL")
         super().__init__(url, prefix, scrub, timeout)
         self._client = self.connection = shared_client(filesystem, timeout)
         self.retries = Retries(timeout, self._client.attempts or Retries.attempts, first_wait=1.0)
@@ -314,7 +316,7 @@ class S3Storage(RemoteStorage):
         prefix = self._full("")
         for page in self._pages("list_objects_v2", "", ["ContinuationToken"], Delimiter="/"):
             for entry in page.get("Contents", []):
-                if name := entry["Key"].removeprefix(prefix):  # a console makes an object of the prefix itself
+                if name := entry["Key"].removeprefix(prefix):  # the AWS console creates an object of the prefix itself
                     modified = entry["LastModified"].timestamp()
                     files.append(FileInfo(name, entry["Size"], modified, modified))
             for entry in page.get("CommonPrefixes", []):
@@ -341,11 +343,11 @@ class S3Storage(RemoteStorage):
         try:
             answer = self.patiently(begin)
         except OSError:
-            self.abort_uploads(name)  # a lost answer may have named one
+            self.abort_uploads(name)  # a lost answer may have created one
             raise
         upload = str(answer["UploadId"])
         if beginnings > 1:
-            self.abort_uploads(name, but=upload)  # a lost answer may have named another one
+            self.abort_uploads(name, but=upload)  # a lost answer may have created another one
         return SharedFile(name, upload, nbytes, save_id)
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:
@@ -368,19 +370,19 @@ class S3Storage(RemoteStorage):
                 self.call("abort_multipart_upload", file.name, UploadId=upload)
 
     def create_upload(self, name: str, owner: str) -> dict[str, Any]:
-        """Begins an upload to an object, which will carry the id of its owner, in one try; raises `OSError`."""
+        """Starts an upload, whose object will record the id of its owner, without retries; raises `OSError`."""
         answer: dict[str, Any] = self.once("create_multipart_upload", name, Metadata={_SAVE: owner})
         return answer
 
     def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], owner: str) -> None:
-        """Makes one object of the parts of an upload that its owner has begun; raises `OSError`."""
+        """Completes an upload that its owner has started; raises `OSError`."""
         listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
         whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
         try:
             self.patiently(lambda: self.once("complete_multipart_upload", name, **whole))
         except OSError:
-            # If an answer was lost, the request is repeated. Then the upload is gone: the first request completed it.
-            # It is gone, too, if another job has aborted it, and then the object may be that job's.
+            # If the answer to the first request was lost, the retry finds no upload: the first request completed it.
+            # Check the owner, because the upload is also gone if another job has aborted it and put its own object.
             if self.owner(name) != owner:
                 raise
 
@@ -412,12 +414,12 @@ class S3Storage(RemoteStorage):
         if expected is None:
             return super().put_if(name, None, data, sync=sync, save_id=save_id)
         tag = self._ask(name, lambda name: self.call("head_object", name)["ETag"])
-        if tag is None or self.read(name) != expected:  # in this order: the tag must be that of the contents
+        if tag is None or self.read(name) != expected:  # after the tag, so that the tag is that of these contents
             return False
         try:
             self._put(name, data, {"IfMatch": tag})
         except Refused:
-            if self.read(name) != expected:  # another one was quicker
+            if self.read(name) != expected:  # another writer was faster
                 return False
             raise
         return True
@@ -429,7 +431,7 @@ class S3Storage(RemoteStorage):
         in_threads(lambda name: self.call("delete_object", name), names)
 
     def discard(self, *names: str) -> None:
-        """Removes objects, and aborts all uploads to their keys, also those of other processes."""
+        """Removes objects, and aborts all uploads to their keys, including those of other processes."""
         for name in names:
             self.abort_uploads(name)
         self.remove(*names)
@@ -440,30 +442,30 @@ class S3Storage(RemoteStorage):
         return [FileInfo(key.removeprefix(self._full("")), 0, moment, moment) for key, moment in begun]
 
     def abort_uploads(self, name: str, but: str = "") -> None:
-        """Aborts all uploads to a file except ``but``, as far as the server allows it."""
+        """Aborts all uploads to a file except ``but``. Ignores errors."""
         with suppress(OSError):
             for upload in self._uploads_to(name):
                 if upload != but:
                     self.call("abort_multipart_upload", name, UploadId=upload)
 
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
-        """Sends a request about an object, a few times if it may succeed later.
+        """Sends a request about an object, and retries transient errors a few times.
 
-        Raises `FileNotFoundError` if it (`NoSuchObject`) or its bucket does not exist, and `OSError` for all other
-        errors.
+        Raises `NoSuchObject` if the object does not exist, `FileNotFoundError` if the bucket does not exist, and
+        `OSError` for all other errors.
         """
         return self.retries.call(lambda: self.once(operation, name, **arguments))
 
     def once(self, operation: str, name: str, **arguments: Any) -> Any:
-        """`call`, without a retry."""
+        """Like `call`, without retries."""
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
 
     def patiently(self, request: Callable[[], _T]) -> _T:
-        """Returns the result of a request for a data file (`once`), which is repeated until the timeout.
+        """Retries a request for a data file (`once`) until the timeout, and returns its result.
 
-        In half of all outages of 8 s, one of eight parts in progress would fail after six attempts, and the save with
-        it. A server that has never answered most likely has a wrong address, and is not tried for longer. If the user
-        sets ``retries``, that is the limit, but bodies that break off are requested again.
+        With six attempts, one of eight parts in progress, and the save with it, would fail in half of all outages of
+        8 s. If the server has never answered, six attempts are enough, because its address is most likely wrong. If the
+        user sets ``retries``, that is the limit, except for bodies that break off.
         """
         chosen, failures = self._client.attempts, 0
 
@@ -479,18 +481,18 @@ class S3Storage(RemoteStorage):
         return dataclasses.replace(self.retries, attempts=most).call(request, may_succeed)
 
     def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
-        """Sends a request with a body, as `once` does without."""
+        """Like `once`, with a body."""
         return self.once(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """The fields of the answer to a part that are needed to complete the upload."""
+        """Returns the fields of the answer to a part that complete the upload."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str], *, is_new: bool = False) -> None:
-        """Puts an object under a condition, or without it if the server says that it has no conditional writes.
+        """Puts an object under a condition; without it if the server answers that it has no conditional writes.
 
-        Not repeated until the timeout: an attempt whose answer was lost may have put the object, and another job may
-        have replaced it since. A late attempt would bring back a checkpoint whose files that job has removed.
+        Does not retry until the timeout: an attempt whose answer was lost may have put the object, and another job may
+        have replaced it since. A late attempt would restore a checkpoint whose files that job has removed.
         """
         with self._putting(name, data, is_new=is_new) as begin:
 
@@ -515,7 +517,7 @@ class S3Storage(RemoteStorage):
         return f"{self._root}/{name}" if self._root else name
 
     def _described(self, error: Exception) -> str:
-        return str(error)  # begins with botocore's class or the server's code
+        return str(error)  # already starts with botocore's class or the server's code
 
     def _uploads_to(self, name: str) -> list[str]:
         return [str(upload["UploadId"]) for upload in self._uploads(name) if upload["Key"] == self._full(name)]
@@ -531,13 +533,13 @@ class S3Storage(RemoteStorage):
             page = self.retries.call(functools.partial(self._client.call, operation, **query))
             yield page
             following = {name: page[f"Next{name}"] for name in markers if page.get(f"Next{name}")}
-            if not page.get("IsTruncated") or not following:  # SeaweedFS gives one of two markers
+            if not page.get("IsTruncated") or not following:  # SeaweedFS returns only one of two markers
                 return
             query |= following
 
 
 class S3Reader(RangeReader):
-    """Reads ranges of an object. When a body breaks off, the rest of it is requested."""
+    """Reads ranges of an object. When a body breaks off, requests the rest."""
 
     def __init__(self, storage: S3Storage, name: str) -> None:
         self._storage = storage
@@ -558,10 +560,10 @@ class S3Reader(RangeReader):
             self._storage.patiently(receive_rest)
 
     def read(self, most: int | None) -> bytes:
-        """The whole object, or its first bytes."""
+        """Reads the whole object, or at most its first ``most`` bytes."""
         limits = {} if most is None else {"Range": f"bytes=0-{most - 1}"}
         answer = self._storage.retries.call(lambda: self._get(**limits))
-        if "ContentLength" not in answer:  # some proxies send an answer as they get it
+        if "ContentLength" not in answer:  # some proxies send chunked answers
             return bytes(answer["Body"].read())
         content = memoryview(bytearray(answer["ContentLength"]))
         count = receive(answer, [content])
@@ -569,7 +571,7 @@ class S3Reader(RangeReader):
         return bytes(content)
 
     def _get(self, **limits: str) -> Any:
-        """The server's answer to a request for the object; raises `OSError` if the object has been replaced since."""
+        """Requests the object. If it was replaced since the first request, raises `OSError`."""
         answer = self._storage.once("get_object", self._name, **limits)
         tag = answer.get("ETag")
         if tag is not None and self._first.setdefault("ETag", tag) != tag:
@@ -583,7 +585,7 @@ class S3Reader(RangeReader):
         answer = self._get(Range=wanted)
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
             answer["Body"].close()
-            raise OSError("the server answers a request for a range with the whole object")
+            raise OSError("the server sent the whole object instead of the requested range")
         count, sent = receive(answer, buffers), answer.get("ContentLength", stop - offset)
         if count == sent < stop - offset:
             raise PastEnd(f"the file ends {stop - offset - sent:,} bytes too early")
@@ -591,13 +593,13 @@ class S3Reader(RangeReader):
 
 
 class _BrokenOff(ConnectionError):
-    """The connection was lost while a body came."""
+    """The connection was lost while a body was received."""
 
 
 class _Body:
-    """A part as a file, which botocore sends in pieces.
+    """A part as a file object, which botocore sends in pieces.
 
-    It would send plain bytes in one call, and the timeout would apply to all of them.
+    botocore would send bytes in one call, and the timeout would apply to all of them.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -622,9 +624,9 @@ class _Body:
 
 
 class _S3Sink(Sink):
-    """Puts a file of one part, or uploads one of several parts.
+    """Puts a file of one part, or uploads a file of several parts.
 
-    ``shared`` is the id of an upload to which other processes send parts, too. The sink then sends only its own.
+    ``shared`` is the id of an upload that several processes send parts to. The sink does not complete or abort it.
     """
 
     concurrency = _CONCURRENCY
@@ -643,8 +645,8 @@ class _S3Sink(Sink):
             self._upload = in_background(functools.partial(storage.patiently, self._begin))
 
     def _begin(self) -> dict[str, Any]:
-        if not self._is_open:  # `_abort` waits for this
-            raise OSError("the upload was abandoned before the server answered")
+        if not self._is_open:  # `_abort` has been called, and waits for this thread
+            raise OSError("the upload was aborted before it started")
         self._beginnings += 1
         return self._storage.create_upload(self._name, self._owner)
 
@@ -679,13 +681,13 @@ class _S3Sink(Sink):
         self._abort_others(self._upload)
 
     def _id(self) -> dict[str, Any]:
-        """The argument that names the upload in a request; waits until it has begun, or raises why it could not."""
+        """Waits for the start of the upload, and returns its id as an argument of a request; raises `OSError`."""
         if self._shared:
             return {"UploadId": self._shared}
         assert self._upload is not None
         return {"UploadId": self._upload.result()["UploadId"]}
 
     def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
-        """Aborts uploads of unknown ids, which a retry may have begun after a lost answer."""
+        """Aborts uploads whose ids are unknown, because the answer that named them was lost."""
         if self._beginnings > 1 or upload.exception():
             self._storage.abort_uploads(self._name)

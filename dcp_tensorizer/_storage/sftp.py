@@ -1,4 +1,4 @@
-"""A checkpoint's directory on an SFTP server: parts written at any offset, and metadata renamed into place."""
+"""A checkpoint's directory on an SFTP server: parts written at any offset, and metadata renamed atomically."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .remote import Ranges, RemoteStorage, Retries, is_transient, patience_of
 
 
 class SftpStorage(RemoteStorage):
-    """Files below a directory of an SFTP server, by its URL: ``sftp://user:password@host:port/path``, taken literally.
+    """A directory of an SFTP server, by its URL ``sftp://user:password@host:port/path``, whose path is literal.
 
-    ``options`` are those of `SftpClient`. Raises `OSError` if there is no connection, or the server refuses the user.
+    ``options`` are those of `SftpClient`. Raises `OSError` if it cannot connect or log in.
     """
 
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=4)  # a connection is one encrypted stream
@@ -38,11 +38,11 @@ class SftpStorage(RemoteStorage):
     def _list(self) -> tuple[list[FileInfo], list[str]]:
         entries = self.client.call(self._entries)
         regular = [(name, e.st_size, float(e.st_mtime)) for name, e in entries if stat.S_ISREG(e.st_mode)]
-        files = [FileInfo(name, nbytes, mtime, mtime) for name, nbytes, mtime in regular]  # there is no other time
+        files = [FileInfo(name, nbytes, mtime, mtime) for name, nbytes, mtime in regular]  # SFTP has no ctime
         return files, [name for name, entry in entries if stat.S_ISDIR(entry.st_mode)]
 
     def _entries(self, channel: Any) -> list[tuple[str, Any]]:
-        """The names and attributes of the directory's entries; a link to a file has the file's attributes."""
+        """Returns the names and attributes of the directory's entries. A link to a file has the file's attributes."""
         entries = [(entry.filename, entry) for entry in channel.listdir_attr(self._root or "/")]
         for number, (name, entry) in enumerate(entries):
             if stat.S_ISLNK(entry.st_mode):
@@ -62,7 +62,7 @@ class SftpStorage(RemoteStorage):
             for path in accumulate(parts, lambda above, name: f"{above}/{name}"):
                 try:
                     channel.mkdir(lead + path)
-                except OSError:  # servers only report that it failed: it may exist
+                except OSError:  # servers report no reason: the directory may exist
                     if not _is_directory(channel, lead + path):
                         raise
 
@@ -148,7 +148,7 @@ def _is_directory(channel: Any, path: str) -> bool:
 
 
 def _rename_to_new(channel: Any, source: str, target: str) -> None:
-    """Renames a file to a name that must be free. Servers only report that it failed."""
+    """Renames a file to a name that must not exist. Looks for that name after an error: servers report no reason."""
     try:
         channel.rename(source, target)
     except OSError:
@@ -183,7 +183,7 @@ class _SftpSink(Sink):
         self._client.call(write)
 
     def _complete(self) -> None:
-        """Checks that the server has every byte, and asks it to make them durable if it can."""
+        """Syncs the file, and checks its size on the server."""
 
         def finish(channel: Any) -> int:
             with channel.open(self._path, "r+b") as file:
@@ -199,7 +199,7 @@ class _SftpSink(Sink):
         _try_to_remove(self._client, self._path)
 
 
-# --- the connection: made again when it is lost -----------------------------------------------------------------------
+# --- the connection ---------------------------------------------------------------------------------------------------
 #
 # Only this module imports paramiko.
 
@@ -209,7 +209,7 @@ LOST = (ConnectionError, TimeoutError)
 _T = TypeVar("_T")
 
 _KEEPALIVE = 20
-_CHANNELS = 8  # OpenSSH allows 10 a connection, by default (MaxSessions)
+_CHANNELS = 8  # OpenSSH allows 10 per connection by default (MaxSessions)
 _FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
 _FSYNC = "fsync@openssh.com"
 _REQUESTS = 256  # read requests in progress at a time: 8 MiB
@@ -218,7 +218,7 @@ _inherited: list[object] = []
 
 
 class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
-    """Remembers the extensions that its server offers. paramiko does not."""
+    """An SFTP channel that records the extensions of its server, which paramiko does not."""
 
     extensions: frozenset[str] = frozenset()
 
@@ -230,14 +230,14 @@ class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
 
 
 class SftpClient:
-    """One SSH connection, with a channel for each active thread: a channel of paramiko's serves one thread at a time.
+    """One SSH connection, with a channel for each active thread, because paramiko's channels are not thread-safe.
 
-    All waits end. A connection that is silent for a tenth of ``timeout`` is closed. Its threads try again over the next
-    one, until ``timeout`` is over. The connection ends with this object.
+    All waits have a timeout. A connection that is silent for a tenth of ``timeout`` is closed, and its threads retry
+    over a new one until ``timeout`` is over. The connection is closed when this object is freed.
 
     ``address`` is the server's, as in a URL: ``user:password@host:port``, of which only the host is required.
-    ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own options for connecting.
-    Raises `OSError` if there is no connection, or the server refuses the user.
+    ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own options of ``connect``.
+    Raises `OSError` if it cannot connect or log in.
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
@@ -258,11 +258,11 @@ class SftpClient:
         self._failure: OSError | None = None
 
     def _release(self) -> None:
-        """Drops the parent's connection in a forked child. The next call makes a new one."""
+        """Leaves the parent's connection in a forked child. The next call opens a new one."""
         connection, idle = self._connection, self.idle
         self._begin()
         if connection is not None:
-            # A channel that is freed tells the server, in the middle of the parent's messages.
+            # A freed channel would send a message to the server, in the middle of the parent's messages.
             _inherited.append((connection, idle))
             transport = connection.get_transport()
             if transport is not None:
@@ -271,23 +271,23 @@ class SftpClient:
                     transport.sock.close()
 
     def call(self, use: Callable[[Any], _T]) -> _T:
-        """Calls a function with a channel (paramiko's ``SFTPClient``); again if the connection is lost.
+        """Calls a function with a channel (paramiko's ``SFTPClient``). If the connection is lost, calls it again.
 
         Raises `EOFError` at the end of a file, and `OSError` for all other errors.
         """
         return self.retries.call(lambda: self.attempt(use), _is_transient)
 
     def attempt(self, use: Callable[[Any], _T]) -> _T:
-        """`call`, without a retry."""
+        """Like `call`, without retries."""
         known = self._failure
         with self._free, self._channel(known) as channel:
             return use(channel)
 
     def _connected(self, known: OSError | None) -> Any:
-        """The connection, made again if it is lost.
+        """Returns the connection. If it is lost, connects again.
 
-        If another thread fails to connect meanwhile, this thread gets the same error. Otherwise threads would connect
-        one after the other, and wait long for a server that hangs.
+        If another thread has failed to connect since ``known``, raises the same error. Otherwise threads would connect
+        one after the other, each with the full timeout of a hung server.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
@@ -302,7 +302,7 @@ class SftpClient:
 
     @contextmanager
     def _channel(self, known: OSError | None) -> Iterator[Any]:
-        """Lends a channel for a block. After a failure the channel is not used again."""
+        """Lends a channel for the block. After a failure, the channel is closed."""
         with self._lock:
             connection = self._connected(known)
             channel = self.idle.pop() if self.idle else None
@@ -337,7 +337,7 @@ class SftpClient:
             connection.connect(**self._options)
             transport = connection.get_transport()
             transport.set_keepalive(_KEEPALIVE)
-            # paramiko waits without a timeout until the server takes sent data. Some systems can set one.
+            # paramiko sends without a timeout. Some systems can set one on the socket.
             if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
                 milliseconds = max(1, int(1000 * self._patience))
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -346,7 +346,9 @@ class SftpClient:
             was_answered = _is_active(connection) and transport.initial_kex_done
             connection.close()
             refused = isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException)
-            if refused or (was_answered and isinstance(error, paramiko.SSHException)):  # also without a key to offer
+            if refused or (
+                was_answered and isinstance(error, paramiko.SSHException)
+            ):  # SSHException: also if there is no key to offer
                 raise PermissionError(f"{type(error).__name__}: {error}") from None
             if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
                 raise ConnectionRefusedError(str(error)) from None
@@ -361,7 +363,7 @@ class SftpClient:
 
         def give_up() -> None:
             silent.set()
-            connection.close()  # nothing else ends a wait for the subsystem
+            connection.close()  # nothing else interrupts the wait for the subsystem
 
         timer = threading.Timer(self._patience, give_up)
         timer.daemon = True
@@ -390,8 +392,8 @@ def write_all(file: Any, data: memoryview) -> None:
 def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
     """Reads a range of an open file; the result is shorter if the file ends.
 
-    paramiko's own ``prefetch`` sends requests from a thread. If all answers arrive before that thread's next request,
-    it takes the rest for done, and then requests one piece after the other.
+    Not by paramiko's ``prefetch``, which sends requests from a thread. If all answers arrive before that thread's next
+    request, it assumes that the rest is done, and then requests one piece after the other.
     """
     pieces: deque[_Piece] = deque()
     data = bytearray()
@@ -405,7 +407,7 @@ def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
 
 
 class _Piece:
-    """A read request that is in progress. paramiko calls it with the answer."""
+    """A read request in progress. paramiko calls `_async_response` with the answer."""
 
     def __init__(self, channel: Any, handle: bytes, offset: int, nbytes: int) -> None:
         self._channel, self._handle, self._offset, self._nbytes = channel, handle, offset, nbytes
@@ -421,7 +423,7 @@ class _Piece:
             self._channel._convert_status(message)
 
     def whole(self) -> bytes:
-        """Waits for the answer, and requests the rest if the answer is short."""
+        """Waits for the answer. If it is short, requests the rest."""
         while self._data is None:
             self._channel._read_response()
         rest = self._nbytes - len(self._data)
@@ -431,7 +433,7 @@ class _Piece:
 
 
 def sync_file(channel: Any, file: Any) -> None:
-    """Makes an open file's contents durable, if the server can."""
+    """Syncs an open file, if the server has the extension for it."""
     if _FSYNC in channel.extensions:
         channel._request(CMD_EXTENDED, _FSYNC, file.handle)
 
@@ -444,7 +446,7 @@ def _extensions(message: paramiko.Message) -> Iterator[str]:
 
 
 def _of_address(address: str) -> dict[str, Any]:
-    """The options for connecting. A `ValueError` does not show the address, which may contain the password."""
+    """Returns the options of ``connect``. Raises `ValueError` without the address, which may contain the password."""
     parts = urlsplit(f"//{address}")
     try:
         port = parts.port
@@ -479,7 +481,9 @@ def _is_transient(error: Exception) -> bool:
 
 def _translated(error: Exception, connection: Any) -> Exception:
     is_known = (
-        (isinstance(error, EOFError) and error.args)  # without a text, the connection ended and not a file
+        (
+            isinstance(error, EOFError) and error.args
+        )  # an EOFError without arguments is the end of the connection, not of a file
         or isinstance(error, TimeoutError | ConnectionError)
         or (isinstance(error, OSError) and (error.errno is not None or _is_active(connection)))
     )

@@ -11,7 +11,7 @@ _READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # fsspec's p
 
 
 def protocols_of(url: str) -> list[str]:
-    """The protocols of a URL: one, or several that are chained by ``::``. A path has none.
+    """Returns the protocols of a URL: one, or several that are chained by ``::``. A path has none.
 
     As in fsspec, a word in a chain is a protocol, and a single letter is a Windows drive.
     """
@@ -21,7 +21,7 @@ def protocols_of(url: str) -> list[str]:
 
 
 def is_in_process(url: str) -> bool:
-    """Returns whether a URL names the memory of this process, directly or behind a cache. No other can reach it."""
+    """Returns whether a URL names the memory of this process, directly or behind a cache."""
     return "memory" in protocols_of(url)
 
 
@@ -29,6 +29,6 @@ def check_writable(url: str) -> None:
     """Raises `WriteError` if fsspec can only read a URL; does nothing for paths."""
     if read_only := _READ_ONLY.intersection(protocols_of(url)):
         raise WriteError(
-            f"nothing can be written to {redact(url)}, because {' and '.join(sorted(read_only))} is read-only: save to "
-            f"a local path, or to a URL such as s3:// or sftp://"
+            f"cannot write to {redact(url)}: {' and '.join(sorted(read_only))} is read-only. Save to a local path, or "
+            f"to a URL such as s3:// or sftp://."
         )

@@ -1,8 +1,8 @@
-"""Tests for packages that extend this one. They need pytest, which this package does not install."""
+"""Tests for packages that extend this one. Install pytest to use them."""
 
 import pytest
 
-pytest.register_assert_rewrite(f"{__name__}._storage")  # so that a test that fails shows the values
+pytest.register_assert_rewrite(f"{__name__}._storage")  # so that a failed assert shows its values
 
 from ._storage import StorageTests, on_a_page, put_file  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The contract of storages, as a class of tests to inherit."""
+"""The contract of storages, as a test class to inherit from."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ print(open_storage(location, options).read(".metadata").decode())
 
 
 class StorageTests:
-    """Tests of the contract of a storage, for a class of tests to inherit.
+    """Tests of the contract of a storage. Inherit from this class to run them.
 
-    The class defines the fixture `url`: the URL or path of a directory that does not exist yet, a new one for each
-    test. If the storage takes options, it defines `options`, too. The storage's package must be installed, so that its
+    The subclass defines the fixture `url`: for each test, the URL or path of another directory, which does not exist
+    yet. If the storage takes options, it also defines `options`. The storage's package must be installed, so that its
     entry point is found.
 
     Attributes:
         creates_exclusively: If several jobs put a new file at once with ``replace=False``, exactly one succeeds.
-        replaces_exclusively: If several jobs replace the same contents at once by `put_if`, exactly one succeeds.
+        replaces_exclusively: If several jobs replace the same contents at once with `put_if`, exactly one succeeds.
     """
 
     creates_exclusively = True
@@ -46,8 +46,8 @@ class StorageTests:
 
     @pytest.fixture
     def url(self) -> str:
-        """A directory that does not exist yet."""
-        raise NotImplementedError(f"{type(self).__name__} must give the fixture `url`")
+        """The URL or path of a directory that does not exist yet."""
+        raise NotImplementedError(f"{type(self).__name__} must define the fixture `url`")
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:
@@ -56,18 +56,18 @@ class StorageTests:
 
     @pytest.fixture
     def storage(self, url: str, options: dict[str, Any]) -> Storage:
-        """The storage of `url`, whose directory is made."""
+        """The storage of `url`, whose directory exists."""
         storage = open_storage(url, options)
         storage.make_directory()
         return storage
 
     def write(self, storage: Storage, name: str, content: bytes) -> None:
-        """Writes a whole file, so that it is durable."""
+        """Writes a whole file durably."""
         put_file(storage, name, content)
         storage.sync_directory()
 
     def test_write_and_read_ranges(self, storage: Storage) -> None:
-        """A sink takes its parts in the order that it asks for, and a range is read into several buffers."""
+        """A sink takes its parts in the required order, and a reader fills several buffers with a range."""
         sink = storage.create(NAME, 100, sync=True)
         size = sink.part_bytes
         content = (bytes(range(251)) * (2 * size // 251 + 2))[: 2 * size + 5]
@@ -86,7 +86,7 @@ class StorageTests:
         assert bytes(first) + bytes(second) == content[size - 2 : size + 6]
 
     def test_reading_past_the_end(self, storage: Storage) -> None:
-        """A range that the file does not have is an EOFError."""
+        """A read past the end of the file raises EOFError."""
         self.write(storage, NAME, b"short")
         reader = storage.open(NAME)
         with pytest.raises(EOFError):
@@ -94,7 +94,7 @@ class StorageTests:
         reader.close()
 
     def test_a_failed_write_leaves_nothing(self, storage: Storage) -> None:
-        """After `abort` there is no file, and `complete` does nothing."""
+        """After `abort` the file does not exist, and `complete` does nothing."""
         sink = storage.create(NAME, 100, sync=True)
         sink.put_part(0, on_a_page(b"half"))
         sink.abort()
@@ -102,13 +102,13 @@ class StorageTests:
         assert storage.head(NAME) is None
 
     def test_put_replaces_a_whole_file(self, storage: Storage) -> None:
-        """The file has the new contents and nothing of the old."""
+        """`put` replaces all contents of the old file."""
         storage.put(".metadata", b"the old and longer one", sync=True)
         storage.put(".metadata", b"new", sync=True)
         assert storage.read(".metadata") == b"new"
 
     def test_put_refuses_to_replace(self, storage: Storage) -> None:
-        """With replace=False an existing file stays as it is, and that is an error."""
+        """With replace=False `put` raises Refused, and does not change the existing file."""
         storage.put(".metadata", b"first", sync=True, replace=False)
         with pytest.raises(Refused, match=r"\.metadata.*must not be replaced"):
             storage.put(".metadata", b"second", sync=True, replace=False)
@@ -120,7 +120,7 @@ class StorageTests:
         assert (storage.head(NAME), storage.read(NAME)) == (0, b"")
 
     def test_a_part_of_a_file(self, storage: Storage) -> None:
-        """`read` gives no more than it is asked for, and `read_range` just that, or an error."""
+        """`read` returns at most the requested bytes, and `read_range` exactly these, or raises ReadError."""
         self.write(storage, NAME, b"0123456789")
         assert [storage.read(NAME, most) for most in (4, 10, 11)] == [b"0123", b"0123456789", b"0123456789"]
         assert storage.read("missing", 4) is None
@@ -129,7 +129,7 @@ class StorageTests:
             storage.read_range(NAME, 8, 4)
 
     def test_many_small_reads_at_once(self, storage: Storage) -> None:
-        """More threads than the storage asks for may read ranges."""
+        """More threads than `max_threads` may read ranges."""
         content = bytes(range(256)) * 64
         self.write(storage, NAME, content)
         reader = storage.open(NAME)
@@ -145,7 +145,7 @@ class StorageTests:
         reader.close()
 
     def test_files_are_adopted_or_not(self, storage: Storage) -> None:
-        """An adopted file has the same bytes, and outlives the first; a file that is not what it was is not adopted."""
+        """An adopted file has the same bytes, and outlives its source; a file with another identity is not adopted."""
         source, target = storage.child("a"), storage.child("b")
         source.make_directory()
         target.make_directory()
@@ -165,7 +165,7 @@ class StorageTests:
             assert target.adopt(source, NAME, identity, OTHER + ".2", sync=True) is None
 
     def test_opened_in_another_process(self, storage: Storage, options: dict[str, Any]) -> None:
-        """Another process opens the same directory with location and options alone."""
+        """Another process can open the same directory with `location` and the options."""
         if storage.in_process:
             return
         storage.put(".metadata", b"theirs", sync=True)
@@ -180,13 +180,13 @@ class StorageTests:
         assert (done.returncode, done.stdout) == (0, "theirs\n"), done.stderr
 
     def test_missing(self, storage: Storage) -> None:
-        """A missing file has no size and no contents, and its removal is no error."""
+        """`head` and `read` return None for a missing file, and `remove` ignores it."""
         assert storage.head(NAME) is None
         assert storage.read(".metadata") is None
         storage.remove(NAME)
 
     def test_remove(self, storage: Storage) -> None:
-        """`remove` and `discard` remove the named files, and leave the others."""
+        """`remove` and `discard` remove only the named files."""
         names = [data_file_name(rank, 0, "a" * 32) for rank in range(5)]
         for name in names:
             self.write(storage, name, b"x")
@@ -196,7 +196,7 @@ class StorageTests:
         assert [storage.head(name) for name in names] == [None, None, None, None, 1]
 
     def test_listing(self, storage: Storage, url: str, options: dict[str, Any]) -> None:
-        """It has this directory's files, with sizes and times, and subdirectories; a missing directory is an error."""
+        """`listing` returns files with sizes and times, and subdirectories; a missing directory raises NotCommitted."""
         started = time.time()
         child = storage.child("below [1]*")
         child.make_directory()
@@ -214,7 +214,7 @@ class StorageTests:
             storage.child("nowhere").listing()
 
     def test_reading_past_caches(self, storage: Storage) -> None:
-        """A read past caches gives the same bytes, at any offset and of any size."""
+        """An uncached read returns the same bytes, at any offset and of any size."""
         content = bytes(range(251)) * 100
         self.write(storage, NAME, content)
         reader = storage.open_uncached(NAME)
@@ -226,7 +226,7 @@ class StorageTests:
 
     @pytest.mark.parametrize("odd", _ODD)
     def test_odd_directories_are_literal(self, url: str, options: dict[str, Any], odd: str) -> None:
-        """Nothing in a directory's name is globbed or unquoted."""
+        """Directory names are neither globbed nor unquoted."""
         storage = open_storage(f"{url}/{odd}", options)
         storage.make_directory()
         self.write(storage, NAME, b"x")
@@ -235,7 +235,7 @@ class StorageTests:
         assert (again.head(NAME), again.read(".metadata")) == (1, b"m")
 
     def test_two_writers_do_not_meet(self, storage: Storage, url: str, options: dict[str, Any]) -> None:
-        """Two jobs in one directory write separate files, and the metadata is that of the last, whole."""
+        """Two jobs in one directory write separate files, and the last metadata file replaces the first."""
         other = open_storage(url, options)
         names = [NAME, data_file_name(0, 0, "b" * 32)]
         for where, name in zip((storage, other), names, strict=True):
@@ -245,9 +245,9 @@ class StorageTests:
         assert [storage.head(name) for name in names] == [len(name) for name in names]
 
     def test_of_jobs_that_meet_one_wins(self, storage: Storage, url: str, options: dict[str, Any]) -> None:
-        """With replace=False all but one are refused, and the file is the winner's."""
+        """Of several puts with replace=False at the same time one succeeds, and the file has its contents."""
         if storage.in_process or not self.creates_exclusively:
-            return  # no other job can meet this one, or nothing tells them apart
+            return  # no other job can write there, or the storage does not promise it
         storages = [open_storage(url, options) for _ in range(6)]
         start = threading.Barrier(len(storages))
 
@@ -265,7 +265,7 @@ class StorageTests:
         assert storage.read(".metadata") == b"%d" % won.index(True) * 1000
 
     def test_put_if_knows_what_it_replaces(self, storage: Storage) -> None:
-        """A file is put where there is none, or where its contents are those expected; otherwise it stays."""
+        """`put_if` writes the file only if its contents are the expected ones."""
         assert not storage.put_if("record", b"0", b"1")
         assert storage.put_if("record", None, b"1")
         assert not storage.put_if("record", None, b"2")
@@ -279,7 +279,7 @@ class StorageTests:
     def test_of_those_that_replace_one_file_one_does(
         self, storage: Storage, url: str, options: dict[str, Any], first: bytes | None
     ) -> None:
-        """Where the storage has conditional writes or locks, as it says; elsewhere one file stays, and is whole."""
+        """If the storage promises it, exactly one `put_if` succeeds; otherwise one of the files remains, complete."""
         if first is not None:
             storage.put("record", first, sync=True)
         storages = [storage if storage.in_process else open_storage(url, options) for _ in range(6)]
@@ -297,7 +297,7 @@ class StorageTests:
 
 
 def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) -> None:
-    """Writes a whole file through a sink, in the order of its parts."""
+    """Writes a whole file through a sink, part by part."""
     sink = storage.create(name, len(content), sync=sync)
     for number, start in enumerate(range(0, len(content), sink.part_bytes)):
         sink.put_part(number, on_a_page(content[start : start + sink.part_bytes]))
@@ -305,7 +305,7 @@ def put_file(storage: Storage, name: str, content: bytes, *, sync: bool = True) 
 
 
 def on_a_page(content: bytes) -> memoryview:
-    """Returns a copy that begins on a page of memory, as sinks require."""
+    """Returns a page-aligned copy, as sinks require."""
     memory = mmap.mmap(-1, max(1, len(content)))
     memory[: len(content)] = content
     return memoryview(memory)[: len(content)]

@@ -560,11 +560,11 @@ def test_memory_of_this_process_behind_a_cache():
 
 def test_a_url_that_is_only_read():
     """The writer says so before anything is staged; for a checkpoint_id of a save, that save does."""
-    with pytest.raises(WriteError, match="nothing can be written to http://host/run, because http is read-only"):
+    with pytest.raises(WriteError, match="cannot write to http://host/run: http is read-only"):
         TensorizerStorageWriter("http://host/run")
     with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:
         dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id="https://host/run").result()
-    assert str(cause(caught)).startswith("nothing can be written to https://host/run, because https is read-only")
+    assert str(cause(caught)).startswith("cannot write to https://host/run: https is read-only")
 
 
 def test_without_a_cache_a_save_keeps_no_memory(tmp_path):

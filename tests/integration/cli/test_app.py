@@ -780,7 +780,7 @@ def test_an_empty_path() -> None:
     for command in (["gc", "", "--keep-latest", "1"], ["ls", ""], ["verify", ""]):
         code, out, err = run(*command)
         assert (code, out) == (2, "")
-        assert err == "error: '' is no path: it is empty\n"
+        assert err == "error: '' is not a valid path: it is empty\n"
 
 
 def test_a_key_and_a_passphrase(checkpoint: Path, tmp_path: Path) -> None:

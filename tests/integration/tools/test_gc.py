@@ -351,7 +351,7 @@ def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
     assert (removal.files, removal.kept) == ((LEFTOVER,), None)
     assert [file.name for file in other.uploads()] == ["of-somebody-else"]
     sinks[1].abort()
-    with pytest.raises(NotCommitted, match=f"there is nothing at {url}{top}"):
+    with pytest.raises(NotCommitted, match=f"{url}{top} does not exist"):
         find(f"{url}{top}", s3.options())
 
 

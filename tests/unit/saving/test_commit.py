@@ -121,7 +121,7 @@ def test_a_commit_that_fails_when_it_is_in_place_keeps_its_files(storage, tmp_pa
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(storage, "sync_directory", fail)
-    with pytest.raises(WriteError, match=r"\.metadata is in place, but may not stay there.*Input/output"):
+    with pytest.raises(WriteError, match=r"\.metadata was written, but its name may not be durable.*Input/output"):
         commit_file(storage, name)
     assert set(os.listdir(tmp_path)) == {".metadata", name}
     assert read_metadata(storage).storage_data["files"] == {name: 4}

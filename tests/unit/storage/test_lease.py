@@ -47,7 +47,7 @@ def test_the_older_run_is_told(tmp_path: Path) -> None:
     """By each check from then on, also when the other run's lease is gone; the newer one is not."""
     first, second = run_of(tmp_path), run_of(tmp_path)
     words = f"{tmp_path} now belongs to another run: process {os.getpid()} on host {socket.gethostname()} took "
-    with pytest.raises(Refused, match=r"as run 2; this is run 1, and took it at .* Two jobs need two folders") as e:
+    with pytest.raises(Refused, match=r"as run 2; this is run 1, and took it at .* Use one folder per job") as e:
         first.check()
     assert str(e.value).startswith(words)
     second.check()
@@ -128,7 +128,10 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureF
     folder = Unreadable(tmp_path)
     owner = Lease(folder, NAME)
     owner.take()
-    assert f"the lease of {tmp_path} cannot be taken: cannot read: the cable is out; this is tried again" in caplog.text
+    assert (
+        f"the lease of {tmp_path} cannot be taken: cannot read: the cable is out; retrying before the first commit"
+        in caplog.text
+    )
     with pytest.raises(Refused, match="cannot be taken"):
         owner.check()
     folder.is_broken = False

@@ -409,7 +409,7 @@ def test_a_directory_of_another_user() -> None:
         folder = Path(name)
         folder.chmod(0o755)
         os.chown(folder, 4321, 4321)
-        said = rf"Permission denied: {folder} belongs to user 4321 \(mode 755\), and this process is user 1234"
+        said = rf"Permission denied: {folder} belongs to user 4321 \(mode 755\), and this process runs as user 1234"
         os.seteuid(1234)
         try:
             storage = LocalStorage(folder)

@@ -105,7 +105,7 @@ def test_an_option_that_the_library_does_not_know(url: str) -> None:
 @pytest.mark.parametrize("path", ["a\0b", "/\ud800"])
 def test_what_cannot_be_a_files_name(path: str) -> None:
     """The system takes neither; the error is ours, and shows it."""
-    with pytest.raises(WriteError, match="is no path: "):
+    with pytest.raises(WriteError, match="is not a valid path: "):
         open_storage(path)
 
 
