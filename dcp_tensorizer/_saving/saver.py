@@ -1,4 +1,4 @@
-"""What the saves of one writer share, and how each begins."""
+"""The state that the saves of one writer share, and the beginning of each save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CLOSED = "the writer is closed: make a new one, or close it after the last save
 
 
 class Saver:
-    """What the saves of one writer share. It begins them, one after the other, and cleans up after them.
+    """The state that the saves of one writer share. Begins the saves, one after the other, and cleans up after them.
 
     Args:
         options: The writer's options.
@@ -51,15 +51,15 @@ class Saver:
 
     Attributes:
         id: The writer's id.
-        save_id: The id of the last save that began; before the first one, of the first.
+        save_id: The id of the last save that began; before the first save, the first save's id.
         next_id: The id of the next save.
         engine: The staging buffers and the writer process.
         stager: Copies state dicts to the buffers.
-        flushing: The flush of the local folder, if there is one.
+        flushing: The flush of the local folder; None without ``local``.
         kind: The class of the writer's saves.
         reports: Passes the reports of saves to the user.
-        freshness: Compares each save with the one before.
-        owner: The run's claim to the folder of the saves; None without a claim.
+        freshness: Compares each save with the previous one.
+        owner: The run's lease of the folder of the saves; None without a lease.
         refusal: The error that `raise_refusal` raises next.
         before_save: Called in DCP's first hook of each save.
         around_write: Makes the context in which each save writes this rank's data.
@@ -102,21 +102,21 @@ class Saver:
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
 
-        Raises `StagingError` if memory is short, or a value cannot be saved; then it names the key.
+        Raises `StagingError` if memory is short, or, naming the key, if a value cannot be saved.
         """
         self._ensure_process()
         self.pick_up()
         self.stager.prewarm(state_dict)
 
     def pick_up(self) -> None:
-        """Resumes the flush of saves that an earlier job has left in the local folder, if there is one."""
+        """With a local folder: resumes the flush of saves that an earlier job has left there."""
         if self.flushing is not None and not self.closed:
             self.engine.open(self)
             self._flushes = True
             self.flushing.resume()
 
     def wait_remote(self, deadline: Deadline) -> bool:
-        """Waits until the remote has everything from the local folder; returns whether it has.
+        """Waits until the remote has everything from the local folder; returns False on timeout.
 
         Raises `WriteError` if a checkpoint was given up.
         """
@@ -130,13 +130,13 @@ class Saver:
     def stage(
         self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
     ) -> StagedStateDict:
-        """Copies a state dict into the staging buffer, once the saves before are over.
+        """Copies a state dict into the staging buffer, once the previous saves are over.
 
-        If too many saves in a row were not committed, nothing is copied on the coordinator. Then the save fails on all
-        ranks, and `raise_refusal` raises.
+        If too many saves in a row were not committed, the coordinator copies nothing: the save fails on all ranks, and
+        `raise_refusal` raises.
         """
         called = time.perf_counter()
-        self.end_save()  # of a failed synchronous save, which still has its directory
+        self.end_save()  # a failed synchronous save still holds its directory
         self.engine.saves.wait_turn(self.stager)
         self.engine.failures.end()
         try:
@@ -147,7 +147,7 @@ class Saver:
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
-        if self.closed:  # by another thread meanwhile, which has not seen the new process
+        if self.closed:  # by another thread that has not seen the new process
             if self._leave():
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
@@ -156,16 +156,16 @@ class Saver:
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         spans = Span("wait", called, started), Span("stage", started, time.perf_counter())
-        # without ``on_staged``, whose owner may have the copy
+        # without ``on_staged``, whose owner may hold the copy
         staged.staged_save.description = save._replace(on_staged=None, spans=spans)
         if save.on_staged is not None:
             save.on_staged(staged)
         return staged
 
     def hold(self, state_dict: dict[str, Any], on_staged: Callable[[StagedStateDict], object]) -> None:
-        """Copies a state dict that no save writes, beside the save that is in progress."""
+        """Copies a state dict that no save writes, beside a save in progress."""
         staged = self.stager.stage(state_dict, is_kept=True)
-        staged.staged_save.abandoned = True  # no save waits for it
+        staged.staged_save.abandoned = True  # no save waits for this copy
         on_staged(staged)
 
     def begin(
@@ -177,10 +177,11 @@ class Saver:
     ) -> Save:
         """Begins the calling thread's save, inside the step in which DCP sends errors to all ranks.
 
-        ``staged_save`` is None if the save writes from the tensors themselves. If another process has staged them,
-        ``context`` and ``error`` are those of staging. Raises `StagingError` if this rank could not stage its state
-        dict, and `WriteError` if there is no path or the writer is closed, or too many saves in a row were not
-        committed.
+        If the save writes from the tensors themselves, ``staged_save`` is None. If another process has staged the
+        tensors, ``context`` and ``error`` are those of staging.
+
+        Raises `StagingError` if this rank could not stage its state dict, and `WriteError` if the save has no path, if
+        the writer is closed, or if too many saves in a row were not committed.
         """
         if staged_save is None:  # a synchronous save, or one that another stager has staged
             self.engine.saves.wait_turn(self.stager)
@@ -188,7 +189,7 @@ class Saver:
             context = staged_save.context
         self.end_save()
         group = name_of_group() if staged_save is None else staged_save.group
-        if not self.closed:  # a closed writer is a mistake of the program, not a failure of the storage
+        if not self.closed:  # saving with a closed writer is a bug of the caller, not a failure of the storage
             if staged_save is not None:
                 self._check_failures(path, group)
             self.engine.failures.begin(_shown(path), group)
@@ -218,15 +219,15 @@ class Saver:
         return self._of_thread.save  # type: ignore[no-any-return]
 
     def end_save(self) -> None:
-        """Ends this thread's last save, if no hook has: DCP calls none when another rank has failed."""
+        """Ends this thread's last save. When another rank has failed, DCP calls no hook that would end it."""
         save: Save | None = getattr(self._of_thread, "save", None)
         if save is not None:
             save.end()
 
     def raise_refusal(self) -> None:
-        """Raises the error of a save that was refused after too many failures in a row, once, for the training thread.
+        """Raises, once and on the training thread, the error of a save refused after too many failures in a row.
 
-        If `stage` raised it, the save would not begin, and the other ranks would wait for it.
+        If `stage` raised the error, the save would not begin, and the other ranks would wait for this rank.
         """
         refusal, self.refusal = self.refusal, None
         if refusal is not None:
@@ -238,7 +239,7 @@ class Saver:
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and ends an engine that no other writer uses. Call `free` afterwards."""
         is_over = self.engine.saves.drain(self.stager, deadline)
-        if self.flushing is not None and self._flushes:  # so that saves of a dead job are flushed, too
+        if self.flushing is not None and self._flushes:  # also flushes saves of dead jobs
             self.flushing.end(deadline)
         self.closed = True
         if self._alive_mark is not None:
@@ -253,7 +254,7 @@ class Saver:
             self.engine.failures.end()
 
     def free(self, deadline: Deadline) -> None:
-        """Frees the memory and the connection, if no other writer uses them."""
+        """Frees the engine's memory and connection, if no other writer uses the engine."""
         if self._ends_engine:
             self.engine.free(deadline, self.stager)
 
@@ -265,21 +266,22 @@ class Saver:
     def _ensure_process(self) -> None:
         self.engine.open(self)
         self._flushes = self.flushing is not None
-        with suppress(WriterProcessDied):  # it cannot be started now; the save will report it
+        with suppress(WriterProcessDied):  # the save reports the error, if the process still cannot be started
             self.engine.client.ensure_process()
 
     def _wait_for_flush(self) -> StagingError | None:
-        """Waits while too many checkpoints are only in the local folder; returns the reason if it gives up."""
+        """Waits while too many checkpoints are only in the local folder. If it gives up, returns the reason."""
         flushing, most = self.flushing, self.options.max_unflushed
         if flushing is None or flushing.unflushed() < most:
             return None
         flushing.resume()
-        logger.info("%s: training waits, because %d checkpoints are not there yet", flushing.target.name, most)
+        logger.info("%s: training waits for the flush of %d checkpoints", flushing.target.name, most)
         if flushing.wait(until=lambda: self.closed or flushing.unflushed() < most):
             return StagingError(_CLOSED) if self.closed else None
         return StagingError(
             f"{flushing.unflushed()} checkpoints lie in {flushing.target.local}, and nothing has come to "
-            f"{flushing.target.name} for {flushing.target.timeout:g} s: the remote is out of reach, or a node is lost"
+            f"{flushing.target.name} for {flushing.target.timeout:g} s: the remote is unreachable, or a node is lost. "
+            f"Check the remote."
         )
 
     def _where(
@@ -289,17 +291,17 @@ class Saver:
             raise WriteError(_CLOSED)
         if staged_save is not None and staged_save.distributed and not is_distributed():
             raise WriteError(
-                f"the process group was destroyed before the save to {redact(str(path))} had begun: each rank "
-                f"would save alone, over the others. Close the writer before destroy_process_group()."
+                f"the process group was destroyed before the save to {redact(str(path))} had begun: the ranks would "
+                f"overwrite each other's files. Close the writer before destroy_process_group()."
             )
         if path is None:
             raise WriteError("no path: pass one to the writer, or checkpoint_id= to the save")
         return absolute_path(path, directory)
 
     def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:
-        """Warns, once, if a background save uses training's own gloo group: both then hang or abort.
+        """Warns, once, if a background save uses training's gloo group: both may then hang or abort.
 
-        If the group also has a GPU backend, there is no warning, because training's collectives run on that one.
+        If the group also has a GPU backend, does not warn: training's collectives use that backend.
         """
         if staged_save is None or not staged_save.distributed or self.engine.warned_of_group:
             return
@@ -315,13 +317,13 @@ class Saver:
         if rank_of_job() == 0:
             logger.warning(
                 "the save to %s runs its collectives on the job's default process group, from a thread. If training "
-                "uses that group meanwhile, the job hangs in silence or is aborted by gloo. Make a group for saves, "
-                'once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
+                "uses that group during the save, the job hangs in silence or is aborted by gloo. Make a group for "
+                'saves, once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
                 redact(str(where)),
             )
 
     def show_alive(self) -> None:
-        """Marks the writer in the local folder as alive until it is closed: its saves are not those of a dead job."""
+        """Marks the writer as alive in the local folder until it is closed, so that its saves do not count as dead."""
         if self.flushing is not None and self._alive_mark is None and not self.closed:
             with suppress(CheckpointError, OSError):
                 self._alive_mark = AliveMark(self.flushing.queue, self.id)

@@ -1,8 +1,8 @@
 """Tables of locations that the coordinator knows from earlier saves, so that ranks need not send them again.
 
-A rank offers the digests of its last tables together with its plan. The coordinator answers, together with the plan
-that it sends back, which of them it knows, and keeps these until the save is over. The answer names the rank's save.
-So an answer that a planner has kept from another save is ignored, and the rank sends its table.
+A rank sends the digests of its last tables with its plan. With the plan that it returns, the coordinator sends the
+digests that it knows, and it holds their tables until the save is over. The answer names the rank's save, so a rank
+ignores an answer that a planner has cached from another save, and sends its table.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..errors import WriteError
 from .write_plan import plan_with
 
 SAVES = 4
-"""Saves to remember: a job may save its model and its optimizer in turn, and other states between them."""
+"""Saves whose tables are cached: a job may save its model and its optimizer in turn, and other states between them."""
 
 _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 
 
 class Offer(NamedTuple):
-    """A rank's offer in ``SavePlan.storage_data``: the id of its save, and digests of tables.
+    """A rank's message in ``SavePlan.storage_data``: the id of its save, and digests of tables.
 
-    The coordinator's answer also has the id of its own save.
+    The coordinator's answer also has ``save``, the id of the coordinator's save.
     """
 
     save_id: str
@@ -36,7 +36,7 @@ class Offer(NamedTuple):
 
 
 class KnownTables:
-    """A rank's memory of its own tables' digests, and a coordinator's of all ranks' tables, up to ``max_bytes``."""
+    """The digests of a rank's own tables, and on the coordinator a cache of all ranks' tables, up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._own: deque[bytes] = deque(maxlen=SAVES)
@@ -48,22 +48,22 @@ class KnownTables:
         return tuple(self._own)
 
     def find(self, digest: bytes) -> bytes | None:
-        """Finds a table by its digest."""
+        """Returns the table with a digest, or None if it is not cached."""
         return self._tables.find(digest)
 
     def add_own(self, digest: bytes) -> None:
-        """Remembers a table of this rank."""
+        """Adds the digest of a table of this rank."""
         if digest not in self._own:
             self._own.append(digest)
 
     def keep(self, parts: Iterable[RankLocations]) -> None:
-        """Remembers the tables of a save."""
+        """Caches the tables of a save."""
         for part in parts:
             self._tables.keep(part.table_digest, part.table)
 
 
 class SaveTables:
-    """The tables of one save; ``save_id`` is the rank's."""
+    """The tables of one save; ``save_id`` is this rank's id of the save."""
 
     def __init__(self, known: KnownTables, save_id: str) -> None:
         self._known = known
@@ -71,11 +71,11 @@ class SaveTables:
         self._promised: dict[bytes, bytes] = {}
 
     def offer(self, plan: SavePlan) -> SavePlan:
-        """On a rank: adds to its plan the digests of its tables."""
+        """On a rank: adds the digests of the rank's last tables to its plan."""
         return plan_with(plan, Offer(self._save_id, self._known.own))
 
     def answer(self, plan: SavePlan) -> SavePlan:
-        """On the coordinator: adds to a rank's plan the digests that it knows."""
+        """On the coordinator: adds the known ones of a rank's digests to the rank's plan."""
         offer = plan.storage_data
         if not isinstance(offer, Offer):
             return plan
@@ -84,19 +84,19 @@ class SaveTables:
         return plan_with(plan, Offer(offer.save_id, tuple(found), self._save_id))
 
     def save_of(self, plan: SavePlan) -> str:
-        """On a rank: the id of the coordinator's save; empty if unknown."""
+        """On a rank: returns the id of the coordinator's save; empty if unknown."""
         answer = plan.storage_data
         return answer.save if isinstance(answer, Offer) and answer.save_id == self._save_id else ""
 
     def shortened(self, part: RankLocations, plan: SavePlan) -> RankLocations:
-        """On a rank: its report, without the table if the coordinator knows it."""
+        """On a rank: returns the rank's locations, without the table if the coordinator knows it."""
         self._known.add_own(part.table_digest)
         answer = plan.storage_data
         is_known = isinstance(answer, Offer) and answer.save_id == self._save_id and part.table_digest in answer.digests
         return part._replace(table=b"") if is_known else part
 
     def completed(self, parts: Sequence[RankLocations]) -> list[RankLocations]:
-        """On the coordinator: the ranks' reports with their tables.
+        """On the coordinator: returns the ranks' locations with their tables.
 
         Raises `WriteError`, naming the rank, if a table is unknown.
         """
@@ -104,7 +104,7 @@ class SaveTables:
             if not part.table and part.table_digest not in self._promised:
                 raise WriteError(
                     f"rank {part.rank} has not sent the locations of its data, and the coordinator does not know them: "
-                    f"plans of two saves were mixed up. Give each save the planner's own plans."
+                    f"the planner has mixed up the plans of two saves. Use a planner that caches no plans."
                 )
         whole = [part if part.table else part._replace(table=self._promised[part.table_digest]) for part in parts]
         self._known.keep(whole)

@@ -41,23 +41,23 @@ from ..errors import CheckpointError, UntrustedObject, WriteError, describe
 
 logger = logging.getLogger("dcp_tensorizer")
 
-# The part of an object that is searched. More would keep the interpreter from training for over a tenth of a second.
+# The part of an object that is searched. A longer search would hold the GIL for more than 0.1 s beside training.
 _MAX_BYTES = 4 << 20
 _MAX_OPCODES = 25_000
 
-_MANY_ITEMS = 2000  # of a rank: torch's planner takes a tenth of a second more for them than this package's
+_MANY_ITEMS = 2000  # of a rank: torch's planner takes 0.1 s longer for them than this package's
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a frozen one takes three times as long to make
+@dataclass(slots=True, eq=False)  # not frozen: frozen items take three times as long to make
 class Item:
     """One write item.
 
     Attributes:
-        key: Its key, and the offset of its chunk.
-        name: Its name in a tensorizer file.
+        key: The item's key, and the offset of its chunk.
+        name: The item's name in a tensorizer file.
         kind: See `StoredItem.kind`.
-        tensor: Its elements, or the bytes of what ``torch.save`` made of it.
-        is_whole: It is not one of several chunks.
+        tensor: The elements of a tensor, or the bytes that ``torch.save`` made of another value.
+        is_whole: The item is not one of several chunks.
     """
 
     key: ItemKey
@@ -68,7 +68,7 @@ class Item:
 
     @property
     def fqn(self) -> Any:
-        """Its key in the state dict."""
+        """The item's key in the state dict."""
         return self.key[0]
 
     @property
@@ -77,7 +77,7 @@ class Item:
 
     @property
     def has_bytes(self) -> bool:
-        """Returns whether the item has bytes. A load takes others from the index alone."""
+        """Returns whether the item has bytes. A load takes items without bytes from the index alone."""
         return self.tensor.numel() > 0
 
     def source(self, memory: int | MappedFile | None = None, offset: int = 0) -> TensorSource:
@@ -95,13 +95,13 @@ def resolve(
 ) -> list[Item]:
     """Returns the items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
 
-    All items are written at once. A planner that is not one of torch's own may make one item in the memory of the one
-    before, so its tensors are copied, unless ``is_staged`` is true for them. ``omitted`` are keys that were not staged,
-    because other ranks were to write them.
+    All items are written at once. A custom planner may make each item in the memory of the previous one, so its tensors
+    are copied unless ``is_staged`` is true for them. ``omitted`` are keys that were not staged, because other ranks
+    were to write them.
     """
     makes_items = not _is_as_known(planner, ("resolve_data", "lookup_object", "transform_object"))
     resolve_plan = None if makes_items else getattr(_known(planner), "resolve_plan", None)
-    # Once, because some plans make their items on each access.
+    # Read once, because some plans make their items on each access.
     wanted = list(plan.items if resolve_plan is None else resolve_plan(planner, plan))
     fqns = [item[0][0] if type(item) is tuple else item.index.fqn for item in wanted]
     if unstaged := next((fqn for fqn in fqns if fqn in omitted), None):
@@ -127,16 +127,17 @@ def resolve(
 @functools.cache  # once in a process
 def _recommend_planner() -> None:
     logger.info(
-        "this rank saves thousands of items with torch's planner, which holds the interpreter 55 to 88 us for each, "
-        "beside training; dcp_tensorizer.SavePlanner 13 to 15 us. Pass planner=SavePlanner() to saves."
+        "this rank saves thousands of items with torch's planner, which holds the GIL for 55 to 88 us per item beside "
+        "training; dcp_tensorizer.SavePlanner holds it for 13 to 15 us. Pass planner=SavePlanner() to saves."
     )
 
 
 def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
-    """Returns the items that are in a rank's data files: those with bytes.
+    """Returns the items to write to a rank's data files: those with bytes, and tensors without elements.
 
-    Tensors without elements are beside them, for other readers of tensorizer files. As in files that tensorizer writes,
-    they are in no encrypted file, and of no dtype that would make a file unreadable. No file is made for them alone.
+    Other readers of tensorizer files look up tensors without elements in the files. As tensorizer does, encrypted files
+    omit such tensors, and all files omit those of dtypes that would make a file unreadable. If no item has bytes, no
+    file is made.
     """
     written = [item for item in items if item.has_bytes]
     if is_encrypted or not written or len(written) == len(items):
@@ -145,7 +146,7 @@ def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
 
 
 def plan_with(plan: SavePlan, storage_data: object) -> SavePlan:
-    """Returns a plan with a message to the coordinator, or from it."""
+    """Returns a copy of a plan with a message to or from the coordinator."""
     plan = copy.copy(plan)  # `dataclasses.replace` would decode items that are decoded on demand
     object.__setattr__(plan, "storage_data", storage_data)
     return plan
@@ -160,17 +161,17 @@ def write_results(
     cipher: Cipher | None = None,
     compare: Callable[[Mapping[ItemKey, StoredItem]], tuple[str, ...] | None] | None = None,
 ) -> list[WriteResult]:
-    """Returns the results that DCP carries to the coordinator: one, with a `RankLocations`, for any number of items.
+    """Returns the results that DCP sends to the coordinator: one, with a `RankLocations`, for any number of items.
 
-    ``compare`` compares the items with the save before (`Freshness.compare`). Raises `WriteError`, naming the key, if a
-    key cannot be stored.
+    ``compare`` compares the items with the previous save (`Freshness.compare`). Raises `WriteError`, naming the key, if
+    a key cannot be stored.
     """
     written = done.places()
     places: dict[ItemKey, StoredItem] = {}
     for item in items:
         found = written.get(item.name) if item.has_bytes else None
         places[item.key] = StoredItem.empty(item.dtype, item.kind) if found is None else found[0]
-    # The metadata of planners that plan otherwise may not describe all of the plan.
+    # A planner that plans in its own way may omit items of the plan from its metadata.
     plans_as_torch = planner is None or _is_as_known(
         planner, ("create_local_plan", "create_global_plan", "finish_plan")
     )
@@ -188,13 +189,13 @@ def write_results(
 
 
 def _is_as_known(planner: SavePlanner, methods: Iterable[str]) -> bool:
-    """Returns whether a planner has these methods of torch's own planner, or of this package's."""
+    """Returns whether a planner's ``methods`` are those of torch's planner, or of this package's."""
     known, own = _known(planner), getattr(planner, "__dict__", {})
     return all(getattr(type(planner), name, None) is getattr(known, name) and name not in own for name in methods)
 
 
 def _known(planner: SavePlanner) -> type[SavePlanner]:
-    """Returns the class whose methods do what this module knows: torch's own planner, or this package's."""
+    """Returns the class whose methods behave as this module expects: torch's planner, or this package's."""
     return getattr(planner, "plans_as_torch", DefaultSavePlanner)  # set by `planner.SavePlanner`
 
 
@@ -227,7 +228,7 @@ def _small(item: Item, cipher: Cipher | None) -> InlineItem:
 def warn_about_untrusted(items: Sequence[Item], known: set[str]) -> None:
     """Warns about objects that a reader will refuse, at their first save instead of at the load.
 
-    ``known`` has the keys whose objects have been checked; the others are added.
+    ``known`` has the keys whose objects have been checked. The keys of newly checked objects are added.
     """
     for item in items:
         key = item.fqn
@@ -252,7 +253,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
     key = item.index.fqn
     try:
         data = planner.resolve_data(item)
-        if is_ordinary(data) and item.type is not WriteItemType.BYTE_IO:  # as nearly all are: every call counts
+        if is_ordinary(data) and item.type is not WriteItemType.BYTE_IO:  # nearly all items: saves calls
             _check_shape(item, data)
             return "tensor", detached(data) if lasts(data) else _copy(data)
         if item.type == WriteItemType.BYTE_IO:
@@ -274,7 +275,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
 
 
 def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Refuses another shape than the planned one, which loads rely on."""
+    """Raises `WriteError` if a tensor does not have the planned shape, which loads rely on."""
     planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
     if planned is not None and planned != tensor.shape:
         raise WriteError(
@@ -303,7 +304,7 @@ _MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
 
 
 def stored_names(keys: Sequence[Any]) -> list[str]:
-    """Names for tensors in tensorizer files: the keys themselves, if they are unique strings that can be stored."""
+    """Returns names for tensors in tensorizer files: the keys themselves, if unique strings that can be stored."""
     used: set[str] = set()
     names = []
     for number, key in enumerate(keys):
@@ -326,7 +327,7 @@ def plan_files(
     """Distributes tensors over files, which are numbered from ``first``.
 
     Another file begins when the index of a tensorizer file is full, or when a tensor would make the file larger than
-    ``max_file_bytes``. A tensor larger than that gets a file of its own.
+    ``max_file_bytes``. A tensor larger than ``max_file_bytes`` gets a separate file.
     """
     files: list[list[TensorSource]] = []
     free = nbytes = 0
@@ -342,9 +343,7 @@ def plan_files(
 
 
 def _storable(key: Any) -> bool:
-    """Returns whether tensorizer can store a name and return it: it must not be empty, or look like its own JSON
-    paths.
-    """
+    """Returns whether tensorizer can store a key and return it: a non-empty string unlike tensorizer's JSON paths."""
     if not isinstance(key, str):
         return False
     try:
