@@ -1,4 +1,5 @@
-"""Delivers a load plan's items to the planner's targets: first objects, once they are trusted; then tensors."""
+"""Delivers the items of a load plan to the planner's targets: first objects, after the check of their types, then
+tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load; see `TensorizerStorageReader`. Raises `TypeError`."""
+    """Options of a load; see `TensorizerStorageReader`. Raises `TypeError` if one has the wrong type."""
 
     verify: bool
     allow_pickle: bool
@@ -52,10 +53,10 @@ class LoadOptions:
 
 @dataclass
 class Load:
-    """One load of one rank, from its plan on.
+    """The load of one rank, once it has a plan.
 
-    Raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and `ReadError` if it cannot
-    be read.
+    Raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and `ReadError` if the
+    metadata cannot be read.
     """
 
     storage: Storage
@@ -64,8 +65,8 @@ class Load:
     metadata: Metadata  # as DCP has seen it
     items: Sequence[ReadItem]  # of the plan
     cipher: Cipher | None  # for encrypted items
-    is_own: bool  # each rank saved for itself, or reads a state in memory by itself
-    note: Callable[[Span], object]  # gets the time of each read, from several threads
+    is_own: bool  # each rank saved for itself, or reads a state in memory on its own
+    note: Callable[[Span], object]  # called with the time span of each read, by several threads
 
     def __post_init__(self) -> None:
         self.items = list(self.items)  # the planner may change its list
@@ -83,10 +84,10 @@ class Load:
         group: dist.ProcessGroup | None,
         progress: Callable[[int, int], object],
     ) -> tuple[int, int]:
-        """Loads the items of the final plan; returns how many bytes were read, and how many came from other ranks.
+        """Loads the items of the final plan. Returns the bytes read, and the bytes received from other ranks.
 
-        The ranks of ``group`` exchange what they read. ``progress`` gets the bytes of tensors done, and the bytes in
-        all. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
+        The ranks of ``group`` exchange what they read. Calls ``progress`` with the bytes of tensors done and their
+        total. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
         """
         in_memory, verify = self.catalog.in_memory, self.options.verify and self.catalog.has_digests
         read = functools.partial(
@@ -155,16 +156,14 @@ class Load:
 
 
 def check_one_save(path: str, carried: Sequence[object]) -> None:
-    """Checks that the plans of all ranks are for one save; raises `MetadataError` if they are not, or if that is
-    unknown.
-    """
+    """Raises `MetadataError` unless the plans of all ranks are known to be for one save."""
     if len(carried) < 2:
         return
     lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]
     if lost:
         raise MetadataError(
             f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}, which "
-            f"is needed to verify that all ranks read one checkpoint. Make new plans by dataclasses.replace"
+            f"is needed to verify that all ranks read one checkpoint. Make new plans with dataclasses.replace."
         )
     ids = [data.save_id for data in carried if isinstance(data, ReadFrom)]
     others = [rank for rank, save_id in enumerate(ids) if save_id != ids[0]]
@@ -176,10 +175,11 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
 
 
 def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
-    """Checks that a rank saved for itself all that its targets hold, because it cannot see what other ranks saved.
+    """Checks that a rank that saved for itself has saved everything that its targets hold: it cannot see other ranks'
+    saves.
 
-    Of a target that is larger than the stored tensor, only what lies inside of that counts. Raises `MetadataError`,
-    naming the key, if it saved other parts.
+    If a target is larger than the stored tensor, only the part inside the tensor counts. Raises `MetadataError`, naming
+    the key, if the rank saved other parts.
     """
     # A planner may read a part more than once.
     parts = {(i.dest_index.fqn, i.dest_index.offset, i.dest_offsets, i.lengths) for i in plan.items}
@@ -194,8 +194,8 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
         if planned[key] != needed:
             raise MetadataError(
                 f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads: it was "
-                f"saved with use_collectives=False, each rank for itself, with another sharding, or with the ranks in "
-                f"another order; load it as it was saved"
+                f"saved with use_collectives=False, each rank for itself, with another sharding or rank order. Load it "
+                f"with the sharding and the rank order of the save."
             )
 
 
@@ -204,18 +204,18 @@ EMPTY_DICT = (
     "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
     "Other dicts need the keys that are to be loaded"
 )
-"""Explains the problem of `keys_below_empty_dicts`, and what to do."""
+"""The explanation of `keys_below_empty_dicts` in messages, and advice."""
 
 
 def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
-    """The paths of keys in the nested state dict that was saved; empty if the metadata has none."""
+    """Returns the paths of keys in the nested state dict that was saved; empty if the metadata records none."""
     return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
 
 
 def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metadata: Metadata) -> list[str]:
-    """The checkpoint's keys in dicts that are empty in the state: DCP loads nothing into these, without an error.
+    """Returns the checkpoint's keys in dicts that are empty in the state: DCP silently loads nothing into them.
 
-    ``keys`` are those that the checkpoint has and the state lacks.
+    ``keys`` are the keys that the checkpoint has and the state lacks.
     """
     empty = set(_empty_dicts(state, ()))
     if not empty:
@@ -226,9 +226,7 @@ def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metada
 
 
 def warn_of_empty_dicts(path: str, planner: LoadPlanner) -> None:
-    """Warns about keys that are not loaded because the state has an empty dict in their place, such as of a new
-    optimizer.
-    """
+    """Warns about keys that are not loaded because their dict is empty in the state, as a new optimizer's is."""
     if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict or planner.metadata is None:
         return
     more = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
@@ -251,7 +249,7 @@ def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, .
 def read_objects(
     items: Sequence[tuple[ReadItem, StoredItem]], fetch: Callable[[Sequence[ReadTarget]], int]
 ) -> tuple[list[tuple[ReadItem, bytes]], int]:
-    """Reads the bytes of objects without unpickling them; returns each item with its bytes, and how many bytes were
+    """Reads the bytes of objects without unpickling them. Returns each item with its bytes, and the number of bytes
     read.
     """
     objects = []
@@ -263,9 +261,9 @@ def read_objects(
 
 
 def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
-    """Checks that no object needs a type that could run code, before any of them is loaded.
+    """Checks, before any object is loaded, that none needs a type that could run code.
 
-    Raises `UntrustedObject`, which names keys, all types, and what to do.
+    Raises `UntrustedObject`, naming the keys and all types, with advice.
     """
     checked: dict[bytes, tuple[str, ...]] = {}
     keys: list[str] = []
@@ -291,7 +289,7 @@ def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
 
 
 def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
-    """Passes a trusted object to the planner. A tensor that was stored as an object is copied to its target.
+    """Passes a trusted object to the planner. Copies a tensor that was stored as an object to its target.
 
     Raises `ReadError`, naming the key, if it cannot be loaded, for example because Python or NumPy lacks a type.
     """
@@ -315,7 +313,7 @@ def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
 # --- tensors: the planner resolves them, they are read, and the planner commits them ----------------------------------
 
 _Items = Sequence[tuple[ReadItem, Sequence[Piece], Coder | None]]
-_CODED_BYTES = 64 << 20  # of stored forms that are in memory at once, unless a single one has more
+_CODED_BYTES = 64 << 20  # limit of the stored forms in memory at once, unless a single one is larger
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
@@ -326,14 +324,14 @@ def read_tensors(
     read: Callable[..., int],
     progress: Callable[[int, int], object],
 ) -> int:
-    """Reads tensors to the planner's targets; returns how many bytes were read.
+    """Reads tensors to the planner's targets. Returns the number of bytes read.
 
-    All are read at once if the planner is one of torch's own or this package's. Other planners may return one scratch
-    buffer for each tensor, and empty it when it is committed: they get one tensor after the other, as from torch's own
-    reader. ``targets_of`` checks that an item fits a tensor, and returns what to read; ``read`` is `executor.fetch` or
-    alike.
+    If the planner is torch's or this package's own, reads all tensors at once. Other planners may return the same
+    scratch buffer for each tensor, and reuse it after the commit: they get one tensor at a time, as from torch's own
+    reader. ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` has the signature of
+    `run.fetch`.
     """
-    total = sum(_wanted_bytes(piece) for _, pieces, _ in items for piece in pieces)  # whole blocks of them are read
+    total = sum(_wanted_bytes(piece) for _, pieces, _ in items for piece in pieces)  # reads may exceed it
     done = 0
     if total:
         progress(0, total)
@@ -341,7 +339,7 @@ def read_tensors(
         resolved_items, targets = [], []
         with collector_paused():
             for (read_item, pieces, coder), tensor in zip(batch, resolved(batch, planner), strict=True):
-                coder = None if is_fake(tensor) else coder  # it has a shape, and takes no elements
+                coder = None if is_fake(tensor) else coder  # a fake tensor takes no elements
                 memory = _memory_for(tensor, pieces, coder)
                 if coder is not None and _is_object(pieces):
                     key, item = read_item.dest_index.fqn, pieces[0].item
@@ -361,9 +359,9 @@ def read_tensors(
 
 
 def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
-    """The tensors that receive items, in the order of the items.
+    """Yields the tensors that receive items, in the order of the items.
 
-    torch's planner takes several times as long to find a tensor that an item fills. So it is asked only for others.
+    A tensor that one item fills is looked up without the planner, because torch's takes several times as long.
     """
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
     for read_item, *_ in items:
@@ -374,15 +372,15 @@ def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
 
 
 def _is_object(pieces: Sequence[Piece]) -> bool:
-    """Returns whether a value was stored by ``torch.save``."""
+    """Returns whether the value was stored by ``torch.save``."""
     return bool(pieces) and pieces[0].item.kind != "tensor"
 
 
 def _memory_for(tensor: torch.Tensor, pieces: Sequence[Piece], coder: Coder | None) -> torch.Tensor:
-    """The tensor to read into: the target itself, unless it wraps other tensors or its stored form is decoded.
+    """Returns the tensor to read into: the target itself, unless it wraps other tensors or its stored form is decoded.
 
-    A wrapper may hold other elements inside, such as scaled ones. Only its class can copy plain elements into it, and
-    does so at once.
+    A wrapper may hold its elements in another form, such as scaled. Only its class can copy plain elements into it, all
+    of them in one call.
     """
     if coder is not None:
         return coder.memory_for(tensor)
@@ -392,12 +390,12 @@ def _memory_for(tensor: torch.Tensor, pieces: Sequence[Piece], coder: Coder | No
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:
-    """Returns whether a planner gets all tensors at once: one that finds its tensors as torch's own does."""
+    """Returns whether all tensors are read at once: whether the planner looks them up as torch's own does."""
     return all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY)
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
-    """Batches of items: all of a batch are resolved before any is committed. Items with a coder come last."""
+    """Yields batches of items. All items of a batch are resolved before any is committed. Items with a coder come last."""
     if not delivers_at_once(planner):
         yield from ([item] for item in items)
         return
@@ -420,5 +418,5 @@ def _wanted_bytes(piece: Piece) -> int:
 
 
 def _within(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:
-    """The progress of a read that is part of a longer one."""
+    """Returns a progress callback for a read that is part of a longer one."""
     return lambda done, _: progress(before + done, max(total, before + done))

@@ -1,10 +1,10 @@
 """Reads data that all ranks of a group need once, and exchanges it by collectives.
 
-    votes    --all_gather--> every rank knows whether it can be done, and whether one has failed
-    requests --broadcast, all_reduce--> what every rank requests
-    windows  --fetch, in the background--> buffer --all_gather, piece by piece--> the targets of every rank
+    votes    --all_gather--> every rank knows whether it can be done, and whether one has failed requests --broadcast,
+    all_reduce--> the bytes that every rank requests windows  --fetch, in the background--> buffer --all_gather, piece
+    by piece--> the targets of every rank
 
-A rank that fails still takes part in the next collective, to report the error. So no rank waits for it in vain.
+A rank that fails still takes part in the next collective, to report its error. So no rank hangs.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from .run import scatter
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_HEADER = 64  # bytes before each piece: whether its rank has failed, and the digest of its bytes
+_HEADER = 64  # bytes before each piece: whether its rank has failed, and the digest of the piece
 _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
 _MIN_WINDOW = 8 << 20
-_WINDOWS = 8  # at least, because the next one is read while one is exchanged
+_WINDOWS = 8  # the minimum: one window is read while another is exchanged
 Progress = Callable[[int, int], object]
 
 
 class Exchange:
-    """The exchange of one load: first of objects, then of tensors.
+    """The exchange of one load: first objects, then tensors.
 
-    Use it as a context manager around the whole load, so that a failure is reported to the other ranks.
+    Use it as a context manager around the whole load: its exit reports a failure to the other ranks.
 
-    ``fetch`` reads targets from the storage, like `executor.fetch`. ``verify`` compares data with its digests, and
-    received data with those of its sender. ``in_memory`` has files that need not be read. ``reason`` says why this rank
-    exchanges no tensors; it is empty if it does. ``window_bytes`` are those of one rank's read, of which there are two,
-    and ``round_bytes`` those of all ranks' pieces in one collective. ``received_bytes`` counts the bytes from other
+    ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and received
+    data with the sender's digests. ``in_memory`` has files that need not be read. ``reason`` is the reason why this
+    rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of each of a rank's two read windows, and
+    ``round_bytes`` the size of all ranks' pieces in one collective. ``received_bytes`` counts the bytes from other
     ranks.
     """
 
@@ -71,14 +71,14 @@ class Exchange:
         self._fetch, self._limits, self._verify = fetch, limits, verify
         self._in_memory, self._reason = in_memory, reason
         self._window_bytes, self._round_bytes = window_bytes, round_bytes
-        self._turns = 2  # votes in which the other ranks wait for this one
+        self._turns = 2  # votes in which the other ranks still wait for this one
         self.received_bytes = 0
 
     def __enter__(self) -> Exchange:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Reports an error to the other ranks, if they wait for this one."""
+        """Reports an error to the other ranks if they wait for this one."""
         if error is not None and self._turns:
             try:
                 self._group.votes(ExchangeVote(), error)
@@ -89,7 +89,7 @@ class Exchange:
                     )
 
     def read(self, targets: Sequence[ReadTarget], *, progress: Progress = lambda done, total: None) -> int:
-        """Reads targets; data that all ranks need is read by one of them. Returns how many bytes this rank has read.
+        """Reads targets. One rank reads data that all ranks need. Returns the number of bytes that this rank has read.
 
         Call it once for objects, then once for tensors, unless `exchanges_tensors` is false. Raises the
         `CheckpointError` of `fetch`, the same on all ranks, and `ReadError` if a rank is gone.
@@ -103,7 +103,7 @@ class Exchange:
 
     @property
     def exchanges_tensors(self) -> bool:
-        """Returns whether all ranks can exchange tensors; known after objects have been read."""
+        """Returns whether all ranks can exchange tensors. Known after objects have been read."""
         return bool(self._turns)
 
     def _read(self, targets: Sequence[ReadTarget], progress: Progress, *, of_tensors: bool) -> int:
@@ -136,12 +136,12 @@ class Exchange:
         if common:
             device = self._group.device(prefers_gpu=all(vote.is_on_gpu for vote in votes))
             nbytes = self._exchange(common, device, lambda done: progress(done, total))
-            # Received data is copied by streams of the GPU, which other streams do not wait for.
+            # GPU streams copy received data, and other streams do not wait for these.
             CUDA.side_streams.synchronize(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
     def _log(self, common: Sequence[ExchangeRequest], requests: Mapping[bytes, ExchangeRequest], reason: str) -> None:
-        """Logs, on the first rank, what is exchanged, and why the rest is not."""
+        """Logs on rank 0 what is exchanged, and why the rest is not."""
         if self._group.rank:
             return
         shared, wanted = total_bytes(common), total_bytes(requests.values())
@@ -153,8 +153,8 @@ class Exchange:
     def _exchange(
         self, common: Sequence[ExchangeRequest], device: torch.device, progress: Callable[[int], object]
     ) -> int:
-        """Lets each rank read its span, and distributes all spans to all ranks; returns the bytes that this rank has
-        read.
+        """Reads this rank's span, and distributes all spans to all ranks. Returns the number of bytes that this rank
+        has read.
         """
         spans: list[list[Window]] = []
         error: BaseException | None = None
@@ -166,7 +166,7 @@ class Exchange:
             piece = self._round_bytes // self._group.size // _HEADER * _HEADER
             largest = max(window.nbytes for span in spans for window in span)
             rounds = _Rounds(self._group, min(aligned(largest), max(_HEADER, piece)), device, verify=self._verify)
-        except Exception as failure:  # such as a shortage of memory
+        except Exception as failure:  # such as a memory shortage
             error = failure
         self._group.votes(ExchangeVote(), error)
         try:
@@ -184,7 +184,7 @@ class Exchange:
         common: Sequence[ExchangeRequest],
         progress: Callable[[int], object],
     ) -> int:
-        """Exchanges one window of each rank after the other, in pieces; returns the number of bytes."""
+        """Exchanges the windows in order, one of each rank at a time, in pieces. Returns the number of bytes."""
         done = 0
         failed: BaseException | None = None
         for number in range(max(map(len, spans))):
@@ -212,9 +212,9 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Windows:
-    """The windows of this rank: the next one is read while one is exchanged.
+    """The windows of this rank. The next one is read while one is exchanged.
 
-    ``nbytes`` counts the bytes that were read, ``own_bytes`` those that the windows hold.
+    ``nbytes`` counts the bytes read, ``own_bytes`` the bytes that the windows hold.
     """
 
     def __init__(
@@ -235,7 +235,9 @@ class _Windows:
         self.own_bytes = sum(part.stop - part.start for window in windows for part in window.parts)
 
     def take(self, number: int) -> torch.Tensor:
-        """The bytes of the next window, valid until the next call; empty if there are no more windows."""
+        """Returns the bytes of the next window, valid until the next call. If there are no more windows, returns an
+        empty tensor.
+        """
         if self._reading is None:
             self._begin(number)
         if number >= len(self._windows):
@@ -246,7 +248,7 @@ class _Windows:
         return self._buffers[number % 2][: self._windows[number].nbytes]
 
     def close(self) -> None:
-        """Waits until nothing is being read any more."""
+        """Waits for the read in progress."""
         if self._reading is not None:
             wait([self._reading])
 
@@ -265,8 +267,8 @@ class _Windows:
 
 
 class _Rounds:
-    """Exchanges one piece of each rank after the other. ``piece`` is its size in bytes; ``received`` has the ranks'
-    pieces.
+    """The rounds of an exchange, each of one piece per rank. ``piece`` is the size of a piece in bytes. ``received``
+    has the ranks' pieces.
     """
 
     def __init__(self, group: ExchangeGroup, piece: int, device: torch.device, *, verify: bool) -> None:
@@ -279,7 +281,7 @@ class _Rounds:
         self.received = self._all[:, _HEADER:]
 
     def exchange(self, content: torch.Tensor, *, has_failed: bool) -> bool:
-        """Sends a piece at most, and receives one of each rank; returns whether a rank has failed."""
+        """Sends at most one piece, and receives one from each rank. Returns whether a rank has failed."""
         self._content[:_HEADER] = 0
         self._content[0] = has_failed
         self._content[_HEADER : _HEADER + content.numel()] = content
@@ -297,11 +299,13 @@ class _Rounds:
             return
         for rank, (header, piece) in enumerate(zip(self._headers, self.received, strict=True)):
             if rank != self._group.rank and not torch.equal(header[_DIGEST], _digest(piece)):
-                raise ReadError(f"data from rank {rank} of the exchange was damaged on the way: load it again")
+                raise ReadError(
+                    f"data from rank {rank} of the exchange was damaged in transit. Load the checkpoint again."
+                )
 
 
 def _deliver(windows: Sequence[Window], requests: Sequence[ExchangeRequest], start: int, rounds: _Rounds) -> int:
-    """Copies received bytes to the targets; returns how many."""
+    """Copies received bytes to the targets. Returns the number of bytes."""
     nbytes = 0
     for window, received in zip(windows, rounds.received, strict=True):
         for part in window.between(start, start + rounds.piece):
@@ -314,7 +318,7 @@ def _deliver(windows: Sequence[Window], requests: Sequence[ExchangeRequest], sta
 
 
 def _host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory to copy to a device from; pinned unless that is the host itself."""
+    """Returns host memory to copy to a device; pinned unless the device is the CPU."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 
@@ -329,7 +333,7 @@ _ID_BYTES = 16
 
 
 class ReadFrom(NamedTuple):
-    """The part of a rank's load plan that tells the coordinator which save it is for."""
+    """The part of a rank's load plan that identifies its save to the coordinator."""
 
     save_id: str
     group: str = ""  # name and ranks of the ``exchange`` group; empty for none
@@ -337,16 +341,16 @@ class ReadFrom(NamedTuple):
 
 
 def members_of(group: object) -> dist.ProcessGroup | None:
-    """A process group, if this rank and others are in it, otherwise None; raises `TypeError` for other values."""
+    """Returns a process group of this rank and others; None for any other group. Raises `TypeError` for other values."""
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"exchange must be a process group, or None, and is {type(group).__name__}")
+        raise TypeError(f"exchange must be a process group or None, got {type(group).__name__}")
     return group if group.size() > 1 else None
 
 
 def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
-    """A group's identity, which is the same on all its ranks and on no others, and its size."""
+    """Returns a group's identity, which is equal on its ranks and on no others, and its size."""
     if group is None:
         return "", 0
     ranks = dist.get_process_group_ranks(group)
@@ -354,7 +358,7 @@ def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
 
 
 def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[object]) -> bool:
-    """Returns whether a rank exchanges nothing although it has a ``group``, because each rank loads for itself.
+    """Returns whether each rank loads for itself, and exchanges nothing although it has a ``group``.
 
     ``carried`` is the ``storage_data`` of the plans of all ranks that load together. Raises `ReadError` if some ranks
     of a group do not load: the others would wait for them.
@@ -368,9 +372,9 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
     for rank, plan in enumerate(plans):
         if plan.group and loading[plan.group] != plan.group_size:
             raise ReadError(
-                f"{path}: rank {rank} is to exchange what it reads with {plan.group_size - 1} others, of which "
-                f"{loading[plan.group] - 1} load with it and have been given the same group: pass exchange= on all of "
-                f"its ranks, and dcp.load a process_group that has all of them"
+                f"{path}: the exchange group of rank {rank} has {plan.group_size - 1} other ranks, of which "
+                f"{loading[plan.group] - 1} load with it and pass the same group. Pass exchange= on all of its ranks, "
+                f"and dcp.load a process_group that has all of them."
             )
     return False
 
@@ -379,11 +383,11 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
 class ExchangeVote:
     """A rank's message to the others before the exchange."""
 
-    error: CheckpointError | None = None  # why it cannot go on
-    reason: str = ""  # why it exchanges no tensors, although it can go on
+    error: CheckpointError | None = None  # why it cannot continue
+    reason: str = ""  # why it exchanges no tensors, although it can load
     setting: tuple[Any, ...] = ()  # must be the same on all ranks
     requests: int = 0  # how many
-    is_on_gpu: bool = False  # all its targets are
+    is_on_gpu: bool = False  # all its targets are on a GPU
 
 
 class SharedFailure(Exception):
@@ -395,7 +399,9 @@ class SharedFailure(Exception):
 
 
 class ExchangeGroup:
-    """A process group whose ranks all call the same methods in the same order. ``rank`` is this rank's number in it."""
+    """A process group whose ranks all call the same methods in the same order. ``rank`` is this rank's number in the
+    group. If a rank is gone, the methods raise `SharedFailure` with a `ReadError`.
+    """
 
     def __init__(self, group: dist.ProcessGroup, path: str) -> None:
         self._group, self._path = group, path
@@ -410,10 +416,10 @@ class ExchangeGroup:
         return torch.device(others[0], torch.accelerator.current_device_index())
 
     def votes(self, vote: ExchangeVote, error: BaseException | None = None) -> list[ExchangeVote]:
-        """Gathers the votes of all ranks; ``error`` says why this rank cannot go on.
+        """Gathers the votes of all ranks. ``error`` is the reason why this rank cannot continue.
 
-        Raises `SharedFailure` if a rank cannot go on, with this rank's own error or that of the first such rank; and
-        `ReadError` if a rank is gone.
+        Raises `SharedFailure` if a rank cannot continue, with this rank's own error or else that of the first such
+        rank, and if a rank is gone, with a `ReadError`.
         """
         own = vote if error is None else ExchangeVote(error=_portable(error))
         votes: list[Any] = [None] * self.size
@@ -426,12 +432,12 @@ class ExchangeGroup:
         return votes
 
     def fail(self, error: BaseException | None) -> NoReturn:
-        """Raises the error of `votes`, when every rank knows that one of them has failed; ``error`` is this rank's."""
+        """Raises the error of `votes` when every rank knows that one has failed. ``error`` is this rank's own."""
         self.votes(ExchangeVote(), error)
         raise AssertionError("a rank has failed without a message")
 
     def common(self, ids: Sequence[bytes], count: int) -> list[bytes]:
-        """The ids (16 bytes each) that all ranks have, in the first rank's order. Raises `ReadError` if a rank is gone.
+        """Returns the ids (16 bytes each) that all ranks have, in the first rank's order.
 
         ``count`` is the number of the first rank's ids.
         """
@@ -449,7 +455,7 @@ class ExchangeGroup:
         return [name for name, is_common in zip(names, mask.tolist(), strict=True) if is_common]
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Fills ``received`` with what each rank has sent; raises `ReadError` if a rank is gone."""
+        """Fills ``received`` with the data of each rank."""
         self._call(lambda: dist.all_gather_into_tensor(received, sent, group=self._group))
 
     def _call(self, collective: Callable[[], _T]) -> _T:
@@ -457,7 +463,7 @@ class ExchangeGroup:
             return collective()
         except RuntimeError as error:
             gone = ReadError(
-                f"{self._path}: rank {self.rank} of {self.size} could not exchange what it reads. Another rank has "
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Another rank has "
                 f"ended, or loads something else: {error}"
             )
             gone.__cause__ = error
@@ -465,9 +471,9 @@ class ExchangeGroup:
 
 
 def _portable(error: BaseException) -> CheckpointError:
-    """An error for other ranks, of one of this package's types, because others may not be picklable."""
+    """Returns an error for other ranks, of one of this package's types: others may not be picklable."""
     kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
-    # such as an interrupt, which is not an error of the checkpoint
+    # for example KeyboardInterrupt, which is no `CheckpointError`
     kind: type[CheckpointError] = next(kinds, CheckpointError)
     return kind(describe(error))
 
@@ -478,7 +484,7 @@ def _portable(error: BaseException) -> CheckpointError:
 # Spans:    a consecutive part of the requests for each rank to read, of about equal size
 # Windows:  the part of its span that a rank reads at once, into one buffer
 
-_UNITS_PER_RANK = 16  # with fewer units, spans are less even
+_UNITS_PER_RANK = 16  # fewer units make spans less even
 _MAX_UNIT = 4 << 20
 
 
@@ -487,12 +493,12 @@ class ExchangeRequest(NamedTuple):
 
     id: bytes  # the same on all ranks that need the same bytes
     item: StoredItem
-    intervals: list[tuple[int, int]]  # relative to the tensor's first byte; whole blocks if they are verified
+    intervals: list[tuple[int, int]]  # relative to the tensor's first byte; whole blocks if the data is verified
     targets: tuple[ReadTarget, ...]
 
 
 def requests_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bool) -> dict[bytes, ExchangeRequest]:
-    """The bytes that targets need, by their id, in the order of files and offsets."""
+    """Returns the requests of targets by id, in the order of files and offsets."""
     requests = {}
     for file, of_tensor in by_tensor(targets):
         item = of_tensor[0].item
@@ -504,12 +510,13 @@ def requests_of(targets: Iterable[ReadTarget], limits: ReadLimits, *, verify: bo
 
 
 def total_bytes(requests: Iterable[ExchangeRequest]) -> int:
-    """The bytes in all intervals."""
     return sum(stop - start for request in requests for start, stop in request.intervals)
 
 
 class WindowPart(NamedTuple):
-    """Consecutive bytes of one stored tensor in a window. Start and stop are relative to the tensor's first byte."""
+    """Consecutive bytes of one stored tensor in a window. ``start`` and ``stop`` are relative to the tensor's first
+    byte.
+    """
 
     request: int  # the number of the request
     start: int
@@ -518,7 +525,7 @@ class WindowPart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The end in the window."""
+        """The offset in the window of the byte after the last."""
         return self.position + self.stop - self.start
 
 
@@ -532,7 +539,7 @@ class Window(NamedTuple):
         return self.parts[-1].end if self.parts else 0
 
     def between(self, start: int, stop: int) -> Iterator[WindowPart]:
-        """The parts in a range of the window, cut to it; ``start`` and ``stop`` are multiples of 64."""
+        """Yields the parts in a range of the window, cut to the range. ``start`` and ``stop`` are multiples of 64."""
         first = bisect.bisect_right(self.parts, start, key=lambda part: part.end)
         for part in self.parts[first:]:
             if part.position >= stop:
@@ -543,9 +550,9 @@ class Window(NamedTuple):
 
 
 def spans_of(requests: Sequence[ExchangeRequest], ranks: int, window_bytes: int) -> list[list[Window]]:
-    """The windows of each rank, for the requests that all ranks share.
+    """Returns the windows of each rank, for the requests that all ranks share.
 
-    A window is only larger than ``window_bytes`` for one block.
+    A window is larger than ``window_bytes`` only if it is a single block.
     """
     total = total_bytes(requests)
     unit = min(_MAX_UNIT, window_bytes, max(1, total // (ranks * _UNITS_PER_RANK)))
@@ -572,7 +579,7 @@ def _units(requests: Sequence[ExchangeRequest], nbytes: int) -> Iterator[tuple[i
 
 
 def _add(windows: list[Window], number: int, start: int, stop: int, window_bytes: int) -> None:
-    """Adds bytes to the last window, or begins another."""
+    """Adds bytes to the last window, or starts a new one."""
     parts = windows[-1].parts if windows else []
     last = parts[-1] if parts else None
     if last is not None and (last.request, last.stop) == (number, start) and last.end + stop - start <= window_bytes:

@@ -1,12 +1,12 @@
-"""Pinned memory for data on its way to a GPU: a few slots, used in turn while other reads go on.
+"""Pinned memory for data on its way to a GPU: a few slots, reused while other reads are in progress.
 
-If host memory were needed for all of the model, a model that only fits on the GPUs could not be loaded. So there are a
-few slots, each of one read's size. A thread takes a slot, reads into it, checks it, queues its copies on a side stream,
-and returns the slot. Its next user waits for those copies.
+A model may be larger than host memory. So there are a few slots, each of one read's size. A thread takes a slot, reads
+into it, checks the data, queues copies on a side stream, and returns the slot. The slot's next user waits for those
+copies.
 
-Each call that releases the interpreter lock lets another thread take it: some 25 for each 8 MiB, with blocks that are
-hashed one by one, held loads at 6 to 8 GB/s where 26 were possible. So on many cores a read is of `DEVICE_BYTES`, items
-up to that size have one digest to compare, and small tensors cross the bus together.
+Each call that releases the GIL may have to wait to reacquire it: about 25 calls for each 8 MiB, with blocks hashed one
+by one, limited loads to 6 to 8 GB/s where 26 were possible. So on many cores a read is of `DEVICE_BYTES`, items up to
+that size have one digest to compare, and small tensors cross the bus together.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ from ..errors import ReadError, StagingError
 from .plan import ReadLimits, ReadOperation, ReadTarget
 
 DEVICE_BYTES = 32 << 20
-"""Bytes of one read for a GPU where there are cores for several."""
+"""Bytes of one read for a GPU, on machines with cores for several reads."""
 
 _FEW_CORES = 4
-_POOL_BYTES = 256 << 20  # of the slots that threads read into at the same time
+_POOL_BYTES = 256 << 20  # of the slots that threads read into concurrently
 
 
 class PinnedPools:
-    """The slots of a process's loads, each of which may consist of many reads, because a planner may want one tensor
-    after the other.
+    """The slots of a process's loads. A load may consist of many reads, because a planner may request tensors one by
+    one.
 
-    Registering memory takes longer than reading as much. So the slots of one read are kept for the next ones, also
-    those of later loads.
+    Registering memory takes longer than reading as many bytes. So slots are retained for later reads and later loads.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kept: PinnedPool | None = None
-        self._lock = free_in_child(threading.Lock())  # an exchange reads beside the load
+        self._lock = free_in_child(threading.Lock())  # an exchange reads concurrently with the load
         in_child(self, PinnedPools._forget)
 
     def _forget(self) -> None:
-        self._kept = None  # its memory is its parent's
+        self._kept = None  # the memory belongs to the parent process
 
     def close(self) -> None:
-        """Frees the slots that no load uses."""
+        """Frees the idle slots."""
         self._keep(None)
 
     def limits(self, targets: Sequence[ReadTarget], limits: ReadLimits, threads: int) -> ReadLimits:
-        """The limits for reads to these targets: larger ones if any of them is on a device, and there are cores."""
+        """Returns the limits for reads to these targets: larger ones if any target is on a device, and there are enough
+        cores.
+        """
         elsewhere = (target.tensor for target in targets if not target.in_place)
         if cores() <= _FEW_CORES or all(self._device.index_of(tensor) is None for tensor in elsewhere):
             return limits
@@ -69,9 +70,10 @@ class PinnedPools:
 
     @contextmanager
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
-        """The slots for a read: one per thread, and two whose copies are in progress; None if no target is on a device.
+        """Yields the slots for a read, or None if no target is on a device: one per thread, and two whose copies are in
+        progress.
 
-        All copies have arrived when the block ends.
+        All copies are done when the block ends.
         """
         indices: set[int] = set()
         nbytes = 0
@@ -101,7 +103,7 @@ class PinnedPools:
                 kept.wait_for_current_streams()
                 return kept
             kept.close()
-            # Enough for all requests so far, and more, so that growing requests seldom need new memory.
+            # Large enough for all requests so far, with a margin, so that growing requests seldom allocate.
             indices, count = {*indices, *kept.streams}, max(count, kept.count)
             nbytes = kept.nbytes if nbytes <= kept.nbytes else max(nbytes, 2 * kept.nbytes)
         return PinnedPool(self._device, indices, count, nbytes)
@@ -114,7 +116,7 @@ class PinnedPools:
 
 
 class Slot:
-    """One slot's memory, and the copies that are queued from it."""
+    """A slot's memory, and the copies queued from it."""
 
     def __init__(self, memory: torch.Tensor, pool: PinnedPool) -> None:
         self.memory = memory
@@ -122,8 +124,8 @@ class Slot:
         self._copied_to: set[int] = set()
 
     def send(self, content: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Queues a copy of bytes of this slot to the device of a target, and returns it for this slot's further
-        copies. Raises `torch.OutOfMemoryError`.
+        """Queues a copy of bytes of this slot to a target's device. Returns the copy, for further copies of this slot.
+        Raises `torch.OutOfMemoryError`.
         """
         stream = self._stream_for(target)
         sent = stream.allocate(content.numel())
@@ -131,7 +133,7 @@ class Slot:
         return sent
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies to one device, from this slot or from what was sent there."""
+        """Queues copies to one device, from this slot or from results of `send`."""
         self._stream_for(targets[0]).copy(targets, sources)
 
     def _stream_for(self, target: torch.Tensor) -> SideStream:
@@ -141,15 +143,15 @@ class Slot:
         return self.pool.streams[index]
 
     def copies(self) -> list[Event]:
-        """Events after which the slot's memory is free again."""
+        """The events after which the slot's memory may be reused."""
         return [self.pool.streams[index].mark() for index in self._copied_to]
 
 
 class PinnedPool:
-    """Pinned slots for loads to one or more devices; raises `ReadError` if there is no memory for them.
+    """Pinned slots for loads to one or more devices. The constructor raises `ReadError` if it cannot allocate them.
 
-    They are private memory, because that has huge pages where shared memory has small ones, which take several times as
-    long to make and to register.
+    The slots are private memory, which gets huge pages. Shared memory gets small ones, which take several times as long
+    to allocate and to register.
     """
 
     def __init__(self, device: Device, indices: Collection[int], count: int, nbytes: int) -> None:
@@ -161,21 +163,21 @@ class PinnedPool:
             check_headroom(count * step)
             memory = direct_memory(count * step)
         except (StagingError, OSError, MemoryError) as error:
-            raise ReadError(f"no memory for reads on their way to a GPU: {error}") from error
+            raise ReadError(f"cannot allocate pinned memory for reads to a GPU: {error}") from error
         keep_from_children(memory.obj)  # type: ignore[arg-type]
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         unpin = pin_if_possible(device, whole.data_ptr(), count * step, next(iter(self.streams)))
-        self._unpin = Finalizer(self, unpin)  # in case an interrupt keeps it from being closed
+        self._unpin = Finalizer(self, unpin)  # in case an interrupt prevents `close`
         self._slots: queue.SimpleQueue[tuple[torch.Tensor, list[Event]]] = queue.SimpleQueue()
         for slot in whole.split(step):
             self._slots.put((slot, []))
 
     def is_enough(self, indices: Collection[int], count: int, nbytes: int) -> bool:
-        """Returns whether the pool serves a read that needs this many slots of this size."""
+        """Returns whether the pool has enough slots of sufficient size for a read to these devices."""
         return self.streams.keys() >= set(indices) and self.count >= count and self.nbytes >= nbytes
 
     def wait_for_current_streams(self) -> None:
-        """Orders later copies after the work that is queued on the devices' current streams."""
+        """Orders later copies after the work queued on the devices' current streams."""
         for stream in self.streams.values():
             stream.follow()
 
@@ -185,7 +187,7 @@ class PinnedPool:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """The slot that was returned first, when its copies have arrived."""
+        """Waits for the copies of the slot that was returned first, and yields it."""
         memory, copies = self._slots.get()
         slot = Slot(memory, self)
         try:
@@ -196,12 +198,12 @@ class PinnedPool:
             self._slots.put((memory, slot.copies()))
 
     def wait(self) -> None:
-        """Waits until all copies have arrived."""
+        """Waits for all copies."""
         for stream in self.streams.values():
             stream.mark().synchronize()
 
     def close(self) -> None:
-        """Waits until all copies have arrived, and gives the memory back; the pool is of no use then."""
+        """Waits for all copies, and frees the memory. The pool cannot be used afterwards."""
         try:
             self.wait()
         finally:

@@ -1,9 +1,9 @@
-"""Plans a load, without any I/O: the targets of its items, and which bytes are read for them in which order.
+"""Plans a load, without I/O: the targets of its items, and the order in which bytes are read for them.
 
-A target is a region of a stored tensor, and the tensor that receives it. Its bytes become segments. A segment is a run
-of bytes of one tensor that is read once: either straight into the target's memory, if the bytes are the same there, or
-into a scratch buffer from which regions are copied out. Segments that lie close together in a file are read in one
-operation.
+A target is a region of a stored tensor, and the tensor that receives it. Its bytes are split into segments. A segment
+is a run of bytes of one tensor that is read once: directly into the target's memory if the bytes are the same there,
+otherwise into a scratch buffer from which regions are copied out. Segments that are close together in a file are read
+in one operation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Casts = dict[tuple[torch.dtype, torch.dtype], list[str]]
 """The keys of tensors that are converted while they are loaded, by the stored dtype and the target's."""
 
 
-@dataclass(slots=True, eq=False)  # two targets of the same region are not equal
+@dataclass(slots=True, eq=False)  # identity comparison: two targets may have the same region
 class ReadTarget:
     """A region of a stored tensor, and the tensor that receives it."""
 
@@ -44,17 +44,17 @@ class ReadTarget:
     shape: tuple[int, ...]  # of the stored tensor
     region: Region  # not empty
     tensor: torch.Tensor  # of the region's shape; of any dtype, device and strides, unless `in_place`
-    in_place: bool  # the stored bytes can be read into its memory as they are
-    shared: bool = False  # other ranks most likely read the same bytes
+    in_place: bool  # the stored bytes can be read into its memory unchanged
+    shared: bool = False  # other ranks probably read the same bytes
 
     @classmethod
     def of(cls, key: str, item: StoredItem, shape: tuple[int, ...], region: Region, tensor: torch.Tensor) -> ReadTarget:
-        """A target that is read in place if its tensor allows that."""
+        """Returns a target that is read in place if its tensor allows that."""
         return cls(key, item, shape, region, tensor, can_read_in_place(tensor, named_dtype(item.dtype)))
 
     @classmethod
     def of_bytes(cls, key: str, item: StoredItem, start: int, tensor: torch.Tensor) -> ReadTarget:
-        """A target for stored bytes as they are, from the byte ``start`` on: a uint8 tensor in host memory."""
+        """Returns a target for raw stored bytes from byte ``start`` on. ``tensor`` is a uint8 tensor in host memory."""
         region = Region((start,), (tensor.numel(),))
         return cls(key, item._replace(dtype="uint8"), (item.length,), region, tensor, in_place=True)
 
@@ -65,17 +65,15 @@ class ReadTarget:
 
     @property
     def has_stored_layout(self) -> bool:
-        """Returns whether its elements have the stored dtype, and their bytes are one run here and in the stored
-        tensor.
+        """Returns whether the elements have the stored dtype, and their bytes are one run in the target and in the
+        stored tensor.
         """
         is_same = self.tensor.dtype == named_dtype(self.item.dtype) and is_plain(self.tensor)
         return is_same and self.run is not None
 
     @property
     def run(self) -> tuple[int, int] | None:
-        """The region's first byte in the stored tensor and the one after its last, if its bytes are one run; otherwise
-        None.
-        """
+        """The start and stop of the region's bytes in the stored tensor. None unless they are one run."""
         if self.region.size == self.shape:
             return 0, self.item.length
         first, stop = self.region.span(self.shape)
@@ -84,7 +82,7 @@ class ReadTarget:
 
 
 def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether stored elements of ``dtype`` can be read into a tensor's memory as they are."""
+    """Returns whether stored elements of ``dtype`` can be read into a tensor's memory unchanged."""
     return tensor.is_cpu and tensor.dtype == dtype and is_plain(tensor)
 
 
@@ -97,16 +95,15 @@ def targets_of(
     pieces: Sequence[Piece],
     tensor: torch.Tensor,
 ) -> list[ReadTarget]:
-    """The targets of one item of a load plan, after checking that it fits; none for a fake tensor, whose shape is
-    known.
+    """Checks that an item of a load plan fits its tensor, and returns its targets. A fake tensor has none.
 
-    ``pieces`` are its stored chunks, and ``tensor`` receives it. ``casts`` gets the key if the tensor has another
-    dtype. Raises `ReadError` if it does not fit the tensor, and `MetadataError` if the metadata contradicts itself;
-    both name the key.
+    ``pieces`` are the item's stored chunks, and ``tensor`` receives the item. ``casts`` gets the key if the tensor has
+    another dtype. Raises `ReadError` if the item does not fit the tensor, and `MetadataError` if the metadata is
+    inconsistent; both name the key.
     """
     key = read_item.dest_index.fqn
     if world_size == 1 and len(pieces) == 1 and type(tensor) is torch.Tensor:
-        item, shape, region, _ = pieces[0]  # most items: one whole tensor, and a target of its dtype and shape
+        item, shape, region, _ = pieces[0]  # most items are one whole tensor, with a target of its dtype and shape
         is_same = region.size == shape == tensor.shape and tensor.nbytes == item.length
         if is_same and can_read_in_place(tensor, named_dtype(item.dtype)):
             return [ReadTarget(key, item, shape, region, tensor, True)]
@@ -123,7 +120,7 @@ def targets_of(
         check_length(path, key, piece.item, piece.shape)
         part = tensor if piece.part.size == size else part_of(tensor, piece.part, Region((0,) * len(size), size))
         target = ReadTarget.of(key, piece.item, piece.shape, piece.region, part)
-        # Other ranks may read the same bytes: of a replicated tensor, or of a tensor of which they want other columns.
+        # Other ranks may read the same bytes: of a replicated tensor, or for other columns of a tensor.
         target.shared = world_size > 1 and (size == whole_size or target.run is None)
         targets.append(target)
     return targets
@@ -142,12 +139,12 @@ def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tenso
             f"load it into a tensor of {stored_dtype}"
         )
     keys = casts.setdefault((stored_dtype, tensor.dtype), [])
-    if key not in keys[-1:]:  # this is called for each chunk of a tensor
+    if key not in keys[-1:]:  # called for each chunk of a tensor
         keys.append(key)
 
 
 def warn_of_casts(path: str, casts: Casts) -> None:
-    """Warns, once for each pair of dtypes, of tensors that were converted while they were loaded."""
+    """Warns of tensors that were converted on load, once for each pair of dtypes."""
     for (stored_dtype, dtype), keys in casts.items():
         logger.warning(
             "%s: %s stored as %s and converted to the %s of the target: %s",
@@ -167,10 +164,10 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
-    """The groups of targets that may be read at the same time, in order.
+    """Yields the groups of targets that may be read concurrently, in order.
 
     Targets that share memory, such as tied weights, are read one by one, in the order of the plan. So the last one is
-    whole, as with torch's reader. Reads at the same time would mix.
+    whole, as with torch's reader. Concurrent reads would mix.
     """
     shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets
@@ -180,8 +177,8 @@ def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[R
 
 
 def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
-    """The targets whose memory overlaps that of another one."""
-    if all(target.in_place for target in targets):  # most loads: one look at all of them
+    """Returns the targets whose memory overlaps another target's."""
+    if all(target.in_place for target in targets):  # most loads: vectorised
         starts = np.array([target.tensor.data_ptr() for target in targets], dtype=np.int64)
         stops = starts + np.array([target.tensor.nbytes for target in targets], dtype=np.int64)
         order = np.argsort(starts)
@@ -201,7 +198,7 @@ def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
 
 
 def _memory(target: ReadTarget) -> tuple[int, int, int]:
-    """The number of a target's GPU, or -1; the address of its first element, and the one after its last."""
+    """Returns the index of a target's GPU, or -1, and the start and stop address of its elements."""
     tensor = target.tensor
     first = tensor.data_ptr()
     if target.in_place:
@@ -215,32 +212,32 @@ def _memory(target: ReadTarget) -> tuple[int, int, int]:
 # --- from targets to reads --------------------------------------------------------------------------------------------
 
 MAX_SCRATCH_BYTES = 8 << 20
-"""The size of one operation: enough for a disk's full speed, and small enough to keep several threads busy."""
+"""The size of one operation: large enough for a disk's full speed, and small enough to keep several threads busy."""
 
 MAX_SEGMENTS = 512
-"""Segments of one operation: half of the buffers that one ``preadv`` takes, because each gap takes a buffer, too."""
+"""Segments of one operation: half of the buffers that one ``preadv`` takes, because each gap also takes a buffer."""
 
 
 class ReadLimits(NamedTuple):
     """The limits by which reads are joined and cut."""
 
-    max_gap_bytes: int  # reading this many unneeded bytes is faster than another request
+    max_gap_bytes: int  # reading this many unneeded bytes is faster than a second request
     max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads straight into targets
     max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads into scratch memory
     max_segments: int = MAX_SEGMENTS  # of one operation
 
 
 class Segment(NamedTuple):
-    """A run of bytes of one stored tensor. Start and stop are relative to the tensor's first byte.
+    """A run of bytes of one stored tensor. ``start`` and ``stop`` are relative to the tensor's first byte.
 
-    It is read into the memory of its only target, ``target_offset`` bytes from the beginning; None: into scratch
-    memory.
+    If ``target_offset`` is not None, the run is read into the memory of its only target, at that offset in bytes.
+    Otherwise it is read into scratch memory.
     """
 
     item: StoredItem
     start: int
     stop: int
-    targets: tuple[ReadTarget, ...]  # that want some of the bytes
+    targets: tuple[ReadTarget, ...]  # that need some of the bytes
     target_offset: int | None
 
     @property
@@ -249,7 +246,7 @@ class Segment(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The position of its first byte in the file."""
+        """The offset of the first byte in the file."""
         return self.item.offset + self.start
 
     @property
@@ -273,11 +270,11 @@ class ReadOperation:
 
     @property
     def targets(self) -> Iterator[ReadTarget]:
-        """The targets of its segments. A target may appear several times."""
+        """Yields the targets of the segments. A target may appear several times."""
         return (target for segment in self.segments for target in segment.targets)
 
     def take(self, segment: Segment, limits: ReadLimits) -> bool:
-        """Adds a segment that follows in the file; returns False if it must be read in another operation."""
+        """Adds a segment that follows in the file. If the segment must be read in another operation, returns False."""
         item, start, stop = segment[:3]
         stop += item.offset
         if self.segments and (
@@ -293,9 +290,9 @@ class ReadOperation:
         return True
 
     def batches(self, max_bytes: int) -> Iterator[slice]:
-        """Cuts the operation into reads that fit into a processor's cache, so that the data is hashed there.
+        """Cuts the operation into reads that fit into the CPU cache, where the data is then hashed.
 
-        Yields slices of the segments: as many as fit into ``max_bytes``, or a larger one by itself.
+        Yields slices of the segments: as many as fit into ``max_bytes``, or a single larger one.
         """
         first, start = 0, self.offset
         for number, (item, begin, stop, _, _) in enumerate(self.segments):
@@ -307,9 +304,9 @@ class ReadOperation:
 
 @collector_paused()
 def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[ReadOperation]:
-    """Plans the bytes to read, in the order of files and offsets, none of them twice.
+    """Plans the operations that read all needed bytes once, in the order of files and offsets.
 
-    ``verify`` reads whole blocks, so that their digests can be checked. Encrypted items are always read by whole
+    With ``verify``, reads whole blocks, so that their digests can be checked. Encrypted items are always read in whole
     blocks.
     """
     operations: list[ReadOperation] = []
@@ -324,7 +321,7 @@ def plan_reads(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: boo
 
 
 def by_tensor(targets: Iterable[ReadTarget]) -> Iterator[tuple[str, list[ReadTarget]]]:
-    """The targets of each stored tensor, with its file, in the order of files and offsets."""
+    """Yields the file and the targets of each stored tensor, in the order of files and offsets."""
     found: dict[tuple[str, int], list[ReadTarget]] = defaultdict(list)
     for target in targets:
         found[target.item.file, target.item.offset].append(target)
@@ -333,9 +330,9 @@ def by_tensor(targets: Iterable[ReadTarget]) -> Iterator[tuple[str, list[ReadTar
 
 
 def wanted_bytes(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: bool) -> list[Interval]:
-    """The bytes of one stored tensor that its targets need, widened and joined as by `plan_reads`.
+    """Returns the intervals of one stored tensor that its targets need, widened and joined as in `plan_reads`.
 
-    They depend on the regions, not on the targets' memory.
+    The intervals depend on the regions, not on the targets' memory.
     """
     item = targets[0].item
     step = item.block if verify or item.nonce_and_macs else 1
@@ -344,7 +341,7 @@ def wanted_bytes(targets: Sequence[ReadTarget], limits: ReadLimits, *, verify: b
 
 
 def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -> list[Segment]:
-    """The runs of one stored tensor that its targets need, in order."""
+    """Returns the segments of one stored tensor that its targets need, in order."""
     first = targets[0]
     item = first.item
     is_alone = len(targets) == 1 and first.in_place
@@ -366,7 +363,7 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
 
 
 def _in_place_segments(target: ReadTarget, run: Interval, step: int, max_bytes: int) -> list[Segment]:
-    """A run that is read straight into its target, except for blocks at its ends of which the target has only a
+    """Cuts a run into segments that are read into the target, except blocks at its ends that the target has only in
     part.
     """
     first, last = run
@@ -380,7 +377,7 @@ def _in_place_segments(target: ReadTarget, run: Interval, step: int, max_bytes: 
 
 
 def _whole_steps(max_bytes: int, step: int) -> int:
-    """The largest size up to ``max_bytes`` that is a multiple of ``step``, or one step."""
+    """Returns the largest multiple of ``step`` up to ``max_bytes``, or one step."""
     return max(step, max_bytes // step * step)
 
 
@@ -391,6 +388,6 @@ def _cut(intervals: Iterable[Interval], max_bytes: int) -> Iterator[Interval]:
 
 
 def _touches(runs: Sequence[Interval], start: int, stop: int) -> bool:
-    """Returns whether one of several sorted, disjoint runs has bytes in a range."""
+    """Returns whether any of the sorted, disjoint runs has bytes in a range."""
     first = bisect_right(runs, start, key=lambda run: run[1])
     return first < len(runs) and runs[first][0] < stop

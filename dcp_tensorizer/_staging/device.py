@@ -359,10 +359,10 @@ class Device:
                     _clear_error(index)
                     undo()
                     raise StagingError(
-                        f"{nbytes:,} bytes of host memory could not be pinned for GPU {index}: cudaHostRegister says "
-                        f"{int(status)} ({_name_of(cudart, status)}) at byte {start - address:,}. Copies from and to "
-                        f"the GPU will be several times slower. Reasons are: the machine or the container is short of "
-                        f"memory that can be pinned, the virtual machine or the sandbox has a limit of its own, or the "
+                        f"{nbytes:,} bytes of host memory could not be pinned for GPU {index}: cudaHostRegister "
+                        f"returned {int(status)} ({_name_of(cudart, status)}) at byte {start - address:,}. Copies from "
+                        f"and to the GPU will be several times slower. Possible reasons: the machine or the container "
+                        f"is short of memory that can be pinned, the virtual machine or the sandbox has its own limit, or the "
                         f"driver does not register memory of files."
                     )
                 registered.append(start)

@@ -151,7 +151,7 @@ def test_memory_that_cannot_be_registered_is_a_warning_and_nothing_else() -> Non
     torch.zeros(1, device=GPU)
     buffer = SharedBuffer(1 << 20)
     undo = CUDA.pin(buffer.allocate(torch.uint8, (1,)).data_ptr(), 1 << 20, 0)
-    with pytest.warns(RuntimeWarning, match="cudaHostRegister says"):
+    with pytest.warns(RuntimeWarning, match="cudaHostRegister returned"):
         buffer.pin(CUDA, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

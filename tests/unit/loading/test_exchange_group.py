@@ -67,7 +67,7 @@ def test_all_ranks_of_a_group_are_to_load(group: dist.ProcessGroup, caplog: pyte
     assert not reads_alone("path", None, [none, none])
     assert not reads_alone("path", group, [pair, other, none, other, pair])
     for carried in ([pair, none], [pair, other], [pair, pair, other]):
-        with pytest.raises(ReadError, match="pass exchange= on all of its ranks"):
+        with pytest.raises(ReadError, match="Pass exchange= on all of its ranks"):
             reads_alone("path", group, carried)
     caplog.set_level(logging.INFO, "dcp_tensorizer")
     assert reads_alone("path", group, [None])  # of a planner that drops what plans carry
