@@ -1,6 +1,6 @@
-"""The flush of a local folder as this process sees it: reports saves that have arrived, and waits for them.
+"""The trainer's side of the flush of a local folder: reports saves that have arrived on the remote, and waits for them.
 
-The writer process flushes. The state of each save is read from the folder's records, which outlive any process.
+The writer process flushes. This process reads the state of each save from the folder's records.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _Followed:
 
 
 class CommittedMeta(StorageMeta):
-    """The storage's metadata of a committed save, which other ranks learn of by it.
+    """The ``StorageMeta`` of a committed save, which confirms the commit on other ranks.
 
-    No hook of DCP's tells them. But after the commit DCP sends them this object in the metadata: unpickling it
-    confirms the commit (`Flushing.confirm`), and gives an ordinary ``StorageMeta``.
+    DCP has no hook for that. But after the commit it sends the metadata with this object to the other ranks: unpickling
+    it calls `Flushing.confirm`, and returns an ordinary ``StorageMeta``.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ def _received(*fields: Any) -> StorageMeta:
 class Flushing:
     """The flush of one local folder, shared by all writers of a process that save there.
 
-    ``queue`` has the records of the folder. ``is_readable`` says whether the folder could be read last time.
+    ``queue`` has the records of the folder. ``is_readable`` is False after a failed read of the folder.
     """
 
     def __init__(self, client: WriterClient, target: FlushTarget) -> None:
@@ -84,7 +84,7 @@ class Flushing:
         self.is_readable = True
 
     def resume(self) -> None:
-        """Requests the flush of everything in the folder, also of saves of a dead job, from the writer process."""
+        """Requests the flush of all saves in the folder, including those of a dead job, from the writer process."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
@@ -96,10 +96,9 @@ class Flushing:
                     in_background(self._run, name="flush-watch", daemon=True)
 
     def follow(self, entry: FlushEntry, report: SaveReport, on_arrival: Callable[[SaveReport, float], object]) -> None:
-        """Reports a save of this rank when it is on the remote: ``on_arrival`` gets the report, and when it arrived
-        (``time.time()``).
+        """Calls ``on_arrival`` when a save of this rank is on the remote, with the report and the time of arrival.
 
-        ``entry`` is the record of the rank's part.
+        ``entry`` is the record of the rank's part. The time is in seconds since the epoch.
         """
         future: Future[float] = Future()
         self._followed[entry.stem] = _Followed(report, on_arrival, future)
@@ -119,34 +118,32 @@ class Flushing:
         self._given_up.append(words)
 
     def future(self, save_id: str) -> Future[float] | None:
-        """Returns a future that is done when the remote has a save, unless it has it, or this rank has no part."""
+        """Returns a future that is done when the remote has a save. If the save is not followed here, None."""
         return self._futures.get(save_id)
 
     def admit(self, name: str, run: str) -> None:
-        """Records a run that saves to this local folder and is about to claim the remote one, in the file ``name``.
+        """Records a run that saves to this local folder, before the run takes the lease ``name`` of the remote one.
 
-        The local folder is flushed as long as the remote one belongs to one of its runs (`Queue.runs`).
+        The local folder is flushed as long as one of its runs has the lease of the remote one (`Queue.runs`).
         """
-        with suppress(ReadError):  # then nothing is saved there
+        with suppress(ReadError):  # saves to the folder fail as well
             self.queue.admit(name, run)
 
     def entries(self) -> list[FlushEntry]:
-        """Returns all records; none, with a warning, if the folder cannot be read.
+        """Returns all records. If the folder cannot be read, logs the error, and returns none.
 
-        If one rank alone raised an error here, the others would wait for it.
+        Does not raise, because the other ranks would wait for this one.
         """
         return self._read(self.queue.entries)
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the records of saves that are not on the remote yet; none, with a warning, if the folder cannot be
-        read.
-        """
+        """Returns the records of saves that are not on the remote yet. Handles errors like `entries`."""
         return self._read(self._open)
 
     def unflushed(self) -> int:
-        """Returns the number of checkpoints that are in the local folder and not on the remote.
+        """Returns the number of checkpoints that are in the local folder, but not on the remote.
 
-        For ranks that do not commit, those whose files are not sent yet: the rank that commits waits for them.
+        On ranks other than the coordinator, counts those whose files are not sent yet. The coordinator waits for them.
         """
         counts: Counter[int] = Counter()
         for entry, record in self.open_records():
@@ -170,19 +167,17 @@ class Flushing:
         patience: Patience | None = None,
         every: float = _LOOK_SECONDS / 4,
     ) -> bool:
-        """Waits until the remote has everything, or until ``until`` returns true; returns whether that is so.
-
-        It gives up at the deadline, or when nothing has made progress for too long.
+        """Waits until the remote has all saves, or until ``until`` returns True. On timeout, returns False.
 
         Args:
-            deadline: When to give up in any case.
-            until: Another condition to wait for.
-            progress: Returns a value that changes while anything besides the flush makes progress.
-            patience: The time without progress; by default the target's.
+            deadline: The end of the wait, whatever the progress.
+            until: The condition to wait for instead.
+            progress: Returns a value that changes while anything other than the flush makes progress.
+            patience: The timeout without progress; by default the target's.
             every: Seconds between two checks.
 
         Raises:
-            ReadError: the folder cannot be read, so that it is unknown whether the remote has everything.
+            ReadError: the folder cannot be read, so it is unknown whether the remote has all saves.
         """
         is_over = until or (lambda: not self._open())
         before: object = None
@@ -207,15 +202,15 @@ class Flushing:
                 self._lock.release()
 
     def check(self) -> None:
-        """Raises `WriteError` if a checkpoint has been given up since the last call."""
+        """Raises `WriteError` if a checkpoint was given up since the last call."""
         given_up, self._given_up = self._given_up, []
         if given_up:
             raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
 
     def end(self, deadline: Deadline) -> None:
-        """Waits until this rank has nothing more to do for the flush, or logs what is left."""
+        """Waits until this rank's checkpoints are flushed. On timeout, logs how many are left."""
         if not self.unflushed():
-            self._check_now()  # it may just have arrived
+            self._check_now()  # reports a checkpoint that has just arrived
             return
         logger.info("%s: waiting until %d checkpoint(s) are there", self.target.name, self.unflushed())
         if not self.wait(deadline, until=lambda: not self.unflushed()):
@@ -228,7 +223,7 @@ class Flushing:
     def stop(self) -> None:
         """Stops restarting the writer process only for the flush."""
         self._has_ended = True
-        if self._lock.acquire(timeout=1.0):  # so that no other thread is just starting it
+        if self._lock.acquire(timeout=1.0):  # wait for a thread that is restarting it now
             self._lock.release()
 
     def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
@@ -249,10 +244,10 @@ class Flushing:
         try:
             self._client.flush(self.target, context)
         except WriteError as error:
-            logger.warning("%s: the flush cannot go on now: %s", self.target.name, str(error))
+            logger.warning("%s: cannot start the flush: %s", self.target.name, str(error))
 
     def _run(self) -> None:
-        """Checks the state of the flush, until there is nothing to check."""
+        """Checks the state of the flush until no checkpoint is left to check."""
         while True:
             time.sleep(_LOOK_SECONDS)
             # The folder may be unreadable for a while, or a callback may raise, even SystemExit.
@@ -261,7 +256,7 @@ class Flushing:
                     self._is_watching = False
                     return
                 if not self._has_ended:
-                    # A flush that fails is requested again if its environment, such as its keys, has changed since.
+                    # Request a failing flush again if the environment, such as credentials, has changed.
                     is_outdated = environment() != self._environment and any(
                         self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN
                     )
@@ -269,7 +264,7 @@ class Flushing:
                         self._request()
 
     def _check_folder(self) -> bool:
-        """Reports what has changed; returns whether more may change."""
+        """Reports saves that have arrived or failed; returns whether others are still pending."""
         entries = {entry.stem: entry for entry in self.queue.entries()}
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
@@ -287,18 +282,18 @@ class Flushing:
                 trouble = entry.stem, self.queue.trouble(entry) or ""
                 if trouble[1] and trouble != self._trouble:
                     self._trouble = trouble
-                    logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble[1])
+                    logger.warning("%s: a flush has failed, retrying: %s", self.target.name, trouble[1])
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     def _report_missing(self, followed: _Followed) -> None:
-        """Reports a save whose record was removed before this process saw it on the remote.
+        """Reports a save whose record was removed before this process found it on the remote.
 
-        On a rank that does not commit, the save may have been replaced or deleted since.
+        On ranks other than the coordinator, the save may have been replaced or deleted since.
         """
         report = followed.report
         words = (
-            f"rank {report.rank} has not seen {report.path} on the remote, and its record in {self.queue.folder} is "
-            f"gone: it was given up, or something newer has replaced it"
+            f"rank {report.rank} has not found {report.path} on the remote, and its record in {self.queue.folder} was "
+            f"removed: the save was given up, or a newer one has replaced it"
         )
         commits = report.commit_seconds is not None
         logger.log(logging.ERROR if commits else logging.WARNING, "%s", words)
